@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo   serve a small hybrid checkpoint, chat with it, extract its hidden states
+# make test   run the test suite
+# Both make the virtual environment and build the package on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The exact pin matters: a range may pull a build for another accelerator.
+TORCH ?= torch==2.13.0
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PYTEST := $(PY) -m pytest -q
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export OMP_NUM_THREADS ?= $(shell nproc)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build demo test lint test-unit test-parity test-e2e test-extraction test-gpu \
+	wheel docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+$(VENV)/.installed: pyproject.toml setup.py Makefile
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed" >&2; exit 1; }
+	@echo "==> virtual environment in $(VENV)"
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --progress-bar on "$(TORCH)"
+	$(PIP) install --progress-bar on "setuptools>=77,<81" wheel ninja "cmake>=3.25,<5"
+	@echo "==> dependencies, then the package itself (editable, C++ ops built in place)"
+	$(PIP) install --progress-bar on --no-build-isolation -e ".[test]"
+	@# speculators' own pins name packages with no CPU build; its client needs none of them.
+	$(PIP) install --progress-bar on --no-deps "speculators==0.9.0"
+	touch $@
+
+CSRC := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+$(VENV)/.built: $(VENV)/.installed $(CSRC)
+	@echo "==> C++ ops"
+	$(PY) setup.py -q build_ext --inplace
+	touch $@
+
+venv: $(VENV)/.installed ## make the virtual environment
+build: $(VENV)/.built ## build the C++ ops in place
+
+demo: build ## serve, chat, extract, compare with transformers
+	$(PY) examples/demo.py
+
+test: lint test-unit test-parity test-e2e test-extraction ## everything that needs no GPU
+
+lint: build ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy vllm
+
+test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
+	$(PYTEST) tests -m "not gpu and not parity and not e2e and not extraction"
+
+test-parity: build ## token-exact against transformers
+	$(PYTEST) tests -m "parity and not gpu"
+
+test-e2e: build ## real server, real clients
+	$(PYTEST) tests -m "e2e and not gpu"
+
+test-extraction: build ## hidden-state extraction, end to end
+	$(PYTEST) tests -m "extraction and not gpu"
+
+test-gpu: build ## what needs a GPU
+	$(PYTEST) tests -m gpu
+
+wheel: build ## one wheel in dist/
+	$(PIP) wheel . --no-build-isolation --no-deps -w dist
+
+docs: build ## regenerate the pages that are made from the code
+	$(PY) docs/generate_cli.py
+
+clean: ## remove build outputs
+	rm -rf build dist *.egg-info $(VENV)/.built
