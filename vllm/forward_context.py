@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of one forward pass can see: metadata, slots and each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class ForwardContext:
+    """State of one step.
+
+    `no_compile_layers`: layer name -> layer, each with `.kv_cache`. `attn_metadata`: layer name ->
+    its group's metadata (one object shared by all layers of a group). `slot_mapping`: layer name
+    -> `[tokens]` int64 slots of that layer's group (paged groups only).
+    """
+
+    no_compile_layers: dict[str, Any]
+    attn_metadata: dict[str, Any]
+    slot_mapping: dict[str, Tensor] = field(default_factory=dict)
+    virtual_engine: int = 0
+    num_tokens: int = 0
+
+
+_context: ForwardContext | None = None
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the running step; raises outside a step."""
+    if _context is None:
+        raise RuntimeError("no forward context is set; layers run inside set_forward_context()")
+    return _context
+
+
+def is_forward_context_available() -> bool:
+    return _context is not None
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make `context` visible to the layers for the duration of the block."""
+    global _context
+    previous = _context
+    _context = context
+    try:
+        yield context
+    finally:
+        _context = previous

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer kernels a platform must provide.
+
+Layers call `current_platform.kernels.<op>(...)`. Three implementations share this interface:
+`NaiveKernels` (plain torch, any float dtype including fp64: the reference), `CpuKernels` (C++ in
+`csrc/cpu`) and `CudaKernels` (Triton).
+
+Conventions, for every op:
+
+- token-major activations; the last dimension is contiguous, the row stride is arbitrary, so a
+  slice of a wider projection can be passed without a copy;
+- statistics, gates, softmax and recurrent accumulation run in fp32 (fp64 for fp64 inputs);
+- a *slot* is a token's place in a paged cache, `block_id * block_size + offset`; a *state index*
+  is a recurrent state's block id. Rows whose slot or state index is negative are padding: they
+  are never read from or written to a cache, and their output rows are unspecified;
+- caches are strided views over the page arena: dimension 0 (blocks) has an arbitrary stride, the
+  inner dimensions are dense;
+- ops return fresh tensors or fill `out`; they never modify an activation in place.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kernels(Protocol):
+    """Operations used by the layers; see the module docstring for the conventions."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> Tensor:
+        """`x [..., n]` normalised over the last dimension by `rsqrt(mean(x^2) + eps)`.
+
+        `one_plus=False`: the normalised value is rounded to `x.dtype`, then times `weight [n]`
+        (Llama, Qwen3). `one_plus=True`: fp32 `norm(x) * (1 + weight)`, rounded once (Qwen3.5).
+        `x` may have arbitrary leading strides (per-head views of a projection).
+        """
+        ...
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(s), s)` with `s = x + residual` rounded to the model dtype; all `[tokens, n]`.
+
+        Both results are fresh tensors: `s` is the residual stream and may be captured as is.
+        """
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`(round(norm(x)) * weight) * silu(gate)` per head; gate activation in fp32.
+
+        `x [tokens, heads, n]`, `gate [tokens, heads, n]` (any token stride), `weight [n]`
+        -> `[tokens, heads * n]`.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate_up[:, :n]) * gate_up[:, n:]`: `[tokens, 2n] -> [tokens, n]`."""
+        ...
+
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x * sigmoid(gate)`: `x [tokens, heads, n]`, `gate [tokens, heads, n]` with any token
+        and head stride -> `[tokens, heads * n]`."""
+        ...
+
+    def qk_norm_rope_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm_weight: Tensor | None,
+        k_norm_weight: Tensor | None,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        gated: bool,
+        eps: float,
+        one_plus: bool,
+    ) -> Tensor:
+        """Everything between the qkv projection and attention, and the cache write.
+
+        `qkv [tokens, num_heads * head_dim * (2 if gated else 1) + 2 * num_kv_heads * head_dim]`;
+        when gated each query head is `[q head_dim | gate head_dim]`. Optional per-head RMS norm
+        of q and k (weights `[head_dim]`), then NeoX-style rotation of the first `rot` dims by
+        `cos_sin [max_position, rot]` fp32 (`rot/2` cosines, then `rot/2` sines) at
+        `positions [tokens]` int64. k and v are written to `kv_cache
+        [num_blocks, 2, block_size, num_kv_heads, head_dim]` at `slot_mapping [tokens]` int64.
+        Returns q `[tokens, num_heads, head_dim]`. Rotation maths: RoFormer (arXiv 2104.09864).
+        """
+        ...
+
+    def write_kv_cache(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write `key, value [tokens, num_kv_heads, head_dim]` to the paged cache."""
+        ...
+
+    def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write `rows [tokens, columns, width]` to `cache [num_blocks, block_size, columns, width]`.
+
+        Used for captured hidden states.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Causal attention of a ragged batch over the paged cache (keys already written).
+
+        `query [tokens, num_heads, head_dim]`, `kv_cache` as above, `block_table
+        [num_seqs, max_blocks]` int32, `seq_lens [num_seqs]` int32 (context including this step's
+        tokens), `query_start_loc [num_seqs + 1]` int32, `out` like `query`. Query row `i` of a
+        sequence has position `seq_len - query_len + i` and sees positions `<=` its own and, with
+        `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
+        `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding.
+        """
+        ...
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        *,
+        out: Tensor,
+    ) -> None:
+        """Depthwise causal convolution and SiLU over a ragged batch, carrying state.
+
+        `x, out [tokens, channels]`, `weight [channels, width]`, `conv_state
+        [num_blocks, width - 1, channels]` holds the last raw inputs, oldest first;
+        `state_indices [num_seqs]` int32, `has_initial_state [num_seqs]` bool (False: start from
+        zeros whatever the block holds), `query_start_loc [num_seqs + 1]` int32. The state is
+        updated to the last `width - 1` inputs (counting the initial state for short sequences).
+        """
+        ...
+
+    def gdn_prefill(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        chunk_indices: Tensor,
+        chunk_offsets: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        """Gated delta rule over a ragged batch, in chunks of 64 tokens.
+
+        `qkv [tokens, 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim]` is the convolution's
+        output (q, k, v sections, head-major); `a, b [tokens, num_v_heads]`; `A_log, dt_bias
+        [num_v_heads]`. `beta = sigmoid(b)`, `g = -exp(A_log) * softplus(a + dt_bias)` in fp32;
+        q and k are l2-normalised (`x * rsqrt(sum(x^2) + 1e-6)`), q times `head_k_dim ** -0.5`;
+        value head j uses key head `j // (num_v_heads // num_k_heads)`. Recurrence per value head
+        (Gated DeltaNet, arXiv 2412.06464): `S *= exp(g); d = beta * (v - S^T k); S += k d^T;
+        o = S^T q`. `ssm_state [num_blocks, num_v_heads, head_v_dim, head_k_dim]` (S transposed,
+        fp32 or bf16) is read where `has_initial_state` and overwritten with the final state.
+        `out [tokens, num_v_heads, head_v_dim]`. `chunk_indices [num_chunks, 2]` int32 lists
+        (sequence, chunk in sequence) and `chunk_offsets [num_seqs + 1]` int32 the first chunk of
+        each sequence, both made on the host once per step.
+        """
+        ...
+
+    def gdn_decode(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        """One token per sequence: convolution update, gating and the recurrent step, fused.
+
+        `qkv [num_seqs, channels]` is the raw projection (before the convolution); the rest as in
+        `causal_conv1d` and `gdn_prefill`. `out [num_seqs, num_v_heads, head_v_dim]`.
+        """
+        ...
+
+
+def chunk_metadata(query_start_loc: list[int], chunk_size: int = 64) -> tuple[Tensor, Tensor]:
+    """Host-made chunk index of a ragged batch: `(chunk_indices [chunks, 2], chunk_offsets [n + 1])`.
+
+    Both are int32 CPU tensors; see `Kernels.gdn_prefill`.
+    """
+    lengths = [e - s for s, e in zip(query_start_loc[:-1], query_start_loc[1:], strict=True)]
+    counts = [-(-n // chunk_size) for n in lengths]
+    pairs = [(seq, i) for seq, count in enumerate(counts) for i in range(count)]
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return (
+        torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2),
+        torch.tensor(offsets, dtype=torch.int32),
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the workers each step. Integers only; pickled between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+
+@dataclass
+class NewRequestData:
+    """A request's first appearance. `block_ids`: one list per group, complete for this step."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    mm_features: list[Any]
+    sampling_params: SamplingParams | None
+    pooling_params: Any | None
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+    lora_request: Any | None = None
+    prompt_embeds: Any | None = None
+
+    @classmethod
+    def from_request(cls, request: Request, block_ids: tuple[list[int], ...]) -> NewRequestData:
+        assert request.prompt_token_ids is not None
+        return cls(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=request.mm_features,
+            sampling_params=request.sampling_params,
+            pooling_params=None,
+            block_ids=block_ids,
+            num_computed_tokens=request.num_computed_tokens,
+            lora_request=request.lora_request,
+        )
+
+
+@dataclass
+class CachedRequestData:
+    """Requests the workers already know, as parallel lists.
+
+    `new_block_ids[i]`: per group, the blocks appended this step (None: none), or, when
+    `req_ids[i] in resumed_req_ids`, the full replacement. `all_token_ids`: prompt + output tokens of
+    every resumed request (its worker-side history was dropped at preemption).
+    `num_output_tokens[i]` counts sampled tokens, including those still in flight.
+    """
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+    @classmethod
+    def make_empty(cls) -> CachedRequestData:
+        return cls()
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's work.
+
+    `num_scheduled_tokens`: request id -> tokens this step. A request samples a token in this step
+    iff `num_computed_tokens + num_scheduled_tokens >= ` all its tokens known or in flight; the
+    scheduler states it in `sampling_req_ids`, nobody recomputes it. `preempted_req_ids` lost their
+    blocks; workers drop them (they come back in `resumed_req_ids`).
+    """
+
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    num_common_prefix_blocks: list[int] = field(default_factory=list)
+    finished_req_ids: set[str] = field(default_factory=set)
+    free_encoder_mm_hashes: list[str] = field(default_factory=list)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    sampling_req_ids: set[str] = field(default_factory=set)
+    kv_connector_metadata: KVConnectorMetadata | None = None
+
+    @classmethod
+    def make_empty(cls) -> SchedulerOutput:
+        return cls([], CachedRequestData.make_empty(), {}, 0)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the front end and the engine core; msgpack on the wire."""
+
+import enum
+from typing import Any
+
+import msgspec
+
+from vllm.sampling_params import SamplingParams
+
+
+class EngineCoreRequestType(enum.Enum):
+    """First frame of a message to the core."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x02"
+    SHUTDOWN = b"\x03"
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives the API's word."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A validated request: token ids and parameters, nothing the core has to check again."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    eos_token_id: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    client_index: int = 0
+    trace_headers: dict[str, str] | None = None
+
+
+class WireLogprobs(msgspec.Struct, array_like=True):
+    """`LogprobsLists` as raw little-endian bytes: ids int32 and logprobs fp32 `[rows, width]`, ranks
+    int32 `[rows]`."""
+
+    rows: int
+    width: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of one request in one step; `finish_reason` set on its last message."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: WireLogprobs | None = None
+    new_prompt_logprobs: WireLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int = 0
+    #: monotonic times in seconds of (queued, first scheduled), sent with the first token
+    times: tuple[float, float] | None = None
+
+
+class UtilityOutput(msgspec.Struct, array_like=True):
+    """Reply to a utility call; `result` is pickled when it is not msgpack-native."""
+
+    call_id: int
+    error: str | None = None
+    result: Any = None
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Gauges and counter increments of one step, for metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = []
+    connector: dict[str, Any] | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Everything one step sends to one client."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    #: the core is dead: the cause; nothing follows
+    fatal: str | None = None

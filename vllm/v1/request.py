@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request inside the engine core."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+
+class RequestStatus(enum.IntEnum):
+    """Life of a request; everything after PREEMPTED is final."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @staticmethod
+    def is_finished(status: RequestStatus) -> bool:
+        return status > RequestStatus.PREEMPTED
+
+    @staticmethod
+    def get_finished_reason(status: RequestStatus) -> FinishReason | None:
+        return _FINISH_REASONS.get(status)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class Request:
+    """Tokens, progress and block hashes of one request.
+
+    `num_computed_tokens` advances when a step is scheduled. With asynchronous scheduling
+    `num_output_placeholders` counts sampled tokens whose value has not come back yet, and
+    `discard_outputs` how many of those must be dropped on arrival (they were sampled before a
+    preemption and will be sampled again).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams | None,
+        pooling_params: Any | None = None,
+        eos_token_id: int | None = None,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client_index: int = 0,
+        lora_request: Any | None = None,
+        mm_features: list[Any] | None = None,
+        block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params = sampling_params
+        self.pooling_params = pooling_params
+        self.eos_token_id = eos_token_id
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.client_index = client_index
+        self.lora_request = lora_request
+        self.mm_features = mm_features or []
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.output_token_ids: list[int] = []
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1
+        self.num_external_computed_tokens = 0
+        self.num_preemptions = 0
+        self.num_output_placeholders = 0
+        self.discard_outputs = 0
+        #: monotonic seconds: entered the waiting queue, first scheduled
+        self.queued_time = 0.0
+        self.first_scheduled_time = 0.0
+        self.max_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
+        if sampling_params is not None:
+            assert sampling_params.max_tokens is not None
+            self.max_tokens = sampling_params.max_tokens
+            extra = sampling_params.extra_args or {}
+            self.kv_transfer_params = extra.get("kv_transfer_params")
+        self.block_hashes: list[BlockHash] = []
+        self._block_hasher = block_hasher
+        self._extend_block_hashes()
+
+    @classmethod
+    def from_engine_core_request(
+        cls,
+        request: EngineCoreRequest,
+        block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+    ) -> Request:
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            eos_token_id=request.eos_token_id,
+            arrival_time=request.arrival_time,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            client_index=request.client_index,
+            block_hasher=block_hasher,
+        )
+
+    def _extend_block_hashes(self) -> None:
+        if self._block_hasher is not None:
+            self.block_hashes.extend(self._block_hasher(self))
+
+    def append_output_token_ids(self, token_ids: int | list[int]) -> None:
+        """Add tokens that came back from the workers."""
+        new = [token_ids] if isinstance(token_ids, int) else token_ids
+        self.output_token_ids.extend(new)
+        self.all_token_ids.extend(new)
+        self._extend_block_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_tokens_with_placeholders(self) -> int:
+        """Known tokens plus sampled ones still in flight."""
+        return len(self.all_token_ids) + self.num_output_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
+
+    def get_finished_reason(self) -> FinishReason | None:
+        return RequestStatus.get_finished_reason(self.status)
+
+    def __lt__(self, other: Request) -> bool:
+        """Priority order: smaller `priority` first, then arrival, then id."""
+        return (self.priority, self.arrival_time, self.request_id) < (
+            other.priority,
+            other.arrival_time,
+            other.request_id,
+        )
