@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables and slots per group."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm.v1.worker.block_tables import GroupBlockTable
+
+CPU = torch.device("cpu")
+
+
+def _paged() -> GroupBlockTable:
+    return GroupBlockTable(4, 8, 4, 32, recurrent=False, device=CPU, depth=2)
+
+
+def test_slots_follow_the_blocks() -> None:
+    table = _paged()
+    table.set_row(1, [5, 9])
+    table.append_row(1, [2])
+    rows, positions = np.array([1, 1, 1, 1]), np.array([3, 4, 7, 8])
+    assert table.slot_mapping(rows, positions, 6).tolist() == [23, 36, 39, 8, -1, -1]
+
+
+def test_a_replaced_row_forgets_its_old_blocks() -> None:
+    table = _paged()
+    table.set_row(0, [5, 6, 7])
+    table.set_row(0, [1])
+    device, host = table.gather(np.array([0]), 1)
+    assert device.tolist() == [[1]] and host.tolist() == [[1]]
+
+
+def test_gather_pads_rows_and_uses_the_widest() -> None:
+    table = _paged()
+    table.set_row(0, [1])
+    table.set_row(3, [2, 3, 4])
+    device, host = table.gather(np.array([3, 0]), 3)
+    assert device.shape == (3, 3)
+    assert device[0].tolist() == [2, 3, 4]
+    assert device[1, 0] == 1
+    assert device[2].tolist() == [-1, -1, -1]
+    assert host.shape == (2, 3)
+
+
+def test_recurrent_groups_have_no_slots() -> None:
+    table = GroupBlockTable(512, 1, 4, 32, recurrent=True, device=CPU, depth=2)
+    table.set_row(2, [7])
+    assert table.gather(np.array([2]), 1)[0].tolist() == [[7]]
+    assert table.slot_mapping(np.array([2]), np.array([0]), 1).numel() == 0

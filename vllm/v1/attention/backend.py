@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interface between the runner, the metadata builders and the layers that keep state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class AttentionMetadata:
+    """Base of what a layer reads about the batch; one object per state group and step."""
+
+
+M = TypeVar("M", bound=AttentionMetadata)
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """The batch as every group sees it, plus this group's blocks.
+
+    Requests are ordered decodes first (one token, some context), then prefills. Tensors are on
+    the device, `_cpu` arrays are their host twins (numpy); all counts are host integers.
+    Padding rows (graph replay) lie past `num_tokens`/`num_reqs` with slot and block id -1.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor  # [num_reqs + 1] int32
+    query_start_loc_cpu: np.ndarray
+    seq_lens: Tensor  # [num_reqs] int32, context including this step's tokens
+    seq_lens_cpu: np.ndarray
+    num_computed_tokens_cpu: np.ndarray  # [num_reqs]
+    #: `[num_prefills + 1]` int32, relative to the first prefill token
+    prefill_query_start_loc: Tensor
+    prefill_query_start_loc_cpu: np.ndarray
+    block_table: Tensor  # [num_reqs, max_blocks] int32
+    slot_mapping: Tensor  # [num_tokens] int64; empty for recurrent groups
+    block_table_cpu: np.ndarray  # [num_reqs, max_blocks]
+
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
+    """Makes a group's metadata once per step; host integers only, uploads are asynchronous."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = layer_names
+        self.vllm_config = vllm_config
+        self.device = device
+
+    @abstractmethod
+    def build(self, common: CommonAttentionMetadata) -> M:
+        """Metadata for one step."""
+
+
+class AttentionBackend(ABC):
+    """A way to run one kind of layer; a class, never instantiated."""
+
+    name: ClassVar[str]
+    #: whether one token per request can run inside a captured graph
+    supports_full_graph: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]: ...
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """What runs one layer's attention; recurrent layers call the kernels themselves."""
+        raise NotImplementedError("this backend has no attention implementation")
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Logical shape of one layer's cache, blocks first."""

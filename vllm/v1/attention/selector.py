@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention backend a layer uses: asked for, or chosen and recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from vllm import decisions
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.paged import PagedAttentionBackend
+
+_NAMES = ("PAGED", "FLASHINFER")
+
+
+def get_attn_backend(head_size: int, dtype: torch.dtype) -> type[AttentionBackend]:
+    """The paged-attention backend of this run for heads of `head_size` kept as `dtype`.
+
+    Raises ValueError for a name that is unknown or cannot run here.
+    """
+    asked = get_current_vllm_config().attention_backend
+    if asked is None:
+        decisions.record("attention backend", "PAGED", "own kernels need no run-time compilation")
+        return PagedAttentionBackend
+    name = asked.upper()
+    if name == "PAGED":
+        return PagedAttentionBackend
+    if name == "FLASHINFER":
+        if not current_platform.is_cuda():
+            raise ValueError("--attention-backend FLASHINFER needs a CUDA device; use PAGED")
+        if importlib.util.find_spec("flashinfer") is None:
+            raise ValueError(
+                "--attention-backend FLASHINFER needs the flashinfer-python package; "
+                "install vllm[cuda] or use PAGED"
+            )
+        if head_size not in (64, 128, 256) or dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"--attention-backend FLASHINFER supports 16-bit heads of 64, 128 or 256, not "
+                f"{dtype} heads of {head_size}; use PAGED"
+            )
+        from vllm.v1.attention.backends.flashinfer import FlashInferBackend
+
+        return FlashInferBackend
+    raise ValueError(f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}")
+
+
+def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
+    """The backend of a recurrent layer kind (`MambaSpec.mamba_type`)."""
+    if mamba_type == "gdn_attention":
+        return GDNAttentionBackend
+    raise ValueError(f"recurrent layers of type {mamba_type!r} are not supported; use gdn_attention")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker in the engine core's own process.
+
+Steps are launched on one thread and their results awaited on another, so the core schedules step
+n + 1 while step n runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.worker import Worker
+
+
+class UniProcExecutor(Executor):
+    """Runs the worker on a thread of this process."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launch")
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
+        self._closed = False
+        self.worker = Worker(vllm_config)
+        # Device state (current device, stream, thread counts) belongs to the launching thread.
+        self._call(self.worker.init_device)
+        self._call(self.worker.load_model)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._launcher.submit(function, *args, **kwargs).result()
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return [self._call(self.worker.get_kv_cache_spec)]
+
+    def determine_available_memory(self) -> list[int]:
+        return [self._call(self.worker.determine_available_memory)]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        self._call(self.worker.initialize_from_config, kv_cache_configs[0])
+        self._call(self.worker.warm_up)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        launched = self._launcher.submit(self.worker.execute_model, scheduler_output)
+        return self._collector.submit(_collect, launched)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        call = self._launcher.submit(self.worker.call, method, args, kwargs or {})
+        return [call.result(timeout)]
+
+    def check_health(self) -> None:
+        if self._closed:
+            raise RuntimeError("the executor was shut down")
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._launcher.submit(self.worker.shutdown).result()
+        self._launcher.shutdown()
+        self._collector.shutdown()
+
+
+def _collect(
+    launched: Future[ModelRunnerOutput | AsyncModelRunnerOutput],
+) -> ModelRunnerOutput:
+    output = launched.result()
+    return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output

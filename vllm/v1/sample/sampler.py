@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.adjustments import Adjustments
+from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
+from vllm.v1.sample.gumbel import gumbel_sample
+from vllm.v1.sample.logprobs import gather_logprobs
+from vllm.v1.sample.metadata import SamplingMetadata
+
+
+def sample(
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    positions: Tensor,
+    adjustments: Sequence[tuple[int, Adjustments, int]],
+) -> SamplerOutput:
+    """Sample one token per row of `logits [n, vocab]` fp32.
+
+    `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
+    adjustments, output tokens so far) of the rows that have any. Logprobs are those of the
+    unprocessed logits.
+    """
+    raw = logits.clone() if adjustments and metadata.num_logprobs is not None else logits
+    for row, adjustment, num_output_tokens in adjustments:
+        adjustment.apply(logits[row], num_output_tokens)
+    token_ids = _draw(logits, metadata, positions)
+    for row, adjustment, _ in adjustments:
+        adjustment.observe(token_ids[row : row + 1])
+    if metadata.num_logprobs is None:
+        return SamplerOutput(token_ids)
+    return SamplerOutput(token_ids, gather_logprobs(raw, token_ids, metadata.num_logprobs))
+
+
+def _draw(logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
+    temperature, seeds = metadata.temperature, metadata.seeds
+    if temperature is None or seeds is None:
+        return logits.argmax(dim=-1)
+    divisor = temperature.masked_fill(temperature == 0, 1.0)
+    scaled = logits / divisor.unsqueeze(1)
+    if metadata.min_p is not None:
+        scaled = apply_min_p(scaled, metadata.min_p)
+    scaled = apply_top_k_top_p(scaled, metadata.top_k, metadata.top_p)
+    return gumbel_sample(scaled, temperature, seeds, positions)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks each request owns, per state group, on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.worker.staging import StagedArray
+
+
+class GroupBlockTable:
+    """Block ids of one group, `[rows, max_blocks]`; row = the request's row in the input batch."""
+
+    def __init__(
+        self,
+        block_size: int,
+        max_blocks: int,
+        max_rows: int,
+        max_tokens: int,
+        recurrent: bool,
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        self.block_size = block_size
+        self.recurrent = recurrent
+        self.table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth)
+        self.slots = StagedArray((max_tokens,), torch.int64, device, depth)
+
+    def set_row(self, row: int, block_ids: list[int]) -> None:
+        self.num_blocks[row] = 0
+        self.append_row(row, block_ids)
+
+    def append_row(self, row: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[row])
+        self.table[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] = start + len(block_ids)
+
+    def gather(self, rows: np.ndarray, padded_rows: int) -> tuple[Tensor, np.ndarray]:
+        """Device and host `[padded_rows, width]` tables of the step's requests; padding is -1."""
+        n = len(rows)
+        width = max(int(self.num_blocks[rows].max(initial=1)), 1)
+        host = self.staged.next()
+        np.take(self.table[:, :width], rows, axis=0, out=host[:n, :width])
+        host[n:padded_rows, :width] = -1
+        return self.staged.upload(padded_rows, width), host[:n, :width]
+
+    def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
+        """Slot of every token: `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""
+        if self.recurrent:
+            return self.slots.upload(0)
+        n = len(rows)
+        host = self.slots.next()
+        blocks = self.table[rows, positions // self.block_size]
+        host[:n] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        host[n:padded_tokens] = -1
+        return self.slots.upload(padded_tokens)
+
+
+class BlockTables:
+    """One table per group, in group order."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        max_rows: int,
+        max_model_len: int,
+        max_tokens: int,
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        self.groups: list[GroupBlockTable] = []
+        for group in config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            recurrent = isinstance(spec, MambaSpec)
+            # One extra block: a step in flight may run one token past the limit.
+            max_blocks = 1 if recurrent else -(-max_model_len // spec.block_size) + 1
+            self.groups.append(
+                GroupBlockTable(
+                    spec.block_size, max_blocks, max_rows, max_tokens, recurrent, device, depth
+                )
+            )
+
+    def set_row(self, row: int, block_ids: tuple[list[int], ...]) -> None:
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.set_row(row, ids)
+
+    def append_row(self, row: int, block_ids: tuple[list[int], ...]) -> None:
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.append_row(row, ids)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring prompts: position p of a prompt scores token p + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logprobs import gather_logprobs
+from vllm.v1.worker.async_output import PromptLogprobs
+from vllm.v1.worker.input_batch import RequestState, StepOrder
+
+#: rows of logits held at once; bounds memory at long prompts and large vocabularies
+_ROWS_AT_ONCE = 512
+
+
+class PromptScorer:
+    """Delivers each prompt position once, also when a preempted request computes it again."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._delivered: dict[str, int] = {}
+
+    def forget(self, req_id: str) -> None:
+        self._delivered.pop(req_id, None)
+
+    def score(
+        self, order: StepOrder, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> list[PromptLogprobs]:
+        """`hidden [tokens, hidden]` of the step -> logprobs of its newly scored positions."""
+        results: list[PromptLogprobs] = []
+        start = 0
+        for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
+            if state.sampling_params.prompt_logprobs is not None:
+                tensors = self._score_one(state, count, hidden[start : start + count], compute_logits)
+                if tensors is not None:
+                    results.append(PromptLogprobs(state.req_id, tensors))
+            start += count
+        return results
+
+    def _score_one(
+        self,
+        state: RequestState,
+        count: int,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> LogprobsTensors | None:
+        done = self._delivered.get(state.req_id, 0)
+        first = max(state.num_computed_tokens, done)
+        last = min(state.num_computed_tokens + count, state.num_prompt_tokens - 1)
+        if first >= last:
+            return None
+        self._delivered[state.req_id] = last
+        rows = hidden[first - state.num_computed_tokens : last - state.num_computed_tokens]
+        targets = torch.from_numpy(state.token_ids[first + 1 : last + 1])
+        if hidden.device.type == "cuda":
+            targets = targets.pin_memory().to(hidden.device, non_blocking=True)
+        asked = state.sampling_params.prompt_logprobs
+        assert asked is not None
+        k = self._vocab_size if asked == -1 else asked
+        parts = [
+            gather_logprobs(compute_logits(part).float(), target, k)
+            for part, target in zip(
+                rows.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True
+            )
+        ]
+        return LogprobsTensors(
+            torch.cat([p.token_ids for p in parts]),
+            torch.cat([p.logprobs for p in parts]),
+            torch.cat([p.ranks for p in parts]),
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One device: its memory budget, its model runner, and what can be called on it remotely."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm import decisions
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_kv_transfer_shutdown
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.dotted import resolve_class
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.warm_up import profile_peak_bytes, warm_up
+
+logger = init_logger(__name__)
+
+
+class Worker:
+    """Runs on the thread that owns the device."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        load_general_plugins()
+        assert vllm_config.model_config is not None
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.cache_config = vllm_config.cache_config
+        self.parallel_config = vllm_config.parallel_config
+        self.rank = 0
+        self.local_rank = 0
+        self.extension = self._make_extension()
+
+    def _make_extension(self) -> Any:
+        path = self.parallel_config.worker_extension_cls
+        if not path:
+            return None
+        extension = resolve_class(path)()
+        extension.worker = self
+        return extension
+
+    def init_device(self) -> None:
+        self.device = torch.device(self.vllm_config.device_config.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self.device)
+        torch.manual_seed(self.model_config.seed)
+        self.model_runner = ModelRunner(self.vllm_config, self.device)
+
+    def load_model(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.load_model()
+
+    def get_model(self) -> nn.Module:
+        return self.model_runner.model
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the arena: what the user gave, or what is left beside weights and activations."""
+        cache = self.cache_config
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes
+        if self.device.type == "cpu":
+            return cache.cpu_kvcache_space_bytes
+        peak = profile_peak_bytes(self.model_runner)
+        total = current_platform.total_memory_bytes()
+        available = int(total * cache.gpu_memory_utilization) - peak
+        decisions.record(
+            "state memory",
+            f"{available / 2**30:.2f} GiB",
+            f"{cache.gpu_memory_utilization:.2f} of {total / 2**30:.1f} GiB less a measured peak of "
+            f"{peak / 2**30:.2f} GiB for weights, activations and the driver",
+        )
+        return available
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.initialize_kv_cache(kv_cache_config)
+            ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+            if has_kv_transfer_group():
+                get_kv_transfer_group().register_kv_caches(self.model_runner.arena.layers)
+
+    def warm_up(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            warm_up(self.model_runner)
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def call(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A worker or extension method by name, or any callable with the worker as first argument."""
+        if callable(method):
+            return method(self, *args, **kwargs)
+        for owner in (self, self.extension):
+            if owner is not None and method in dir(owner) and not method.startswith("_"):
+                return getattr(owner, method)(*args, **kwargs)
+        raise ValueError(f"the worker has no method {method!r}")
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
+        return function(self.get_model())
+
+    def shutdown(self) -> None:
+        """Drain the connector and free the device memory."""
+        ensure_kv_transfer_shutdown()
+        self.model_runner.close()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
