@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: serve a small hybrid checkpoint, chat with it, extract its hidden states.
+
+Starts `vllm serve` with hidden-state extraction on, streams a chat answer, asks for the hidden
+states of a prompt, opens the file and compares its rows with transformers'. Everything stops at
+the end, also on failure; the exit status says whether all of it worked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
+
+
+def find_checkpoint() -> Path:
+    """The trained demo checkpoint if it is there, else a random tiny one."""
+    trained = _ROOT / "examples" / "models" / "tiny-qwen3_5-code"
+    if (trained / "model.safetensors").is_file():
+        return trained
+    sys.path.insert(0, str(_ROOT / "tests"))
+    from tiny_models import tiny_model
+
+    return tiny_model("qwen3_5")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def serve_command(model: Path, port: int, layers: list[int], hidden_dir: str) -> list[str]:
+    """The command line a drafter trainer would use."""
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": hidden_dir},
+    }
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
+        *("--dtype", "float32", "--kv-cache-memory-bytes", "512M"),
+        *("--speculative-config", json.dumps(speculative)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+
+
+@contextmanager
+def running(command: list[str], base: str, log: Path) -> Iterator[None]:
+    """The server, healthy; stopped with SIGTERM at the end. Raises with its log if it fails."""
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        started = time.monotonic()
+        with tqdm(total=120, desc="starting the server", unit="s", leave=False) as progress:
+            while not healthy(base):
+                if server.poll() is not None or time.monotonic() - started > 120:
+                    raise SystemExit(f"error: the server did not start\n{log.read_text()[-4000:]}")
+                time.sleep(0.2)
+                progress.n = int(time.monotonic() - started)
+                progress.refresh()
+        print(f"server ready after {time.monotonic() - started:.1f} s")
+        yield
+        if server.poll() is not None:
+            raise SystemExit(f"error: the server died\n{log.read_text()[-4000:]}")
+    finally:
+        if server.poll() is None:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=30)
+    if server.returncode not in (0, -signal.SIGTERM):
+        raise SystemExit(f"error: the server exited with {server.returncode}")
+    print("server stopped cleanly")
+
+
+def healthy(base: str) -> bool:
+    try:
+        return httpx.get(f"{base}/health", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def stream_chat(base: str) -> None:
+    """Print a chat answer as it comes."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Write a Python function clamp. Limit a number."}],
+        "max_tokens": 64,
+        "temperature": 0,
+        "stream": True,
+    }
+    print("\n--- chat, streamed\n")
+    pieces = 0
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=120) as reply:
+        if reply.status_code != 200:
+            raise SystemExit(f"error: chat answered {reply.status_code}: {reply.read().decode()}")
+        for line in reply.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise SystemExit(f"error: {chunk['error']}")
+                for choice in chunk["choices"]:
+                    pieces += 1
+                    print(choice["delta"].get("content") or "", end="", flush=True)
+    if pieces < 2:
+        raise SystemExit("error: the chat answer was empty")
+    print()
+
+
+def extract(base: str, token_ids: list[int]) -> Path:
+    """Ask for the hidden states of `token_ids`; returns the file's path."""
+    body = {"model": "demo", "prompt": token_ids, "max_tokens": 1, "return_token_ids": True}
+    reply = httpx.post(f"{base}/v1/completions", json=body, timeout=120)
+    if reply.status_code != 200:
+        raise SystemExit(f"error: extraction answered {reply.status_code}: {reply.text}")
+    return Path(reply.json()["kv_transfer_params"]["hidden_states_path"])
+
+
+def wait_for(path: Path) -> dict[str, torch.Tensor]:
+    """The file's tensors, once its writer has released the lock."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        load_hidden_states,
+    )
+
+    tensors = load_hidden_states(path) if Path(f"{path}.lock").exists() else load_file(path)
+    return tensors
+
+
+@torch.inference_mode()
+def reference(model: Path, token_ids: list[int], layers: list[int]) -> torch.Tensor:
+    """transformers' residual stream `[tokens, layers, hidden]` after that many layers each."""
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    decoder = network.get_decoder()
+    streams: list[torch.Tensor] = []
+    for module in [*decoder.layers, decoder.norm]:
+        module.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))
+    network(torch.tensor([token_ids]))
+    return torch.stack([streams[i] for i in layers], dim=1)
+
+
+def show(tensors: dict[str, torch.Tensor], token_ids: list[int], expected: torch.Tensor) -> None:
+    """Print what the file holds and how far it is from the reference; fail if it is wrong."""
+    print("\n--- hidden states\n")
+    for name, tensor in tensors.items():
+        print(f"{name:14} {tuple(tensor.shape)!s:18} {tensor.dtype}")
+    got = tensors["hidden_states"].float()
+    if tensors["token_ids"].tolist() != token_ids or got.shape != expected.shape:
+        raise SystemExit("error: the file does not hold the prompt's rows")
+    error = ((got - expected).norm() / expected.norm()).item()
+    print(f"relative difference from transformers: {error:.1e}")
+    if not error < 1e-4:
+        raise SystemExit("error: the rows differ from transformers' by more than 1e-4")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the demo's)")
+    model = parser.parse_args().model or find_checkpoint()
+    config = json.loads((model / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    layers = [2, count // 2, count]
+    token_ids = AutoTokenizer.from_pretrained(model)(_PROMPT).input_ids
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="vllm-demo-") as scratch:
+        command = serve_command(model, port, layers, scratch)
+        print(f"model {model}\n$ {' '.join(command)}")
+        with running(command, base, Path(scratch) / "server.log"):
+            stream_chat(base)
+            tensors = wait_for(extract(base, token_ids))
+            with tqdm(total=1, desc="transformers reference", leave=False) as progress:
+                expected = reference(model, token_ids, layers)
+                progress.update()
+            show(tensors, token_ids, expected)
+    print("\nall of it worked")
+
+
+if __name__ == "__main__":
+    main()

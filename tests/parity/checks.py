@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing an engine's output with transformers, by teacher forcing.
+
+If every generated token is the argmax of the reference's logits given the tokens before it, the
+output equals the reference's own greedy output, token for token: by induction over positions.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tiny_models import hf_reference_logits
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
+NUM_TOKENS = 64
+
+
+def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    """Random byte tokens, one prompt per length."""
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def generate(
+    llm: LLM, token_ids: list[list[int]], max_tokens: int = NUM_TOKENS
+) -> list[RequestOutput]:
+    """Greedy outputs with the chosen token's logprob."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+    batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+    return llm.generate(batch, params, use_tqdm=False)
+
+
+def assert_equals_reference(
+    output: RequestOutput, model: str | Path, max_tokens: int = NUM_TOKENS
+) -> None:
+    """Tokens equal transformers' greedy ones; logprobs within 1e-4."""
+    tokens = list(output.outputs[0].token_ids)
+    assert len(tokens) == max_tokens
+    prompt = list(output.prompt_token_ids)
+    logits = hf_reference_logits(model, prompt + tokens[:-1])[len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert output.outputs[0].logprobs is not None
+    got = [
+        entry[token].logprob
+        for entry, token in zip(output.outputs[0].logprobs, tokens, strict=True)
+    ]
+    torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-4)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines over tiny checkpoints, in this process, on whatever device there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from vllm import LLM
+
+MakeEngine = Callable[..., LLM]
+
+
+@pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    """`make_engine(family, dtype=..., **llm_kwargs)`; engines are shut down at the end."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engines: list[LLM] = []
+
+    def make(family: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -> LLM:
+        settings: dict[str, Any] = {
+            "model": str(tiny_model(family, dtype)),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 64 * 2**20,
+        }
+        settings.update(kwargs)
+        engines.append(LLM(**settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
