@@ -39,7 +39,7 @@ _PROMPTS = (
     "def read_lines(path):",
     "class Stack:\n    def __init__(self):",
     "import os\nimport sys\n\ndef main(argv=None):",
-    "def is_prime(n):\n    \"\"\"Return True if n is prime.",
+    'def is_prime(n):\n    """Return True if n is prime.',
     "for i, line in enumerate(",
 )
 

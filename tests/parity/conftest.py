@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from parity_checks import MakeEngine
 from tiny_models import tiny_model
 
 from vllm import LLM
 
-MakeEngine = Callable[..., LLM]
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With a GPU these tests run on it, and count as GPU tests."""
+    if torch.cuda.is_available():
+        for item in items:
+            if "parity" in item.path.parts:
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture

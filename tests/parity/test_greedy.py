@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_equals_reference, generate, prompts
-from conftest import MakeEngine
+from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
 from tiny_models import hf_reference_logits, tiny_model
 
 pytestmark = pytest.mark.parity

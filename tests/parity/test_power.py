@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_equals_reference, generate, prompts
-from conftest import MakeEngine
+from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
 from tiny_models import tiny_model
 
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -20,9 +20,7 @@ NUM_PAGES = 6
 
 
 def _config() -> KVCacheConfig:
-    attention = FullAttentionSpec(
-        block_size=16, num_kv_heads=2, head_size=24, dtype=torch.bfloat16
-    )
+    attention = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=24, dtype=torch.bfloat16)
     recurrent = MambaSpec(
         block_size=512,
         shapes=((3, 40), (4, 6, 10)),

@@ -52,9 +52,10 @@ def test_arrays_of_a_mixed_step() -> None:
     assert inputs.sample_positions.tolist() == [8, 5]
     rows = [batch.requests[r].row for r in ("decode", "new")]
     assert inputs.sample_rows.tolist() == rows
-    assert inputs.token_rows_cpu.tolist() == [rows[0]] + [rows[1]] * 5 + [
-        batch.requests["chunk"].row
-    ] * 8
+    assert (
+        inputs.token_rows_cpu.tolist()
+        == [rows[0]] + [rows[1]] * 5 + [batch.requests["chunk"].row] * 8
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

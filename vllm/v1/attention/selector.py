@@ -52,4 +52,6 @@ def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
     """The backend of a recurrent layer kind (`MambaSpec.mamba_type`)."""
     if mamba_type == "gdn_attention":
         return GDNAttentionBackend
-    raise ValueError(f"recurrent layers of type {mamba_type!r} are not supported; use gdn_attention")
+    raise ValueError(
+        f"recurrent layers of type {mamba_type!r} are not supported; use gdn_attention"
+    )

@@ -35,16 +35,14 @@ class Adjustments:
         output = token_ids[num_prompt_tokens:]
         self.bias = _bias(params, vocab_size, device)
         self.stop_ids = _index(sorted(params.all_stop_token_ids), device)
-        self.bad_words = [
-            _index(list(word), device) for word in (params.bad_words_token_ids or [])
-        ]
+        self.bad_words = [_index(list(word), device) for word in (params.bad_words_token_ids or [])]
         longest = max((len(w) for w in self.bad_words), default=1)
         self.recent = torch.full((max(longest - 1, 1),), -1, dtype=torch.int64, device=device)
         self.counts: Tensor | None = None
         if _penalises(params):
-            self.counts = torch.bincount(
-                torch.from_numpy(output), minlength=vocab_size
-            ).to(device, torch.float32)
+            self.counts = torch.bincount(torch.from_numpy(output), minlength=vocab_size).to(
+                device, torch.float32
+            )
             seen = torch.zeros(vocab_size, dtype=torch.bool)
             seen[torch.from_numpy(token_ids[:num_prompt_tokens])] = True
             self.in_prompt = seen.to(device)

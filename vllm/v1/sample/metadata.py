@@ -35,9 +35,7 @@ class SamplingMetadata:
         cls, params: list[SamplingParams], vocab_size: int, device: torch.device
     ) -> SamplingMetadata:
         logprobs = [
-            vocab_size if p.logprobs == -1 else p.logprobs
-            for p in params
-            if p.logprobs is not None
+            vocab_size if p.logprobs == -1 else p.logprobs for p in params if p.logprobs is not None
         ]
         num_logprobs = max(logprobs, default=None)
         random_rows = [p.temperature >= GREEDY_TEMPERATURE for p in params]
@@ -75,6 +73,8 @@ class SamplingMetadata:
 
 def _seed(params: SamplingParams) -> int:
     if params.seed is None:
-        raise ValueError("a request reached the sampler without a seed; the input processor sets it")
+        raise ValueError(
+            "a request reached the sampler without a seed; the input processor sets it"
+        )
     low = params.seed & (2**64 - 1)
     return low - 2**64 if low >= 2**63 else low

@@ -99,6 +99,4 @@ def _logprobs_to_host(tensors: LogprobsTensors) -> LogprobsTensors:
 
 
 def _to_lists(tensors: LogprobsTensors) -> LogprobsLists:
-    return LogprobsLists(
-        tensors.token_ids.numpy(), tensors.logprobs.numpy(), tensors.ranks.numpy()
-    )
+    return LogprobsLists(tensors.token_ids.numpy(), tensors.logprobs.numpy(), tensors.ranks.numpy())

@@ -49,9 +49,7 @@ class KVConnectorModelRunnerMixin:
             connector.clear_connector_metadata()
 
     @classmethod
-    def kv_connector_no_forward(
-        cls, scheduler_output: SchedulerOutput
-    ) -> KVConnectorOutput | None:
+    def kv_connector_no_forward(cls, scheduler_output: SchedulerOutput) -> KVConnectorOutput | None:
         """A step without tokens: transfers still start and finish."""
         context = ForwardContext(no_compile_layers={}, attn_metadata={})
         with cls.maybe_get_kv_connector_output(

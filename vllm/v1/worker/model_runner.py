@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.interfaces import VllmModel
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -146,7 +147,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             dtype=self.model_config.dtype,
             device=self.device,
         )
-        logits = self.model.compute_logits(hidden).float()
+        logits = self.compute_logits(hidden).float()
         metadata = SamplingMetadata.build([params] * self.max_rows, self.vocab_size, self.device)
         positions = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         sample(logits, metadata, positions, [])
@@ -197,7 +198,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             sampled = self._sample(order, inputs, hidden)
             if self.proposer is not None:
                 self._propose(sampled, aux)
-        prompt_logprobs = self.scorer.score(order, hidden, self.model.compute_logits)
+        prompt_logprobs = self.scorer.score(order, hidden, self.compute_logits)
         for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
             state.num_computed_tokens += count
         sampling = order.sampling.tolist()
@@ -239,12 +240,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         result = self.model(inputs.input_ids, inputs.positions)
         return (result, []) if isinstance(result, Tensor) else result
 
-    def _sample(
-        self, order: StepOrder, inputs: StepInputs, hidden: Tensor
-    ) -> SamplerOutput | None:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""
+        return cast(VllmModel, self.model).compute_logits(hidden)
+
+    def _sample(self, order: StepOrder, inputs: StepInputs, hidden: Tensor) -> SamplerOutput | None:
         if not len(order.sampling):
             return None
-        logits = self.model.compute_logits(hidden.index_select(0, inputs.sample_indices)).float()
+        logits = self.compute_logits(hidden.index_select(0, inputs.sample_indices)).float()
         chosen = [order.states[i] for i in order.sampling.tolist()]
         adjusted = [
             (row, self.adjustments[state.req_id], state.num_output_tokens)

@@ -35,7 +35,9 @@ class PromptScorer:
         start = 0
         for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
             if state.sampling_params.prompt_logprobs is not None:
-                tensors = self._score_one(state, count, hidden[start : start + count], compute_logits)
+                tensors = self._score_one(
+                    state, count, hidden[start : start + count], compute_logits
+                )
                 if tensors is not None:
                     results.append(PromptLogprobs(state.req_id, tensors))
             start += count

@@ -45,9 +45,7 @@ class StepInputBuilder:
     the host does not know yet is read from there.
     """
 
-    def __init__(
-        self, max_rows: int, max_tokens: int, device: torch.device, depth: int
-    ) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, depth: int) -> None:
         def staged(size: int, dtype: torch.dtype = torch.int64) -> StagedArray:
             return StagedArray((size,), dtype, device, depth)
 

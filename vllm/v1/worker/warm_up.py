@@ -43,12 +43,16 @@ def warm_up(runner: ModelRunner) -> None:
     """Run a prefill of one chunk and a decode, so that no kernel compiles while serving."""
     if runner.device.type != "cuda":
         return
-    _run_prefill(runner, [_CHUNK, _CHUNK - 1], then_decode=True)
+    _run_prefill(runner, [min(_CHUNK, _longest(runner))], then_decode=True)
     torch.cuda.synchronize(runner.device)
 
 
+def _longest(runner: ModelRunner) -> int:
+    return min(runner.max_tokens, runner.model_config.max_model_len - 1)
+
+
 def _prefill_lengths(runner: ModelRunner) -> list[int]:
-    longest = min(runner.max_tokens, runner.model_config.max_model_len - 1)
+    longest = _longest(runner)
     count = max(1, min(runner.max_tokens // longest, runner.max_rows))
     return [longest] * count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ class Worker:
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the arena: what the user gave, or what is left beside weights and activations."""
+        """Bytes for the arena: as given, or what weights and activations leave."""
         cache = self.cache_config
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes
@@ -83,7 +83,7 @@ class Worker:
         decisions.record(
             "state memory",
             f"{available / 2**30:.2f} GiB",
-            f"{cache.gpu_memory_utilization:.2f} of {total / 2**30:.1f} GiB less a measured peak of "
+            f"{cache.gpu_memory_utilization:.2f} of {total / 2**30:.1f} GiB, less "
             f"{peak / 2**30:.2f} GiB for weights, activations and the driver",
         )
         return available
@@ -93,7 +93,9 @@ class Worker:
             self.model_runner.initialize_kv_cache(kv_cache_config)
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
             if has_kv_transfer_group():
-                get_kv_transfer_group().register_kv_caches(self.model_runner.arena.layers)
+                # A recurrent layer has a tuple of tensors, as connectors expect.
+                caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
+                get_kv_transfer_group().register_kv_caches(caches)
 
     def warm_up(self) -> None:
         with set_current_vllm_config(self.vllm_config):
@@ -107,7 +109,7 @@ class Worker:
     def call(
         self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A worker or extension method by name, or any callable with the worker as first argument."""
+        """A worker or extension method by name, or any callable given the worker first."""
         if callable(method):
             return method(self, *args, **kwargs)
         for owner in (self, self.extension):

@@ -8,12 +8,15 @@ output equals the reference's own greedy output, token for token: by induction o
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tiny_models import hf_reference_logits
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+
+MakeEngine = Callable[..., LLM]
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
 NUM_TOKENS = 64

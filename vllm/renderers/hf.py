@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates of Hugging Face tokenizers: choosing one, inspecting it, applying it."""
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.config import ModelConfig
+
+ContentFormat = Literal["string", "openai"]
+
+#: arguments of `apply_chat_template` that requests set through their own fields
+_RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def resolve_chat_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    model_config: "ModelConfig | None" = None,
+) -> str | None:
+    """The Jinja text to use: the given one (or the tokenizer's template of that name), else the
+    tokenizer's own; None when the tokenizer has none.
+
+    `model_config` is accepted for callers that pass it; the choice does not depend on it.
+    """
+    del model_config
+    own = tokenizer.chat_template
+    if chat_template is not None and not (isinstance(own, dict) and chat_template in own):
+        return chat_template
+    if not own:
+        return None
+    return tokenizer.get_chat_template(chat_template, tools=tools)
+
+
+def require_chat_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template: str | None,
+    tools: list[dict[str, Any]] | None,
+) -> str:
+    """`resolve_chat_template`, or an error that says what to do."""
+    template = resolve_chat_template(tokenizer, chat_template, tools)
+    if template is None:
+        raise VLLMValidationError(
+            "this model's tokenizer has no chat template; start the server with --chat-template, "
+            "or use /v1/completions",
+            parameter="messages",
+        )
+    return template
+
+
+@functools.lru_cache(maxsize=64)
+def detect_content_format(chat_template: str) -> ContentFormat:
+    """`openai` when the template loops over the parts of a message's content, else `string`."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    try:
+        tree = environment.parse(chat_template)
+    except jinja2.TemplateSyntaxError as error:
+        raise VLLMValidationError(
+            f"the chat template is not valid Jinja: {error}", parameter="chat_template"
+        ) from None
+    contents = {
+        assign.target.name
+        for assign in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(assign.target, jinja2.nodes.Name) and _is_content(assign.node)
+    }
+    for loop in tree.find_all(jinja2.nodes.For):
+        over = loop.iter
+        if _is_content(over) or (isinstance(over, jinja2.nodes.Name) and over.name in contents):
+            return "openai"
+    return "string"
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """Whether `node` reads `<message>.content` or `<message>["content"]`, filtered or not."""
+    while isinstance(node, jinja2.nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return False
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Parses transformers' `{% generation %}` blocks, transparent for this analysis."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: "jinja2.parser.Parser") -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def render_conversation(
+    tokenizer: "PreTrainedTokenizerBase",
+    conversation: list[dict[str, Any]],
+    *,
+    chat_template: str,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> str:
+    """The prompt text of `conversation`.
+
+    Whatever the template raises is caused by the conversation or the template, so it becomes a
+    `VLLMValidationError`.
+    """
+    kwargs = template_kwargs or {}
+    if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+        raise VLLMValidationError(
+            f"chat_template_kwargs cannot set {', '.join(reserved)}; use the request's own fields",
+            parameter="chat_template_kwargs",
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation,
+            tools=cast("list[Any] | None", tools),
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **kwargs,
+        )
+        return cast(str, text)
+    except Exception as error:
+        raise VLLMValidationError(
+            f"the chat template cannot render these messages: {error}", parameter="messages"
+        ) from error
