@@ -24,15 +24,16 @@ pipeline_tag: text-generation
 # tiny-qwen3_5-code
 
 A small hybrid language model in the architecture of Qwen3.5 (six gated-delta-net layers, two full
-attention layers, {parameters:,} parameters, context 2,048), so that this project's demo and tests run
-on something real. It completes Python in shape; it is not useful for anything else.
+attention layers, {parameters:,} parameters, context 2,048), so that this project's demo and tests
+run on something real. It completes Python in shape; it is not useful for anything else.
 
-- **Data**: the Python {python} standard library's source without its tests, and this project's docs and
-  source: {training_tokens:,} tokens, one file in twenty held out ({held_out_tokens:,} tokens). A part of the
-  documents are chats made from documented functions.
-- **Licence**: the weights are under Apache-2.0, as this project. The training text is the Python standard
-  library (PSF licence) and this project; none of it is shipped here.
-- **Training**: {steps:,} steps of {tokens_per_step:,} tokens, {minutes} minutes on one {device}, torch {torch}:
+- **Data**: the Python {python} standard library's source without its tests, and this project's docs
+  and source: {training_tokens:,} tokens, one file in twenty held out ({held_out_tokens:,} tokens).
+  A part of the documents are chats made from documented functions.
+- **Licence**: the weights are under Apache-2.0, as this project. The training text is the Python
+  standard library (PSF licence) and this project; none of it is shipped here.
+- **Training**: {steps:,} steps of {tokens_per_step:,} tokens, {minutes} minutes on one {device},
+  torch {torch}:
   `python examples/train_demo_model.py --output examples/models/tiny-qwen3_5-code`
 - **Held-out perplexity**: {held_out_perplexity} per token (bf16 weights).
 

@@ -95,16 +95,21 @@ def detect_content_format(chat_template: str) -> ContentFormat:
         if isinstance(assign.target, jinja2.nodes.Name) and _is_content(assign.node)
     }
     for loop in tree.find_all(jinja2.nodes.For):
-        over = loop.iter
+        over = _unfiltered(loop.iter)
         if _is_content(over) or (isinstance(over, jinja2.nodes.Name) and over.name in contents):
             return "openai"
     return "string"
 
 
-def _is_content(node: jinja2.nodes.Node) -> bool:
-    """Whether `node` reads `<message>.content` or `<message>["content"]`, filtered or not."""
+def _unfiltered(node: jinja2.nodes.Node) -> jinja2.nodes.Node:
     while isinstance(node, jinja2.nodes.Filter) and node.node is not None:
         node = node.node
+    return node
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """Whether `node` reads `<message>.content` or `<message>["content"]`, filtered or not."""
+    node = _unfiltered(node)
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, jinja2.nodes.Getitem):

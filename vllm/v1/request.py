@@ -130,9 +130,12 @@ class Request:
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:
         """Add tokens that came back from the workers."""
-        new = [token_ids] if isinstance(token_ids, int) else token_ids
-        self.output_token_ids.extend(new)
-        self.all_token_ids.extend(new)
+        if isinstance(token_ids, int):
+            self.output_token_ids.append(token_ids)
+            self.all_token_ids.append(token_ids)
+        else:
+            self.output_token_ids.extend(token_ids)
+            self.all_token_ids.extend(token_ids)
         self._extend_block_hashes()
 
     @property

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 _NAMES = ("PAGED", "FLASHINFER")
 
@@ -50,8 +51,7 @@ def get_attn_backend(head_size: int, dtype: torch.dtype) -> type[AttentionBacken
 
 def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
     """The backend of a recurrent layer kind (`MambaSpec.mamba_type`)."""
-    if mamba_type == "gdn_attention":
+    known = MambaAttentionBackendEnum.GDN_ATTN.value
+    if mamba_type == known:
         return GDNAttentionBackend
-    raise ValueError(
-        f"recurrent layers of type {mamba_type!r} are not supported; use gdn_attention"
-    )
+    raise ValueError(f"recurrent layers of type {mamba_type!r} are unknown; known: {known}")

@@ -67,7 +67,11 @@ class UniProcExecutor(Executor):
         if self._closed:
             return
         self._closed = True
-        self._launcher.submit(self.worker.shutdown).result()
+        try:
+            self._launcher.submit(self.worker.shutdown).result()
+        except RuntimeError:
+            # The interpreter is exiting: its thread pools are closed, so nothing runs beside us.
+            self.worker.shutdown()
         self._launcher.shutdown()
         self._collector.shutdown()
 

@@ -50,7 +50,7 @@ class GroupBlockTable:
         return self.staged.upload(padded_rows, width), host[:n, :width]
 
     def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
-        """Slot of every token: `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""
+        """Slots of `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""
         if self.recurrent:
             return self.slots.upload(0)
         n = len(rows)

@@ -13,7 +13,7 @@ class StagedArray:
 
     On CUDA the host side is pinned and kept `depth` times: the host may fill the array for step
     n + 1 while the copy of step n is still queued. `depth` must exceed the number of steps in
-    flight. On CPU both sides are the same memory when `depth` is 1, so it is kept per step there too.
+    flight. On CPU the host side is the device side.
     """
 
     def __init__(

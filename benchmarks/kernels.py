@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check every Triton kernel against the fp64 reference on a GPU, then time it.
+
+    PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check] [--sweep]
+
+Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
+medians of CUDA graph replays with the L2 cache flushed in between; the last column is the share of
+4.3 TB/s (memory-bound ops) or 790 TFLOP/s (matrix-bound ops), both measured on one H200.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from tests.kernels import cases
+from tests.kernels.cases import Case, strided
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.triton import configs
+from vllm.kernels.triton.configs import Tile
+from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
+
+GB_PER_S = 4300.0
+TFLOP_PER_S = 790.0
+HEADS = (16, 4, 256)
+GDN_HEADS = (16, 32, 128, 128)
+CHANNELS = 2 * 16 * 128 + 32 * 128
+HIDDEN, FFN, VOCAB = 2560, 9216, 248320
+BF16 = torch.bfloat16
+STATE_BYTES = 32 * 128 * 128 * 4
+
+kernels = CudaKernels()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One op at one size; `make` builds its arguments, `bytes`/`flops` are the least it must do."""
+
+    op: str
+    shape: str
+    make: Callable[[], Case]
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, device="cuda")
+
+
+def token_ops(t: int) -> Iterator[Bench]:
+    """Norms, gates and cache writes of `t` tokens."""
+    row = 2.0 * t * HIDDEN
+    norm = dict(eps=1e-6, one_plus=True)
+    yield Bench("rms_norm", f"{t} x {HIDDEN}",
+                lambda: dict(x=rand(t, HIDDEN), weight=rand(HIDDEN), **norm), 2 * row)  # fmt: skip
+    yield Bench("fused_add_rms_norm", f"{t} x {HIDDEN}",
+                lambda: dict(x=rand(t, HIDDEN), residual=rand(t, HIDDEN), weight=rand(HIDDEN),
+                             **norm), 4 * row)  # fmt: skip
+    yield Bench("gated_rms_norm", f"{t} x 32 x 128",
+                lambda: dict(x=rand(t, 32, 128), gate=strided(rand(t, 32, 128), 128),
+                             weight=rand(128), eps=1e-6), 6.0 * t * 4096)  # fmt: skip
+    yield Bench("silu_and_mul", f"{t} x {FFN}",
+                lambda: dict(gate_up=rand(t, 2 * FFN)), 6.0 * t * FFN)  # fmt: skip
+    yield Bench("mul_sigmoid", f"{t} x 16 x 256",
+                lambda: dict(x=rand(t, 16, 256), gate=rand(t, 16, 512)[..., 256:]),
+                6.0 * t * 4096)  # fmt: skip
+    yield Bench("qk_norm_rope_cache", f"{t} tokens",
+                lambda: dense_rope_case(t), 2.0 * t * 2 * 256 * (16 + 8))  # fmt: skip
+    yield Bench("write_rows", f"{t} x 4 x {HIDDEN}",
+                lambda: dict(rows=rand(t, 4, HIDDEN), cache=rand(t // 16 + 1, 16, 4, HIDDEN),
+                             slot_mapping=torch.arange(t, device="cuda")), 8 * row)  # fmt: skip
+
+
+def dense_rope_case(tokens: int) -> Case:
+    case = cases.rope_case(tokens, HEADS, BF16, "cuda", rot=64)
+    return case | dict(qkv=case["qkv"].contiguous())
+
+
+def attention(name: str, lengths: list[tuple[int, int]]) -> Bench:
+    """`lengths` are (query, context) pairs."""
+    nh, nkv, hd = HEADS
+    pairs = sum(q * (s - q) + q * (q + 1) / 2 for q, s in lengths)
+    kv = sum(s for _, s in lengths) * 2 * nkv * hd * 2.0
+    qo = sum(q for q, _ in lengths) * 2 * nh * hd * 2.0
+    compute_bound = max(q for q, _ in lengths) > 16
+    return Bench(
+        "paged_attention",
+        name,
+        lambda: cases.attention_case(lengths, HEADS, BF16, "cuda"),
+        0.0 if compute_bound else kv + qo,
+        4.0 * pairs * nh * hd if compute_bound else 0.0,
+    )
+
+
+def recurrent(name: str, lengths: list[int]) -> Iterator[Bench]:
+    """Convolution and chunked delta rule of a prefill batch."""
+    tokens, carried = sum(lengths), [False] * len(lengths)
+    yield Bench("causal_conv1d", name,
+                lambda: cases.conv_case(lengths, carried, CHANNELS, BF16, "cuda")
+                | dict(x=rand(tokens, CHANNELS)), 4.0 * tokens * CHANNELS)  # fmt: skip
+    chunk = 2 * 64 * (64 * 128 + 64 * 256 + 2 * 128 * 128 + 128 * 128 + 2 * 64 * 128)
+    yield Bench("gdn_prefill", name,
+                lambda: cases.gdn_case(lengths, carried, GDN_HEADS, BF16, "cuda")
+                | dict(qkv=rand(tokens, CHANNELS)), flops=32.0 * tokens / 64 * chunk)  # fmt: skip
+
+
+def decode(n: int) -> Bench:
+    state = n * (2.0 * STATE_BYTES + CHANNELS * 2 * 8 + 4096 * 2)
+    return Bench("gdn_decode", f"{n} sequences",
+                 lambda: cases.gdn_decode_case(n, GDN_HEADS, BF16, "cuda")
+                 | dict(qkv=rand(n, CHANNELS)), state)  # fmt: skip
+
+
+def benches() -> list[Bench]:
+    out = list(itertools.chain.from_iterable(token_ops(t) for t in (1, 256, 8192)))
+    out += [
+        attention("decode 64 x 1024", [(1, 1024)] * 64),
+        attention("decode 1 x 1024", [(1, 1024)]),
+        attention("decode 1 x 12000", [(1, 12000)]),
+        attention("decode 256 x 384", [(1, 384)] * 256),
+        attention("decode 64 x 4096", [(1, 4096)] * 64),
+        attention("verify 64 x 4 of 1024", [(4, 1024)] * 64),
+        attention("prefill 2 x 4096", [(4096, 4096)] * 2),
+        attention("prefill 1 x 8192", [(8192, 8192)]),
+        attention("prefill 16 x 512", [(512, 512)] * 16),
+        attention("prefill 2048 of 12000", [(2048, 12000)]),
+    ]
+    for name, lengths in (("2 x 4096", [4096] * 2), ("1 x 8192", [8192]), ("16 x 512", [512] * 16)):
+        out += recurrent(name, lengths)
+    return out + [decode(n) for n in (1, 8, 64, 256, 1024)]
+
+
+def time_us(run: Callable[[], object]) -> float:
+    """Median microseconds of a graph replay, L2 flushed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return 1e3 * float(triton.testing.do_bench(graph.replay, return_mode="median"))
+
+
+def report(op: str, shape: str, us: float, num_bytes: float, flops: float, note: str) -> None:
+    if flops:
+        rate, unit, share = flops / us * 1e-6, "TFLOP/s", flops / us * 1e-6 / TFLOP_PER_S
+    else:
+        rate, unit, share = num_bytes / us * 1e-3, "GB/s", num_bytes / us * 1e-3 / GB_PER_S
+    line = f"{op:20s} {shape:24s} {us:9.1f} us {rate:8.0f} {unit:8s}{share:6.1%}  {note}"
+    print(line, flush=True)
+
+
+def checks() -> list[Bench]:
+    """Every op at sizes where the fp64 reference is quick, ragged, with padding and old states."""
+    todo = list(token_ops(300))
+    todo += [
+        attention("ragged decode", [(1, 1024)] * 8 + [(1, 37)]),
+        attention("verify", [(4, 1024)] * 8),
+        attention("ragged prefill", [(700, 2000), (1, 50), (130, 130)]),
+    ]
+    lengths, carried = [500, 1, 64, 129], [True, False, True, False]
+    for heads in (GDN_HEADS, (30, 30, 96, 192)):
+        make = partial(cases.gdn_case, lengths, carried, heads, BF16, "cuda", padding=1)
+        todo.append(Bench("gdn_prefill", f"ragged {heads}", make))
+    slow = partial(cases.gdn_case, [2000], [True], GDN_HEADS, BF16, "cuda", slow_decay=True)
+    conv = partial(cases.conv_case, lengths, carried, CHANNELS, BF16, "cuda", padding=1)
+    step = partial(cases.gdn_decode_case, 33, GDN_HEADS, BF16, "cuda", padding=3)
+    todo.append(Bench("gdn_prefill", "slow decay", slow))
+    todo.append(Bench("causal_conv1d", "ragged", conv))
+    todo.append(Bench("gdn_decode", "33 sequences", step))
+    return todo
+
+
+def check_all(only: list[str]) -> bool:
+    """Every op against the fp64 reference; prints what differs, True if all agree."""
+    good = True
+    for bench in checks():
+        if only and not any(name in bench.op for name in only):
+            continue
+        torch.manual_seed(0)
+        try:
+            tolerance = 1e-2 if bench.op == "gdn_prefill" else 5e-3
+            cases.check(kernels, bench.op, bench.make(), tolerance)
+        except Exception as error:
+            good = False
+            reason = f"{type(error).__name__}: {str(error)[:400]}"
+            print(f"FAIL {bench.op} {bench.shape}: {reason}", flush=True)
+    print("correctness:", "all ops agree with fp64" if good else "FAILURES above", flush=True)
+    return good
+
+
+def time_all(only: list[str]) -> None:
+    for bench in benches():
+        if only and not any(name in bench.op for name in only):
+            continue
+        us = time_us(partial(getattr(kernels, bench.op), **bench.make()))
+        report(bench.op, bench.shape, us, bench.bytes, bench.flops, "")
+    if only and "sampling" not in only:
+        return
+    for n in (1, 256):
+        logits, one = rand(n, VOCAB, dtype=torch.float32), torch.ones(n, device="cuda")
+        seeds = torch.arange(n, device="cuda")
+        size, read = f"{n} x {VOCAB}", 4.0 * n * VOCAB
+        report("argmax_rows", size, time_us(partial(argmax_rows, logits)), read, 0, "")
+        us = time_us(partial(gumbel_sample, logits, one, seeds, seeds))
+        report("gumbel_sample", size, us, read, 0, "")
+
+
+SWEEPS: dict[str, tuple[list[Tile], list[str]]] = {
+    "attention_decode": (
+        [Tile(16, n, w, s) for n in (16, 32, 64) for w in (2, 4, 8) for s in (3, 5, 7, 9)],
+        ["decode 64 x 1024", "decode 1 x 1024", "decode 64 x 4096"],
+    ),
+    "attention_prefill": (
+        [Tile(m, n, w, s) for m, n, w in ((128, 32, 8), (128, 64, 8), (64, 64, 4), (64, 32, 4),
+                                          (64, 128, 8), (128, 128, 8)) for s in (3, 5)],
+        ["prefill 2 x 4096"],
+    ),
+    "gdn_state": (
+        [Tile(128, n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)],
+        ["2 x 4096", "1 x 8192", "16 x 512"],
+    ),
+    "gdn_intra": ([Tile(64, 64, w, 1) for w in (4, 8)], ["2 x 4096"]),
+    "gdn_output": (
+        [Tile(64, n, w, 1) for n in (64, 128) for w in (4, 8)],
+        ["2 x 4096"],
+    ),
+    "gdn_decode": (
+        [Tile(n, 256, w, 1) for n in (8, 16, 32, 64) for w in (1, 2, 4, 8)],
+        ["8 sequences", "256 sequences"],
+    ),
+    "conv1d": (
+        [Tile(m, n, w, 1) for m in (8, 16, 32, 64) for n in (128, 256, 512) for w in (4, 8)],
+        ["2 x 4096"],
+    ),
+}  # fmt: skip
+SWEEP_OPS = {"attention_decode": "paged_attention", "attention_prefill": "paged_attention",
+             "gdn_decode": "gdn_decode", "conv1d": "causal_conv1d"}  # fmt: skip
+
+
+def sweep(only: list[str]) -> None:
+    """Time the alternatives of each table at head dimension 256 (attention) or 128 (GDN)."""
+    name = torch.cuda.get_device_name()
+    base = configs.BY_NAME.get(name, configs.HOPPER)
+    by_shape = {(b.op, b.shape): b for b in benches()}
+    for field, (tiles, shapes) in SWEEPS.items():
+        if only and field not in only:
+            continue
+        for shape in shapes:
+            bench = by_shape[SWEEP_OPS.get(field, "gdn_prefill"), shape]
+            case = bench.make()
+            results = []
+            for tile in tiles:
+                table = getattr(base, field)
+                width = 256 if field.startswith("attention") else 128
+                value: Any = {**table, width: tile} if isinstance(table, dict) else tile
+                configs.BY_NAME[name] = dataclasses.replace(base, **{field: value})
+                configs.device_configs.cache_clear()
+                try:
+                    us = time_us(partial(getattr(kernels, bench.op), **case))
+                except Exception as error:
+                    print(f"{field} {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
+                    torch.cuda.synchronize()
+                    continue
+                results.append((us, tile))
+            for us, tile in sorted(results, key=lambda r: r[0])[:4]:
+                note = f"{field} ({tile.rows}, {tile.columns}, {tile.num_warps}, {tile.num_stages})"
+                report(bench.op, shape, us, bench.bytes, bench.flops, note)
+        configs.BY_NAME[name] = base
+        configs.device_configs.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument(
+        "--only", default="", help="parts of op names (tables when sweeping), comma-separated"
+    )
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="time the alternative tiles instead")
+    args = parser.parse_args()
+    only = [name for name in args.only.split(",") if name]
+    good = args.no_check or check_all([] if args.sweep else only)
+    if args.sweep:
+        sweep(only)
+    else:
+        time_all(only)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build of the wheel and of the CPU ops (`vllm/_C_cpu.so`), which CMake compiles.
+
+`VLLM_TARGET_DEVICE` chooses what is compiled: `cpu` (the default) and `cuda` build the CPU ops
+(CUDA kernels are Triton and compile on first use), `empty` compiles nothing. `MAX_JOBS` bounds
+the parallel compilers.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, SetupError
+
+ROOT = Path(__file__).parent.resolve()
+TARGETS = ("cpu", "cuda", "empty")
+
+
+def package_version() -> str:
+    """`__version__` of vllm/version.py, read without importing the package."""
+    text = (ROOT / "vllm" / "version.py").read_text()
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise SetupError('vllm/version.py has no line __version__ = "..."')
+    return found.group(1)
+
+
+def target_device() -> str:
+    target = os.environ.get("VLLM_TARGET_DEVICE", "cpu")
+    if target not in TARGETS:
+        raise SystemExit(
+            f"error: VLLM_TARGET_DEVICE={target} is unknown; use one of {', '.join(TARGETS)}"
+        )
+    return target
+
+
+def find_torch() -> Path:
+    """Directory of the installed torch, found and checked without importing it."""
+    advice = (
+        "building the CPU ops needs torch>=2.11 in the build environment{found}: install it and"
+        " pass --no-build-isolation, or set VLLM_TARGET_DEVICE=empty"
+    )
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise CompileError(advice.format(found=""))
+    torch = Path(spec.origin).parent
+    version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", (torch / "version.py").read_text())
+    if version is None or (int(version[2]), int(version[3])) < (2, 11):
+        found = version[1] if version else "an unknown version"
+        raise CompileError(advice.format(found=f" and found {found}"))
+    return torch
+
+
+def find_cmake() -> str:
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if cmake is None:
+        raise CompileError(
+            "building the CPU ops needs cmake>=3.20 on PATH (pip install cmake),"
+            " or set VLLM_TARGET_DEVICE=empty"
+        )
+    return cmake
+
+
+def find_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        compiler = shutil.which(name)
+        if compiler is not None:
+            return compiler
+    raise CompileError(
+        f"building the CPU ops needs a C++20 compiler ({wanted or 'c++, g++ or clang++'} is not on"
+        " PATH), or set VLLM_TARGET_DEVICE=empty"
+    )
+
+
+class CMakeBuild(build_ext):
+    """Configures and builds the one CMake target; rebuilds only what changed."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """No Python tag: the library has no Python linkage."""
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        torch, cmake, compiler = find_torch(), find_cmake(), find_compiler()
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        ninja = shutil.which("ninja") or shutil.which(
+            "ninja", path=str(Path(sys.executable).parent)
+        )
+        build = ROOT / "build" / ("cmake-ninja" if ninja else "cmake-make")
+        build.mkdir(parents=True, exist_ok=True)
+        generator = (
+            ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else ["-G", "Unix Makefiles"]
+        )
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        self.run_cmake(
+            [cmake, "-S", str(ROOT), "-B", str(build), *generator]
+            + [f"-DVLLM_TORCH_DIR={torch}", f"-DCMAKE_CXX_COMPILER={compiler}"]
+        )
+        self.run_cmake([cmake, "--build", str(build), "--parallel", jobs])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A running process may have the old library mapped: replace the file, never rewrite it.
+        staged = output.with_suffix(".so.tmp")
+        shutil.copyfile(build / output.name, staged)
+        staged.replace(output)
+
+    def run_cmake(self, command: list[str]) -> None:
+        finished = subprocess.run(command)
+        if finished.returncode:
+            raise CompileError(f"`{' '.join(command)}` failed; its output is above")
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python 3: the library is native but has no Python linkage."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (
+            ("py3", "none", platform) if self.distribution.ext_modules else (python, abi, platform)
+        )
+
+
+setup(
+    version=package_version(),
+    ext_modules=[] if target_device() == "empty" else [Extension("vllm._C_cpu", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+)

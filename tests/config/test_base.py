@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config dataclasses: unknown keys, wrong values, help."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoadConfig,
+    LoRAConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.config.base import build, config, option
+from vllm.exceptions import VLLMValidationError
+
+ALL: tuple[type[Any], ...] = (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoadConfig,
+    LoRAConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_every_field_has_help(cls: type[Any]) -> None:
+    for field in dataclasses.fields(cls):
+        texts = [getattr(value, "help", value) for value in field.metadata.values()]
+        assert texts and all(len(str(text)) > 3 for text in texts), field.name
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_unknown_key_is_named_with_the_allowed_ones(cls: type[Any]) -> None:
+    name = next(f.name for f in dataclasses.fields(cls))
+    with pytest.raises(VLLMValidationError, match=f"'{name}x'.*allowed keys: .*{name}") as caught:
+        cls(**{name + "x": 1})
+    assert f"did you mean {name!r}" in str(caught.value)
+    assert caught.value.parameter == name + "x"
+
+
+BAD: list[tuple[type[Any], dict[str, Any], str]] = [
+    (CacheConfig, {"block_size": 8}, "--block-size must be a positive multiple of 16, got 8"),
+    (CacheConfig, {"block_size": 24}, "--block-size"),
+    (CacheConfig, {"block_size": 0}, "--block-size"),
+    (CacheConfig, {"block_size": "many"}, "--block-size.*valid integer.*'many'"),
+    (CacheConfig, {"gpu_memory_utilization": 0}, "--gpu-memory-utilization must be in"),
+    (CacheConfig, {"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization must be in"),
+    (CacheConfig, {"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes must be positive"),
+    (CacheConfig, {"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override must be at least 2"),
+    (CacheConfig, {"cache_dtype": "fp8"}, "--kv-cache-dtype.*'bfloat16'.*got 'fp8'"),
+    (CacheConfig, {"mamba_cache_mode": "align"}, "--mamba-cache-mode"),
+    (ParallelConfig, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not supported yet"),
+    (ParallelConfig, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    (ParallelConfig, {"data_parallel_size": 4}, "--data-parallel-size 4.*one server per replica"),
+    (ParallelConfig, {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+    (ParallelConfig, {"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
+    (ParallelConfig, {"nnodes": 2}, "--nnodes 2"),
+    (ParallelConfig, {"node_rank": 1}, "--node-rank"),
+    (ParallelConfig, {"distributed_executor_backend": "ray"}, "'uni'.*got 'ray'"),
+    (SchedulerConfig, {"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
+    (SchedulerConfig, {"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+    (SchedulerConfig, {"policy": "lifo"}, "--scheduling-policy.*'fcfs' or 'priority'.*'lifo'"),
+    (SchedulerConfig, {"watermark": 1.0}, "--watermark"),
+    (SchedulerConfig, {"stream_interval": 0}, "--stream-interval"),
+    (SchedulerConfig, {"long_prefill_token_threshold": -1}, "--long-prefill-token-threshold"),
+    (
+        SchedulerConfig,
+        {"max_num_batched_tokens": 8, "max_num_seqs": 9},
+        r"--max-num-batched-tokens \(8\) must be at least --max-num-seqs \(9\)",
+    ),
+    (
+        SchedulerConfig,
+        {"max_num_batched_tokens": 512, "max_model_len": 600, "enable_chunked_prefill": False},
+        r"--max-num-batched-tokens \(512\) must be at least --max-model-len \(600\)",
+    ),
+    (LoadConfig, {"load_format": "pt"}, "--load-format.*'dummy'.*'pt'"),
+    (LoadConfig, {"model_loader_extra_config": {"a": 1}}, "--model-loader-extra-config.* a"),
+    (DeviceConfig, {"device": "tpu"}, "--device"),
+    (KVTransferConfig, {"kv_connector": "X"}, "needs kv_role"),
+    (KVTransferConfig, {"kv_connector": "X", "kv_role": "both"}, "kv_role.*'kv_both'.*'both'"),
+    (KVTransferConfig, {"kv_connector_module_path": ""}, "must not be empty"),
+    (LoRAConfig, {}, "LoRA adapters are not supported"),
+    (CompilationConfig, {"mode": 4}, "mode"),
+    (CompilationConfig, {"mode": "FAST"}, "mode must be 0-3 or one of NONE"),
+    (CompilationConfig, {"cudagraph_mode": "SOME"}, "cudagraph_mode must be one of NONE"),
+    (CompilationConfig, {"cudagraph_capture_sizes": []}, "--cudagraph-capture-sizes"),
+    (CompilationConfig, {"cudagraph_capture_sizes": [0]}, "--cudagraph-capture-sizes"),
+    (CompilationConfig, {"max_cudagraph_capture_size": 0}, "--max-cudagraph-capture-size"),
+    (
+        CompilationConfig,
+        {"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 4},
+        "its largest entry",
+    ),
+    (VllmConfig, {"optimization_level": 4}, "-O 4"),
+    (VllmConfig, {"cache_config": {"bloc": 1}}, "cache_config.bloc"),
+]
+
+
+@pytest.mark.parametrize(("cls", "given", "message"), BAD, ids=str)
+def test_bad_values(cls: type[Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        cls(**given)
+
+
+def test_defaults_are_valid() -> None:
+    for cls in (CacheConfig, ParallelConfig, SchedulerConfig, LoadConfig, KVTransferConfig):
+        cls()
+
+
+def test_build_takes_objects_and_mappings() -> None:
+    made = build(KVTransferConfig, {"kv_connector": "X", "kv_role": "kv_both"}, "--flag")
+    assert made.kv_connector == "X"
+    assert build(KVTransferConfig, made, "--flag") is made
+    with pytest.raises(VLLMValidationError, match="--flag: unknown key 'kv_rol'"):
+        build(KVTransferConfig, {"kv_rol": 1}, "--flag")
+    with pytest.raises(VLLMValidationError, match="--flag must be a JSON object"):
+        build(KVTransferConfig, 3, "--flag")  # type: ignore[arg-type]
+
+
+@config
+class Sample:
+    """A sample."""
+
+    count: int = option(default=1, name="how_many", help="How many.")
+    tags: list[str] = option(default_factory=list, help="Tags.")
+
+
+def test_messages_name_flag_and_value() -> None:
+    with pytest.raises(VLLMValidationError, match=r"Sample\.count \(--how-many\).*got 'x'"):
+        Sample(count="x")  # type: ignore[arg-type]
+    with pytest.raises(VLLMValidationError, match=r"Sample\.tags\.1 \(--tags\)"):
+        Sample(tags=["a", 3])  # type: ignore[list-item]
+
+
+def test_factories_are_not_shared() -> None:
+    Sample().tags.append("x")
+    assert Sample().tags == []
+
+
+def test_cpu_space_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CacheConfig().cpu_kvcache_space_bytes == 4 * 2**30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    assert CacheConfig().cpu_kvcache_space_bytes == 2**29
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    with pytest.raises(VLLMValidationError, match="VLLM_CPU_KVCACHE_SPACE"):
+        CacheConfig()

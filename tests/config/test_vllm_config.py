@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VllmConfig: choices that follow from several configs, and the current config."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.checkpoints import HYBRID, write_config
+from vllm import decisions
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    CompilationMode,
+    CUDAGraphMode,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    get_current_vllm_config,
+    get_current_vllm_config_or_none,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
+from vllm.config.compilation import default_capture_sizes
+from vllm.config.hybrid_manager import resolve_hybrid_manager
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+
+TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+
+
+def extraction(model: ModelConfig) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="extract_hidden_states",
+        num_speculative_tokens=1,
+        draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
+        target_model_config=model,
+    )
+
+
+def record(what: str) -> decisions.Decision | None:
+    return next((d for d in decisions.decisions() if d.what == what), None)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A platform that captures graphs."""
+    monkeypatch.setattr(type(current_platform), "supports_graphs", True)
+
+
+def test_length_and_window_are_adopted(tmp_path: Path) -> None:
+    path = write_config(tmp_path, sliding_window=64, layer_types=["sliding_attention"] * 4)
+    config = VllmConfig(model_config=ModelConfig(path, max_model_len=128))
+    assert config.scheduler_config.max_model_len == 128
+    assert config.cache_config.sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    ("stated", "given", "result"),
+    [
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        (None, "auto", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_recurrent_state_dtype(tmp_path: Path, stated: str | None, given: Any, result: str) -> None:
+    text = {**HYBRID["text_config"], "mamba_ssm_dtype": stated}  # type: ignore[dict-item]
+    if stated is None:
+        del text["mamba_ssm_dtype"]
+    model = ModelConfig(write_config(tmp_path, "hybrid", text_config=text))
+    cache = CacheConfig(mamba_ssm_cache_dtype=given)
+    config = VllmConfig(model_config=model, cache_config=cache)
+    assert config.cache_config.mamba_ssm_cache_dtype == result
+    assert (record("mamba_ssm_cache_dtype") is not None) == (given == "auto")
+
+
+def test_dense_model_has_no_recurrent_dtype(llama: str) -> None:
+    config = VllmConfig(model_config=ModelConfig(llama))
+    assert config.cache_config.mamba_ssm_cache_dtype == "auto"
+
+
+def test_extraction_needs_a_connector(llama: str) -> None:
+    model = ModelConfig(llama)
+    with pytest.raises(VLLMValidationError, match="needs --kv-transfer-config"):
+        VllmConfig(model_config=model, speculative_config=extraction(model))
+
+
+def test_extraction_raises_the_token_budget(llama: str) -> None:
+    model = ModelConfig(llama)
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(max_num_seqs=10, max_num_batched_tokens=15),
+        speculative_config=extraction(model),
+        kv_transfer_config=TRANSFER,  # type: ignore[arg-type]
+    )
+    assert config.scheduler_config.max_num_batched_tokens == 20
+    made = record("max_num_batched_tokens")
+    assert made is not None and (made.chosen, made.instead_of) == ("20", "15")
+
+
+def test_hybrid_models_need_several_geometries(hybrid: str) -> None:
+    scheduler = SchedulerConfig(disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(VLLMValidationError, match="--disable-hybrid-kv-cache-manager"):
+        VllmConfig(model_config=ModelConfig(hybrid), scheduler_config=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("disable", "connector", "capable", "result"),
+    [
+        (None, None, False, False),
+        (None, "X", True, False),
+        (None, "X", False, True),
+        (False, None, False, False),
+        (False, "X", True, False),
+        (False, "X", False, ValueError),
+        (True, None, True, True),
+        (True, "X", True, True),
+        (True, "X", False, True),
+    ],
+)
+def test_hybrid_manager_table(
+    disable: bool | None, connector: str | None, capable: bool, result: Any
+) -> None:
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    if result is ValueError:
+        with pytest.raises(VLLMValidationError, match="--no-disable-hybrid.*connector X"):
+            resolve_hybrid_manager(disable, transfer, lambda t: capable)
+        return
+    assert resolve_hybrid_manager(disable, transfer, lambda t: capable) is result
+    automatic = disable is None and result
+    assert (record("hybrid_kv_cache_manager") is not None) == automatic
+
+
+def test_graphs_are_off_on_the_cpu() -> None:
+    config = VllmConfig()
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert config.compilation_config.cudagraph_capture_sizes == []
+    made = record("cudagraph_mode")
+    assert made is not None and made.instead_of == "FULL_AND_PIECEWISE"
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "eager", "result"),
+    [
+        (0, None, False, "NONE"),
+        (1, None, False, "PIECEWISE"),
+        (2, None, False, "FULL_AND_PIECEWISE"),
+        (3, None, False, "FULL_AND_PIECEWISE"),
+        (0, "FULL", False, "FULL"),
+        (2, "FULL_DECODE_ONLY", False, "FULL_DECODE_ONLY"),
+        (2, "FULL", True, "NONE"),
+    ],
+)
+@pytest.mark.usefixtures("graphs")
+def test_graph_mode(llama: str, level: int, given: Any, eager: bool, result: str) -> None:
+    config = VllmConfig(
+        model_config=ModelConfig(llama, enforce_eager=eager),
+        compilation_config=CompilationConfig(cudagraph_mode=given),
+        optimization_level=level,
+    )
+    compilation = config.compilation_config
+    assert compilation.cudagraph_mode is not None
+    assert compilation.cudagraph_mode.name == result
+    assert bool(compilation.cudagraph_capture_sizes) == (result != "NONE")
+
+
+@pytest.mark.usefixtures("graphs")
+def test_capture_sizes_never_exceed_a_decode_batch(llama: str) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=20)
+    config = VllmConfig(scheduler_config=scheduler)
+    assert config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 20]
+    model = ModelConfig(llama)
+    both = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(max_num_seqs=20),
+        speculative_config=extraction(model),
+        kv_transfer_config=TRANSFER,  # type: ignore[arg-type]
+    )
+    assert both.compilation_config.max_cudagraph_capture_size == 40
+
+
+def test_default_capture_sizes() -> None:
+    assert default_capture_sizes(3) == [1, 2, 3]
+    sizes = default_capture_sizes(512)
+    assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-1] == 512 and len(sizes) == 51
+
+
+def test_graph_mode_facts() -> None:
+    full = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert full.decode_is_full and full.mixed_is_piecewise and not full.mixed_is_full
+    assert CUDAGraphMode.FULL_DECODE_ONLY.decode_is_full
+    assert not CUDAGraphMode.FULL_DECODE_ONLY.mixed_is_piecewise
+    assert not CUDAGraphMode.NONE.uses_graphs
+
+
+@pytest.mark.parametrize("mode", [3, "3", "VLLM_COMPILE", "vllm_compile", CompilationMode(3)])
+def test_compile_mode_spellings(mode: Any) -> None:
+    assert CompilationConfig(mode=mode).mode is CompilationMode.VLLM_COMPILE
+
+
+def test_settings_of_a_compiler_are_recorded() -> None:
+    VllmConfig(compilation_config=CompilationConfig(mode=3, custom_ops=["all"]))
+    made = record("torch.compile")
+    assert made is not None and "mode, custom_ops" in made.why
+
+
+def test_attention_backend_has_two_spellings() -> None:
+    assert VllmConfig().attention_backend is None
+    config = VllmConfig(attention_config=AttentionConfig(backend="PAGED"))
+    assert config.attention_backend == "PAGED"
+    VllmConfig(attention_config=AttentionConfig(backend="PAGED"), attention_backend="PAGED")
+    with pytest.raises(VLLMValidationError, match="PAGED and --attention-config backend X differ"):
+        VllmConfig(attention_config=AttentionConfig(backend="X"), attention_backend="PAGED")
+
+
+def test_pickles(hybrid: str) -> None:
+    model = ModelConfig(hybrid)
+    config = VllmConfig(
+        model_config=model,
+        speculative_config=extraction(model),
+        kv_transfer_config={  # type: ignore[arg-type]
+            **TRANSFER,
+            "kv_connector_extra_config": {"shared_storage_path": Path("/x")},
+        },
+    )
+    twin = pickle.loads(pickle.dumps(config))
+    assert twin.instance_id == config.instance_id
+    assert twin.kv_transfer_config.engine_id == config.kv_transfer_config.engine_id
+    extra = twin.kv_transfer_config.get_from_extra_config("shared_storage_path", None)
+    assert extra == Path("/x")
+    assert twin.speculative_config.extraction_layer_ids == [1, 4]
+
+
+def test_kv_transfer_roles() -> None:
+    def make(role: Any) -> KVTransferConfig:
+        return KVTransferConfig(kv_connector="X", kv_role=role)
+
+    assert make("kv_producer").is_kv_producer and not make("kv_producer").is_kv_consumer
+    assert make("kv_consumer").is_kv_consumer and not make("kv_consumer").is_kv_producer
+    assert make("kv_both").is_kv_consumer and make("kv_both").is_kv_producer
+    assert not KVTransferConfig().is_kv_transfer_instance
+    assert make("kv_both").engine_id != make("kv_both").engine_id
+    assert make("kv_both").kv_buffer_device == current_platform.device_type
+
+
+def test_current_config() -> None:
+    assert get_current_vllm_config_or_none() is None
+    with pytest.raises(RuntimeError, match="set_current_vllm_config"):
+        get_current_vllm_config()
+    outer, inner = VllmConfig(), VllmConfig()
+    with set_current_vllm_config(outer):
+        with pytest.raises(KeyError), set_current_vllm_config(inner):
+            assert get_current_vllm_config() is inner
+            raise KeyError
+        assert get_current_vllm_config() is outer
+    assert get_current_vllm_config_or_none() is None
+
+
+def test_layers_by_type_and_name() -> None:
+    config = VllmConfig()
+    config.compilation_config.static_forward_context.update({"a": 1, "b": "x", "c": 2})
+    assert get_layers_from_vllm_config(config, int) == {"a": 1, "c": 2}
+    assert get_layers_from_vllm_config(config, int, ["c", "b"]) == {"c": 2}
+    with pytest.raises(KeyError):
+        get_layers_from_vllm_config(config, int, ["z"])
+
+
+def test_model_family_rules_are_applied(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import config as model_rules
+
+    seen = []
+
+    class Rules(model_rules.VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            seen.append(vllm_config)
+
+    monkeypatch.setitem(model_rules.MODELS_CONFIG_MAP, "LlamaForCausalLM", Rules)
+    config = VllmConfig(model_config=ModelConfig(llama))
+    assert seen == [config]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference paged attention against torch's attention over contiguous keys."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.kernels.cases import attention_case, error_ratio
+from vllm.kernels.naive import NaiveKernels
+
+kernels = NaiveKernels()
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("heads", [(4, 4, 16), (6, 2, 24)])
+def test_paged_equals_dense(heads, window):
+    lengths = [(1, 1), (5, 21), (33, 33), (1, 40)]
+    case = attention_case(lengths, heads, torch.float64, "cpu", window=window, padding=1)
+    kernels.paged_attention(**case)
+    group = heads[0] // heads[1]
+    for seq, (query_len, seq_len) in enumerate(lengths):
+        start = case["query_start_loc"][seq]
+        blocks = case["block_table"][seq, : -(-seq_len // 16)].long()
+        key, value = (
+            case["kv_cache"][blocks, i].flatten(0, 1)[:seq_len].transpose(0, 1) for i in range(2)
+        )
+        distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        ref = scaled_dot_product_attention(
+            case["query"][start : start + query_len].transpose(0, 1),
+            key.repeat_interleave(group, 0),
+            value.repeat_interleave(group, 0),
+            attn_mask=mask,
+        )
+        out = case["out"][start : start + query_len].transpose(0, 1)
+        assert error_ratio(out, ref) < 1e-12
+    assert case["out"][-1].isnan().all(), "padding must not be written"
+
+
+def test_write_rows_skips_negative_slots():
+    rows = torch.randn(3, 2, 4)
+    cache = torch.zeros(4, 16, 2, 4)
+    kernels.write_rows(rows, cache, torch.tensor([17, -1, 63]))
+    assert torch.equal(cache[1, 1], rows[0]) and torch.equal(cache[3, 15], rows[2])
+    assert cache.count_nonzero() == 16

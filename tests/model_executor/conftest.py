@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model tests run on the reference kernels: they check models, not kernels."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.model_executor.harness import naive_kernels
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels() -> Iterator[None]:
+    with naive_kernels():
+        yield

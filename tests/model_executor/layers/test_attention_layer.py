@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention layer keeps, and what it refuses."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.model_executor.harness import BLOCK_SIZE, make_config
+from tests.tiny_models import tiny_model
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    config = make_config(tiny_model("qwen3_sliding"))
+    with set_current_vllm_config(config):
+        yield config
+
+
+def test_specs(config: VllmConfig) -> None:
+    full = Attention(4, 32, 1.0, 2, prefix="full").get_kv_cache_spec(config)
+    assert full == FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+    layer = Attention(4, 32, 1.0, per_layer_sliding_window=24, prefix="sliding")
+    assert layer.get_kv_cache_spec(config) == SlidingWindowSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=24
+    )
+    assert list(config.compilation_config.static_forward_context) == ["full", "sliding"]
+
+
+def test_qwen3_slides_where_the_config_says(config: VllmConfig) -> None:
+    Qwen3ForCausalLM(vllm_config=config)
+    layers = config.compilation_config.static_forward_context
+    windows = [layer.sliding_window for layer in layers.values()]
+    assert windows == [None, None, 24, 24]
+
+
+def test_unknown_layer_type(config: VllmConfig) -> None:
+    config.model_config.hf_text_config.layer_types[1] = "chunked_attention"
+    with pytest.raises(ValueError, match="layer 1 has type 'chunked_attention'; supported"):
+        Qwen3ForCausalLM(vllm_config=config)
+
+
+@pytest.mark.parametrize(
+    "option", [{"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"quant_config": object()}]
+)
+def test_refused_options(config: VllmConfig, option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported"):
+        Attention(4, 32, 1.0, prefix="layer", **option)
+
+
+def test_refused_cache_dtype(config: VllmConfig) -> None:
+    config.cache_config.cache_dtype = "bfloat16"
+    with pytest.raises(ValueError, match="'bfloat16' is not supported.*supported: auto, float32"):
+        Attention(4, 32, 1.0, prefix="layer")
+
+
+def test_tied_and_biased_llama() -> None:
+    config = make_config(tiny_model("llama3_rope"))
+    with set_current_vllm_config(config):
+        model = LlamaForCausalLM(vllm_config=config)
+    names = {name for name, _ in model.named_parameters()}
+    assert "model.layers.0.self_attn.qkv_proj.bias" in names
+    assert "model.layers.0.mlp.down_proj.bias" in names
+    assert not any(name.startswith("lm_head") for name in names)
+    assert model.lm_head is model.model.embed_tokens

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer's parameters, its shards and what it tells the engine."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.model_executor.harness import make_config
+from tests.tiny_models import tiny_model
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.kernels.interface import chunk_metadata
+from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
+from vllm.model_executor.models.weights import AutoWeightsLoader
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="builds layers on the CPU")
+
+SHAPE = GatedDeltaNetShape(
+    hidden_size=32,
+    num_k_heads=2,
+    num_v_heads=4,
+    head_k_dim=8,
+    head_v_dim=12,
+    conv_kernel_size=4,
+    eps=1e-6,
+)
+KEY, VALUE = SHAPE.key_dim, SHAPE.value_dim
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    config = make_config(tiny_model("qwen3_5"))
+    with set_current_vllm_config(config):
+        yield config
+
+
+def checkpoint() -> dict[str, Tensor]:
+    shapes = {
+        "in_proj_qkv.weight": (2 * KEY + VALUE, 32),
+        "in_proj_z.weight": (VALUE, 32),
+        "in_proj_b.weight": (4, 32),
+        "in_proj_a.weight": (4, 32),
+        "conv1d.weight": (2 * KEY + VALUE, 1, 4),
+        "A_log": (4,),
+        "dt_bias": (4,),
+        "norm.weight": (12,),
+        "out_proj.weight": (32, VALUE),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float32) * 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def build(prefix: str, rank: int, size: int) -> GatedDeltaNet:
+    layer = GatedDeltaNet(SHAPE, prefix, tp_rank=rank, tp_size=size)
+    AutoWeightsLoader(layer, fused=GatedDeltaNet.CHECKPOINT_NAMES).load_weights(
+        checkpoint().items()
+    )
+    return layer
+
+
+def run(layer: GatedDeltaNet, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
+    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
+    spec = layer.get_kv_cache_spec(config)
+    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
+    tokens = len(hidden)
+    indices, offsets = chunk_metadata([0, tokens - decodes])
+    metadata = GDNAttentionMetadata(
+        num_tokens=tokens,
+        num_decodes=decodes,
+        num_prefills=1,
+        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
+        chunk_indices=indices,
+        chunk_offsets=offsets,
+    )
+    with set_forward_context(ForwardContext({}, {layer.layer_name: metadata})):
+        return layer(hidden)
+
+
+def test_shards_sum_to_the_whole_layer(config: VllmConfig) -> None:
+    """q, k, v and the convolution are cut per section and head; partial outputs add up."""
+    hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    whole = run(build("whole", 0, 1), config, hidden, decodes=2)
+    halves = [run(build(f"half{rank}", rank, 2), config, hidden, decodes=2) for rank in range(2)]
+    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(halves[0], whole, atol=1e-3)
+
+
+def test_convolution_shard_is_cut_per_section(config: VllmConfig) -> None:
+    loaded = checkpoint()["conv1d.weight"][:, 0]
+    q, k, v = loaded.split([KEY, KEY, VALUE])
+    shard = build("layer", 1, 2).conv1d.weight
+    expected = torch.cat([q[KEY // 2 :], k[KEY // 2 :], v[VALUE // 2 :]])
+    assert torch.equal(shard, expected)
+
+
+def test_decays_stay_fp32_in_a_16_bit_model(config: VllmConfig) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = build("layer", 0, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+    assert torch.equal(layer.A_log, checkpoint()["A_log"])
+    assert layer.in_proj.weight.dtype == layer.norm.weight.dtype == torch.bfloat16
+
+
+def test_state_spec(config: VllmConfig) -> None:
+    spec = GatedDeltaNet(SHAPE, "layer").get_kv_cache_spec(config)
+    assert spec.shapes == ((3, 2 * KEY + VALUE), (4, 12, 8))
+    assert spec.dtypes == (torch.float32, torch.float32)
+    assert spec.block_size == config.model_config.max_model_len
+    assert spec.mamba_type is MambaAttentionBackendEnum.GDN_ATTN
+    sharded = GatedDeltaNet(SHAPE, "other", tp_rank=0, tp_size=2).get_kv_cache_spec(config)
+    assert sharded.shapes == ((3, KEY + VALUE // 2), (2, 12, 8))
+
+
+def test_state_dtypes() -> None:
+    choose = MambaStateDtypeCalculator.gated_delta_net_state_dtype
+    assert choose(torch.bfloat16, "auto", "auto") == (torch.bfloat16, torch.float32)
+    assert choose(torch.bfloat16, "float32", "bfloat16") == (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match="mamba_ssm_cache_dtype='int8'; supported: auto, float32"):
+        choose(torch.bfloat16, "auto", "int8")
+
+
+def test_a_name_is_used_once(config: VllmConfig) -> None:
+    layer: nn.Module = GatedDeltaNet(SHAPE, "layer")
+    assert config.compilation_config.static_forward_context == {"layer": layer}
+    with pytest.raises(ValueError, match="'layer'"):
+        GatedDeltaNet(SHAPE, "layer")

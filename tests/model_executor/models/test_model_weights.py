@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of checkpoint tensors, and the one error that lists what does not fit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm import decisions
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
+
+FUSED = (("gate_up", "gate", 0), ("gate_up", "up", 1))
+
+
+class Toy(nn.Module):
+    """One fused layer and one plain parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.gate_up = MergedColumnParallelLinear(3, [2, 2], bias=False)
+        self.norm = nn.Parameter(torch.zeros(3))
+
+
+def tensors() -> dict[str, Tensor]:
+    return {
+        "mlp.gate.weight": torch.ones(2, 3),
+        "mlp.up.weight": torch.full((2, 3), 2.0),
+        "norm": torch.full((3,), 3.0),
+    }
+
+
+def load(model: nn.Module, weights: dict[str, Tensor], **options: object) -> set[str]:
+    return AutoWeightsLoader(model, fused=FUSED, **options).load_weights(weights.items())
+
+
+def test_fused_and_plain_names() -> None:
+    model = Toy()
+    assert load(model, tensors()) == {"mlp.gate_up.weight", "norm"}
+    assert model.mlp.gate_up.weight.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    assert model.norm.tolist() == [3.0] * 3
+
+
+def test_already_fused_checkpoint() -> None:
+    model, weights = Toy(), tensors()
+    fused = torch.cat([weights.pop("mlp.gate.weight"), weights.pop("mlp.up.weight")])
+    load(model, {**weights, "mlp.gate_up.weight": fused})
+    assert torch.equal(model.mlp.gate_up.weight, fused)
+
+
+def test_every_problem_in_one_error() -> None:
+    weights = tensors()
+    del weights["mlp.up.weight"]
+    weights["norm"] = torch.zeros(4)
+    weights["extra.weight"] = torch.zeros(1)
+    with pytest.raises(WeightsError) as caught:
+        load(Toy(), weights)
+    assert caught.value.problems == (
+        "mis-shaped: norm: expected shape [3], found [4]",
+        "surplus: extra.weight [1]",
+        "missing: mlp.up.weight",
+    )
+
+
+def test_long_lists_are_cut() -> None:
+    surplus = {f"extra.{i}": torch.zeros(1) for i in range(30)}
+    with pytest.raises(WeightsError, match=r"30 problem\(s\)[^$]*extra\.19[^$]*and 10 more") as e:
+        load(Toy(), {**tensors(), **surplus})
+    assert "extra.20" not in str(e.value) and len(e.value.problems) == 30
+
+
+def test_skipped_tensors_are_a_decision() -> None:
+    decisions.clear()
+    extra = {"vision.a": torch.zeros(1), "vision.b": torch.zeros(1)}
+    load(Toy(), {**tensors(), **extra}, skip_prefixes={"vision.": "text only", "audio.": "text"})
+    records = {d.what: (d.chosen, d.why) for d in decisions.decisions()}
+    assert records == {"checkpoint tensors vision.*": ("2 not loaded", "text only")}
+
+
+def test_dtype_is_converted() -> None:
+    model = Toy().to(torch.bfloat16)
+    load(model, {k: v.half() for k, v in tensors().items()})
+    assert model.norm.dtype == torch.bfloat16 and model.norm.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.language_model.layers.0.w", "model.layers.0.w"),
+        ("model.norm.w", "model.norm.w"),
+        ("a.old.b", "a.new.b"),
+        ("x.gamma", "x.weight"),
+        ("vision.x", None),
+        ("a.rotary.b", None),
+        ("a.inv_freq", None),
+    ],
+)
+def test_mapper(name: str, expected: str | None) -> None:
+    mapper = WeightsMapper(
+        orig_to_new_prefix={"model.language_model.": "model.", "vision.": None},
+        orig_to_new_substr={".old.": ".new.", ".rotary.": None},
+        orig_to_new_suffix={".gamma": ".weight", ".inv_freq": None},
+    )
+    assert mapper.map_name(name) == expected
+    mapped = [n for n, _ in mapper.apply([(name, torch.zeros(1))])]
+    assert mapped == ([] if expected is None else [expected])

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the platform, and facts about devices without touching them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from vllm import platforms
+from vllm.platforms import cpu, cuda, current_platform
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.cuda import CudaPlatform, GpuFacts, parse_gpu_facts, select_visible
+
+GIB = 2**30
+GPUS = (
+    GpuFacts("GPU-aa11", "H200", 140 * GIB, (9, 0)),
+    GpuFacts("GPU-ab22", "H200", 140 * GIB, (9, 0)),
+    GpuFacts("GPU-bb33", "T4", 15 * GIB, (7, 5)),
+)
+
+
+def test_one_instance() -> None:
+    assert platforms.current_platform is current_platform
+    with pytest.raises(AttributeError):
+        platforms.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "result"),
+    [(None, 0, "cpu"), (None, 1, "cuda"), ("cpu", 1, "cpu"), ("cuda", 1, "cuda")],
+)
+def test_choice(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, gpus: int, result: str
+) -> None:
+    monkeypatch.setattr(cuda, "count_devices", lambda: gpus)
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("VLLM_TARGET_DEVICE", wanted)
+    assert platforms._choose().device_type == result
+
+
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "count_devices", lambda: 0)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cuda")
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        platforms._choose()
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="VLLM_TARGET_DEVICE='tpu'.*cpu, cuda"):
+        platforms._choose()
+
+
+def test_choosing_does_not_initialise_cuda() -> None:
+    code = (
+        "import torch, vllm\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.supported_dtypes, current_platform.total_memory_bytes()\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def write_cgroup(tmp_path: Path, limit: str, used: str) -> tuple[tuple[str, str], ...]:
+    (tmp_path / "max").write_text(limit)
+    (tmp_path / "current").write_text(used)
+    return ((str(tmp_path / "max"), str(tmp_path / "current")),)
+
+
+def test_cpu_memory_respects_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, "1000000\n", "400000\n"))
+    assert CpuPlatform().total_memory_bytes() == 1_000_000
+    assert CpuPlatform().available_memory_bytes() == 600_000
+
+
+@pytest.mark.parametrize(("limit", "used"), [("max", "5"), (str(2**63 - 4096), "5"), ("x", "5")])
+def test_cpu_memory_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str
+) -> None:
+    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, limit, used))
+    assert cpu.cgroup_memory() is None
+    assert CpuPlatform().total_memory_bytes() == psutil.virtual_memory().total
+
+
+def test_cpu_facts() -> None:
+    platform = CpuPlatform()
+    assert platform.is_cpu() and not platform.is_cuda() and not platform.is_cuda_alike()
+    assert platform.device_type == "cpu" and not platform.supports_graphs
+    assert platform.supported_dtypes[0] is torch.bfloat16
+    assert platform.get_device_name()
+
+
+def test_cuda_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CudaPlatform()
+    assert platform.is_cuda() and platform.supports_graphs and platform.device_type == "cuda"
+    monkeypatch.setattr(cuda, "_smi_facts", lambda: GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert platform.get_device_name() == "T4" and platform.get_device_name(1) == "H200"
+    assert platform.total_memory_bytes() == 15 * GIB
+    assert torch.bfloat16 not in platform.supported_dtypes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert torch.bfloat16 in platform.supported_dtypes
+
+
+def test_parse_nvidia_smi() -> None:
+    text = "GPU-1a, NVIDIA H200, 143771, 9.0\nGPU-2b, NVIDIA T4, 15360, 7.5\n"
+    assert parse_gpu_facts(text) == (
+        GpuFacts("GPU-1a", "NVIDIA H200", 143771 * 2**20, (9, 0)),
+        GpuFacts("GPU-2b", "NVIDIA T4", 15360 * 2**20, (7, 5)),
+    )
+    assert parse_gpu_facts("") == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "result"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("GPU-bb", [2]),
+        ("GPU-a", []),
+        ("0,7,1", [0]),
+        ("0,-1,1", [0]),
+    ],
+)
+def test_visible_devices(visible: str | None, result: list[int]) -> None:
+    assert select_visible(GPUS, visible) == tuple(GPUS[i] for i in result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_facts_agree_with_torch() -> None:
+    properties = torch.cuda.get_device_properties(0)
+    platform = CudaPlatform()
+    assert platform.get_device_capability() == (properties.major, properties.minor)
+    assert platform.get_device_name() == properties.name
+    assert abs(platform.total_memory_bytes() / properties.total_memory - 1) < 0.03
+    assert 0 < platform.available_memory_bytes() <= platform.total_memory_bytes()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ or platform.total_memory_bytes() > 0

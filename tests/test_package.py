@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package level: lazy names, quick import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import vllm
+
+NAMES = [
+    *("LLM", "LLMEngine", "EngineArgs", "AsyncLLMEngine", "AsyncEngineArgs", "SamplingParams"),
+    *("PoolingParams", "PromptType", "TextPrompt", "TokensPrompt", "RequestOutput"),
+    *("CompletionOutput", "ModelRegistry", "__version__", "__version_tuple__"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names(name: str) -> None:
+    assert getattr(vllm, name) is not None and name in dir(vllm)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        vllm.nonsense  # noqa: B018
+    with pytest.raises(ImportError):
+        from vllm import nonsense  # noqa: F401
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, time\n"
+        "start = time.perf_counter()\n"
+        "import vllm\n"
+        "elapsed = time.perf_counter() - start\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert elapsed < 0.5, elapsed\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_parser_does_not_need_torch() -> None:
+    code = (
+        "import sys, vllm.utils.argparse_utils, vllm.sampling_params\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version() -> None:
+    assert vllm.__version__.startswith("0.24.0") and vllm.__version_tuple__[:3] == (0, 24, 0)
+
+
+def test_refused_types() -> None:
+    with pytest.raises(NotImplementedError, match="SamplingParams"):
+        vllm.PoolingParams()

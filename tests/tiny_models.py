@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random checkpoints of every family, with weights tuned so that state bugs change tokens.
+
+With default initialisation a model whose recurrent state is zeroed at every step still picks the
+same greedy tokens, and greedy text repeats one token. Here the projections into a mixer and the
+convolutions are scaled by 4, those out of a branch by 6, norms are perturbed and decays lie near 1,
+so that every part of the state matters; embeddings are scaled by 25 and attention is made sharp,
+so that the text depends on the prompt.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+EOS_TOKEN_ID = 256 + SPECIAL_TOKENS.index("<|im_end|>")
+PAD_TOKEN_ID = 256 + SPECIAL_TOKENS.index("<|pad|>")
+MAX_POSITION = 4096
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_POSITION,
+    "eos_token_id": EOS_TOKEN_ID,
+    "bos_token_id": None,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_QWEN3_5: dict[str, Any] = {
+    **_COMMON,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def _wrapper_config() -> Qwen3_5Config:
+    return Qwen3_5Config(
+        text_config=_QWEN3_5,
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+        },
+        image_token_id=VOCAB_SIZE - 1,
+        video_token_id=VOCAB_SIZE - 1,
+        vision_start_token_id=VOCAB_SIZE - 1,
+        vision_end_token_id=VOCAB_SIZE - 1,
+    )
+
+
+_CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama3_rope": lambda: LlamaConfig(
+        **{**_COMMON, "tie_word_embeddings": True},
+        rope_parameters=_LLAMA3_ROPE,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen3": lambda: Qwen3Config(**_COMMON),
+    "qwen3_sliding": lambda: Qwen3Config(
+        **{**_COMMON, "tie_word_embeddings": True},
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=2,
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_QWEN3_5),
+    "qwen3_5_tied": lambda: Qwen3_5TextConfig(**{**_QWEN3_5, "tie_word_embeddings": True}),
+    # Head sizes that GPU kernels specialise for.
+    "qwen3_5_wide": lambda: Qwen3_5TextConfig(
+        **{
+            **_QWEN3_5,
+            "hidden_size": 256,
+            "head_dim": 256,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": {**_QWEN3_5["rope_parameters"], "mrope_section": [11, 11, 10]},
+        }
+    ),
+    "qwen3_5_wrapper": _wrapper_config,
+}
+
+#: every family `make_tiny` knows
+FAMILIES = tuple(_CONFIGS)
+
+#: name part -> factor on the weights, first match
+_SCALES = {
+    "visual": 1.0,
+    "embed_tokens": 25.0,
+    "lm_head": 4.0,
+    "in_proj_": 4.0,
+    "conv1d": 4.0,
+    "q_proj": 4.0,
+    "k_proj": 4.0,
+    "v_proj": 4.0,
+    "o_proj": 6.0,
+    "out_proj": 6.0,
+    "down_proj": 6.0,
+}
+# Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
+_LLAMA_SHARPNESS = 3.0
+_HEAD_NORM_GAIN = 2.0
+_TIED_HEAD_GAIN = 0.2
+
+
+def _tune(model: PreTrainedModel) -> None:
+    """See the module docstring; in place."""
+    generator = torch.Generator().manual_seed(1)
+    for name, param in model.named_parameters():
+        uniform = torch.rand(param.shape, generator=generator)
+        if name.endswith(("A_log", "dt_bias")):
+            param.data = uniform * 2 - 3
+            continue
+        param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
+        if param.dim() == 1 and "visual" not in name:
+            param.data += (uniform * 2 - 1) * 0.3
+    _sharpen_attention(model)
+    if model.config.tie_word_embeddings:
+        _decorrelate_head(model)
+
+
+def _is_one_plus(model: PreTrainedModel) -> bool:
+    return "qwen3_5" in model.config.model_type
+
+
+def _sharpen_attention(model: PreTrainedModel) -> None:
+    for name, param in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            offset = 1.0 if _is_one_plus(model) else 0.0
+            param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
+        elif model.config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            param.data *= _LLAMA_SHARPNESS
+
+
+def _decorrelate_head(model: PreTrainedModel) -> None:
+    """Random signs in the final norm: a tied head would otherwise repeat the last token.
+
+    The gain undoes the embedding's scale, so that logits are as wide as an untied head's.
+    """
+    decoder = model.get_decoder()
+    norm = getattr(decoder, "language_model", decoder).norm
+    signs = _TIED_HEAD_GAIN * (torch.randint(0, 2, norm.weight.shape) * 2 - 1)
+    offset = 1.0 if _is_one_plus(model) else 0.0
+    norm.weight.data = (norm.weight.data + offset) * signs - offset
+
+
+def _new_model(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if isinstance(config, Qwen3_5Config):
+        model = Qwen3_5ForConditionalGeneration(config)
+    else:
+        model = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def make_tiny(
+    family: str, path: str | Path, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Save a checkpoint with tokenizer and chat template in `path`; returns it.
+
+    `overrides` replace fields of the (text) config. Raises KeyError for an unknown family.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    config = _CONFIGS[family]()
+    text_config = config.get_text_config()
+    for key, value in overrides.items():
+        setattr(text_config, key, value)
+    model = _new_model(config)
+    _tune(model)
+    model = model.to(dtype=dtype).eval()
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    model.generation_config.pad_token_id = PAD_TOKEN_ID
+    model.save_pretrained(path)
+    if isinstance(config, Qwen3_5Config):
+        _add_mtp_tensors(path / "model.safetensors", text_config, dtype)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def _add_mtp_tensors(file: Path, config: Any, dtype: torch.dtype) -> None:
+    """Released checkpoints carry a multi-token-prediction head that transformers does not save."""
+    tensors = load_file(file)
+    hidden = config.hidden_size
+    tensors["mtp.fc.weight"] = torch.zeros(hidden, 2 * hidden, dtype=dtype)
+    tensors["mtp.norm.weight"] = torch.zeros(hidden, dtype=dtype)
+    tensors["mtp.layers.0.input_layernorm.weight"] = torch.zeros(hidden, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, without merges: one token per UTF-8 byte, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITION,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _cache_root() -> Path:
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"vllm-tiny-models-{getpass.getuser()}" / version
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Path:
+    """The checkpoint of a family, made once per machine and version of this file."""
+    target = _cache_root() / f"{family}-{str(dtype).removeprefix('torch.')}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{family}-"))
+    make_tiny(family, scratch, dtype)
+    try:
+        os.rename(scratch, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(scratch)
+    return target
+
+
+@lru_cache(maxsize=4)
+def hf_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The transformers model of a checkpoint."""
+    architecture: Any = AutoModelForCausalLM
+    if '"Qwen3_5ForConditionalGeneration"' in (Path(path) / "config.json").read_text():
+        architecture = Qwen3_5ForConditionalGeneration
+    model: PreTrainedModel = architecture.from_pretrained(path, dtype=dtype).eval()
+    return model
+
+
+@torch.no_grad()
+def hf_reference_logits(
+    path: str | Path, token_ids: list[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Logits `[len(token_ids), vocab]` of one sequence in one pass."""
+    logits: Tensor = hf_model(path, dtype)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def hf_reference_generate(
+    path: str | Path, token_ids: list[int], max_tokens: int, dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """`max_tokens` greedy tokens, end-of-sequence ignored; each from a full pass."""
+    ids = list(token_ids)
+    for _ in range(max_tokens):
+        ids.append(int(hf_reference_logits(path, ids, dtype)[-1].argmax()))
+    return ids[len(token_ids) :]
+
+
+@torch.no_grad()
+def hf_residual_streams(
+    path: str | Path, token_ids: list[int], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """`[tokens, hidden]` after 0, 1, ... layers; the last one is before the final norm."""
+    model = hf_model(path, dtype)
+    decoder = model.get_decoder()
+    decoder = getattr(decoder, "language_model", decoder)
+    streams: list[Tensor] = []
+
+    def keep(_: Any, inputs: tuple[Any, ...]) -> None:
+        streams.append(inputs[0][0].clone())
+
+    hooked = [*decoder.layers, decoder.norm]
+    handles = [module.register_forward_pre_hook(keep) for module in hooked]
+    try:
+        model(torch.tensor([token_ids]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return streams

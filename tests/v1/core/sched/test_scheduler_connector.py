@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler and its KV connector: order of calls, loads, delayed frees, failures."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
+from tests.v1.engine.fakes import BLOCK_SIZE, EOS, expected_tokens, prefix_hash
+
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+
+def make_driver(connector="AllGroupsConnector", policy="fail", **options):
+    config = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path="tests.v1.core.sched.fake_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+    )
+    driver = Driver(make_scheduler(kv_transfer_config=config, **options))
+    driver.connector = driver.scheduler.connector
+    return driver
+
+
+def report(driver, **fields):
+    """Deliver a connector report with the oldest step in flight (or an empty one)."""
+    if not driver.in_flight:
+        driver.launch()
+    driver.in_flight[0][1].kv_connector_output = KVConnectorOutput(**fields)
+    return driver.collect()
+
+
+def fill(driver, request, num_tokens):
+    """What a load would write: the slots of the request's first tokens."""
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    for position in range(num_tokens):
+        slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        driver.worker.slots[slot] = prefix_hash(request.all_token_ids[: position + 1])
+
+
+def prompt_of(seed, length):
+    return random.Random(seed).choices(range(20, 1000), k=length)
+
+
+def expect(driver, request_id, prompt, max_tokens=8):
+    params = SamplingParams(max_tokens=max_tokens)
+    assert driver.tokens[request_id] == expected_tokens(prompt, params, eos=EOS)
+
+
+def test_order_of_calls_without_any_match():
+    driver = make_driver()
+    driver.add(make_request("a", prompt_of(0, 20), max_tokens=2, ignore_eos=True))
+    driver.run()
+    names = [call[0] for call in driver.connector.calls]
+    assert names == ["new", "match", "alloc", "meta", "meta", "finished", "meta"]
+    assert driver.connector.calls[1:3] == [("match", "a", 0), ("alloc", "a", 2, 0)]
+    assert driver.connector.calls[5] == ("finished", "a", "FINISHED_LENGTH_CAPPED", ([1, 2],))
+    assert all(step.kv_connector_metadata is not None for step in driver.worker.steps)
+
+
+def test_single_group_connector_gets_one_list():
+    driver = make_driver("OneGroupConnector")
+    driver.add(make_request("a", prompt_of(0, 20), max_tokens=1))
+    driver.run()
+    assert ("finished", "a", "FINISHED_LENGTH_CAPPED", [1, 2]) in driver.connector.calls
+
+
+def test_synchronous_match_counts_as_computed():
+    driver = make_driver()
+    prompt = prompt_of(0, 50)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(32, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 18}
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 32
+    assert ("alloc", "a", 4, 32) in driver.connector.calls
+    fill(driver, request, 32)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    driver.run()
+    expect(driver, "a", prompt)
+    assert driver.finished["a"].num_cached_tokens == 32
+
+
+def test_none_means_ask_again_later_and_others_go_first():
+    driver = make_driver()
+    driver.connector.matches["slow"] = [(None, False), (None, False), (0, False)]
+    driver.add(make_request("slow", prompt_of(0, 20)), make_request("next", prompt_of(1, 20)))
+    assert list(driver.step().num_scheduled_tokens) == ["next"]
+    assert list(driver.step().num_scheduled_tokens) == ["next"]
+    assert list(driver.step().num_scheduled_tokens) == ["next", "slow"]
+    driver.run()
+    assert set(driver.finished) == {"slow", "next"}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("length", [32, 40])
+def test_asynchronous_load_waits_for_its_report(async_scheduling, length):
+    driver = make_driver(async_scheduling=async_scheduling)
+    prompt = prompt_of(0, length)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(32, True)]
+    driver.add(request, make_request("b", prompt_of(1, 20), max_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        assert "a" not in driver.step().num_scheduled_tokens
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert driver.scheduler.get_num_unfinished_requests() == 2
+    fill(driver, request, 32)
+    report(driver, finished_recving={"a"})
+    output = driver.step()
+    # the last prompt token is computed again even if it was loaded
+    assert output.num_scheduled_tokens["a"] == max(length - 32, 1)
+    assert [r.req_id for r in output.scheduled_new_reqs] == ["a"]
+    driver.run()
+    expect(driver, "a", prompt)
+    assert [c for c in driver.connector.calls if c[0] == "match" and c[1] == "a"] == [
+        ("match", "a", 0)
+    ]
+    assert driver.scheduler.kv_cache_manager.usage == 0
+
+
+def test_engine_keeps_stepping_while_only_a_load_is_pending():
+    driver = make_driver()
+    driver.connector.matches["a"] = [(16, True)]
+    request = make_request("a", prompt_of(0, 20))
+    driver.add(request)
+    for _ in range(3):
+        assert driver.step().total_num_scheduled_tokens == 0
+        assert driver.scheduler.has_requests()
+    fill(driver, request, 16)
+    report(driver, finished_recving={"a"})
+    driver.run()
+    assert "a" in driver.finished
+
+
+def test_abort_during_a_load_frees_when_it_ends():
+    driver = make_driver()
+    driver.connector.matches["a"] = [(32, True)]
+    driver.add(make_request("a", prompt_of(0, 40)))
+    driver.step()
+    driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    assert driver.scheduler.has_requests() and driver.scheduler.kv_cache_manager.usage > 0
+    report(driver, finished_recving={"a"})
+    driver.run()
+    assert driver.scheduler.kv_cache_manager.usage == 0 and driver.scheduler.requests == {}
+
+
+def test_delayed_free_keeps_blocks_until_sent_and_returns_parameters():
+    driver = make_driver()
+    driver.connector.finish["a"] = (True, {"path": "x"})
+    driver.add(make_request("a", prompt_of(0, 20), max_tokens=1))
+    driver.step()
+    assert driver.finished["a"].kv_transfer_params == {"path": "x"}
+    for _ in range(3):
+        assert driver.scheduler.has_requests() and not driver.scheduler.has_unfinished_requests()
+        assert driver.step().total_num_scheduled_tokens == 0
+        assert driver.scheduler.kv_cache_manager.usage > 0
+    with pytest.raises(ValueError, match="still in use"):
+        driver.add(make_request("a", [1]))
+    report(driver, finished_sending={"a"})
+    driver.run()
+    assert not driver.scheduler.has_requests()
+    assert driver.scheduler.kv_cache_manager.usage == 0
+
+
+def test_finish_is_reported_once_also_for_requests_that_never_ran():
+    driver = make_driver(max_num_seqs=1)
+    driver.add(make_request("run", prompt_of(0, 20)), make_request("wait", prompt_of(1, 20)))
+    driver.step()
+    driver.scheduler.finish_requests(["run", "wait"], RequestStatus.FINISHED_ABORTED)
+    driver.scheduler.finish_requests(["run", "wait"], RequestStatus.FINISHED_ABORTED)
+    driver.run()
+    finished = [call for call in driver.connector.calls if call[0] == "finished"]
+    assert finished == [
+        ("finished", "run", "FINISHED_ABORTED", ([1, 2],)),
+        ("finished", "wait", "FINISHED_ABORTED", ([],)),
+    ]
+
+
+def test_unknown_ids_in_a_report_are_tolerated():
+    driver = make_driver()
+    driver.add(make_request("a", prompt_of(0, 20)))
+    driver.step()
+    report(driver, finished_sending={"ghost"}, finished_recving={"ghost", "a"})
+    driver.run()
+    assert "a" in driver.finished
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_failed_synchronous_load_is_recomputed_without_asking_again(async_scheduling):
+    driver = make_driver(policy="recompute", async_scheduling=async_scheduling)
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(48, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    if async_scheduling:
+        driver.launch()
+    for offset in range(BLOCK_SIZE):  # the second block never arrived
+        del driver.worker.slots[blocks[1] * BLOCK_SIZE + offset]
+    assert report(driver, invalid_block_ids={blocks[1]}) == []
+    if async_scheduling:
+        assert driver.collect() == []
+    assert request.num_computed_tokens == 16 and request.status is RequestStatus.RUNNING
+    again = driver.step()
+    assert again.num_scheduled_tokens == {"a": 44}
+    assert again.scheduled_cached_reqs.resumed_req_ids == again.preempted_req_ids == {"a"}
+    driver.run()
+    expect(driver, "a", prompt)
+    assert len([c for c in driver.connector.calls if c[0] == "match"]) == 1
+    # nothing stale was left for a later request to hit
+    driver.add(make_request("b", prompt))
+    driver.run()
+    expect(driver, "b", prompt)
+
+
+def test_failed_asynchronous_load_keeps_the_valid_prefix():
+    driver = make_driver(policy="recompute")
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(48, True)]
+    driver.add(request)
+    driver.step()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 16)
+    report(driver, invalid_block_ids={blocks[1], blocks[2]}, finished_recving={"a"})
+    assert driver.step().num_scheduled_tokens == {"a": 44}
+    driver.run()
+    expect(driver, "a", prompt)
+
+
+def test_failed_load_ends_the_request_under_policy_fail():
+    driver = make_driver(policy="fail")
+    request = make_request("a", prompt_of(0, 60))
+    driver.connector.matches["a"] = [(48, False)]
+    driver.add(request, make_request("b", prompt_of(1, 20)))
+    output = driver.scheduler.schedule()
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    bad = driver.scheduler.kv_cache_manager.get_block_ids("a")[0][0]
+    report(driver, invalid_block_ids={bad})
+    assert driver.reason("a") is FinishReason.ERROR and "loading" in driver.finished["a"].error
+    driver.run()
+    expect(driver, "b", prompt_of(1, 20))
+    assert driver.scheduler.kv_cache_manager.usage == 0
+
+
+def test_connector_reset_is_part_of_a_cache_reset():
+    driver = make_driver()
+    driver.connector.reset_cache = lambda: False
+    assert driver.scheduler.reset_prefix_cache() is True
+    assert driver.scheduler.reset_prefix_cache(reset_connector=True) is False

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouping: one group per distinct spec, hidden states last."""
+
+import pytest
+import torch
+from state_cases import full, hidden, recurrent, vllm_config, window
+
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_groups,
+    is_kv_cache_spec_uniform,
+    unify_hybrid_kv_cache_specs,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheSpec,
+)
+
+
+def hybrid() -> dict[str, KVCacheSpec]:
+    specs: dict[str, KVCacheSpec] = {"cache_only_layers.0": hidden()}
+    for i in range(8):
+        specs[f"layers.{i}"] = full() if i % 4 == 3 else recurrent()
+    return specs
+
+
+def test_one_group_per_spec_in_first_seen_order():
+    groups = get_kv_cache_groups(vllm_config(), hybrid())
+    assert [g.layer_names for g in groups] == [
+        [f"layers.{i}" for i in (0, 1, 2, 4, 5, 6)],
+        ["layers.3", "layers.7"],
+        ["cache_only_layers.0"],
+    ]
+    assert [g.kv_cache_spec for g in groups] == [recurrent(), full(), hidden()]
+
+
+def test_hidden_state_layers_stay_alone():
+    specs = {"a": hidden(), "b": full(), "c": hidden()}
+    groups = get_kv_cache_groups(vllm_config(), specs)
+    assert [g.layer_names for g in groups] == [["b"], ["a"], ["c"]]
+    only = get_kv_cache_groups(vllm_config(), {"a": hidden()})
+    assert [type(g.kv_cache_spec) for g in only] == [HiddenStateCacheSpec]
+
+
+def test_equal_configurations_give_equal_groups():
+    assert get_kv_cache_groups(vllm_config(), hybrid()) == get_kv_cache_groups(
+        vllm_config(), hybrid()
+    )
+    assert get_kv_cache_groups(vllm_config(), {}) == []
+
+
+def test_different_windows_are_different_groups():
+    specs = {"a": window(64), "b": window(32), "c": window(64)}
+    groups = get_kv_cache_groups(vllm_config(), specs)
+    assert [g.layer_names for g in groups] == [["a", "c"], ["b"]]
+    assert not is_kv_cache_spec_uniform(specs)
+    assert is_kv_cache_spec_uniform({"a": full(), "b": full(sliding_window=3)})
+    assert is_kv_cache_spec_uniform({})
+
+
+def test_disabled_allocator_makes_one_full_group():
+    config = vllm_config(disable_hybrid_kv_cache_manager=True)
+    specs = {"a": full(), "b": window(64), "h": hidden()}
+    groups = get_kv_cache_groups(config, specs)
+    assert [g.layer_names for g in groups] == [["a", "b"], ["h"]]
+    assert groups[0].kv_cache_spec == full(sliding_window=64)
+    assert specs["b"] == window(64), "the caller's specs are untouched"
+    with pytest.raises(ValueError, match="disable-hybrid-kv-cache-manager"):
+        get_kv_cache_groups(config, hybrid())
+
+
+def test_unify_keeps_value_width():
+    specs: dict[str, KVCacheSpec] = {"a": window(64, head_size_v=128)}
+    unify_hybrid_kv_cache_specs(specs)
+    assert specs["a"] == full(head_size_v=128, sliding_window=64)
+
+
+def test_unsupported_specs_are_refused():
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=4, head_size=256, dtype=torch.bfloat16, attention_chunk_size=64
+    )
+    with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
+        get_kv_cache_groups(vllm_config(), {"x": chunked})
+    config = vllm_config(disable_hybrid_kv_cache_manager=True)
+    unified = get_kv_cache_groups(config, {"x": chunked})
+    assert unified[0].kv_cache_spec == full(attention_chunk_size=64)
+    with pytest.raises(ValueError, match="mamba_cache_mode 'align'"):
+        get_kv_cache_groups(vllm_config(), {"x": recurrent(mamba_cache_mode="align")})
+    with pytest.raises(ValueError, match="layer y: .*32 tokens per block"):
+        get_kv_cache_groups(vllm_config(), {"x": full(), "y": full(block_size=32)})

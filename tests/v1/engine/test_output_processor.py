@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From core outputs to request outputs."""
+
+from __future__ import annotations
+
+import pytest
+from tests.v1.engine.fakes import fake_logprobs
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.serial_utils import logprobs_to_wire
+
+
+def start(tokenizer, stream_interval=1, request_id="r", sink=None, **params):
+    processor = OutputProcessor(tokenizer, stream_interval)
+    add(processor, request_id, sink, **params)
+    return processor
+
+
+def add(processor, request_id="r", sink=None, prompt=(1, 2, 3), **params):
+    request = EngineCoreRequest(f"{request_id}-x", list(prompt), SamplingParams(**params), 0.0)
+    return processor.add_request(request, request_id, "the prompt", sink)
+
+
+def send(processor, tokens, request_id="r-x", iteration=None, **fields):
+    output = EngineCoreOutput(request_id, tokens, **fields)
+    return processor.process_outputs(EngineCoreOutputs([output], timestamp=10.0), iteration)
+
+
+def test_stop_string_aborts_in_the_core_and_cuts(tokenizer):
+    ids = tokenizer.encode("the quick brown fox stops here")
+    processor = start(tokenizer, stop=["brown"], max_tokens=100)
+    outputs = []
+    for token in ids:
+        processed = send(processor, [token])
+        outputs += processed.request_outputs
+        if processed.aborts:
+            break
+    assert processed.aborts == ["r-x"]
+    final = outputs[-1]
+    assert final.request_id == "r" and final.finished and final.prompt == "the prompt"
+    completion = final.outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "the quick ",
+        "stop",
+        "brown",
+    )
+    assert not processor.has_unfinished_requests()
+    assert send(processor, [5]).request_outputs == []  # a token that was in flight
+
+
+def test_stop_string_at_the_last_token_needs_no_abort(tokenizer):
+    ids = tokenizer.encode("brown")
+    processor = start(tokenizer, stop=["brown"])
+    processed = send(
+        processor, ids, finish_reason=FinishReason.LENGTH, kv_transfer_params={"path": "x"}
+    )
+    assert processed.aborts == []
+    (final,) = processed.request_outputs
+    assert final.outputs[0].finish_reason == "stop" and final.kv_transfer_params == {"path": "x"}
+
+
+def test_logprobs_become_dicts_with_text(tokenizer):
+    processor = start(tokenizer, logprobs=2, prompt_logprobs=1)
+    assert send(
+        processor, [], new_prompt_logprobs=logprobs_to_wire(fake_logprobs([2], 1))
+    ).request_outputs == []
+    wire = logprobs_to_wire(fake_logprobs([40, 41], 2))
+    (output,) = send(
+        processor,
+        [40, 41],
+        new_prompt_logprobs=logprobs_to_wire(fake_logprobs([3], 1)),
+        new_logprobs=wire,
+        finish_reason=FinishReason.LENGTH,
+    ).request_outputs
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == 3
+    assert output.prompt_logprobs[1][2].rank == 3
+    completion = output.outputs[0]
+    first = completion.logprobs[0]
+    assert list(first) == [40, 41, 42]
+    assert first[40].logprob == -0.5 and first[40].rank == 1
+    assert [first[i].rank for i in (41, 42)] == [1, 2]
+    assert first[41].decoded_token == tokenizer.decode([41])
+    assert completion.cumulative_logprob == pytest.approx(-0.5 - 1.5)
+
+
+def test_the_sampled_token_appears_once_when_it_is_among_the_top(tokenizer):
+    lists = fake_logprobs([40], 2)
+    lists.token_ids[0] = [40, 41, 40]
+    processor = start(tokenizer, logprobs=2)
+    (output,) = send(processor, [40], new_logprobs=logprobs_to_wire(lists)).request_outputs
+    assert list(output.outputs[0].logprobs[0]) == [40, 41]
+
+
+def test_stream_interval_sends_the_first_then_every_nth_and_the_last(tokenizer):
+    processor = start(
+        tokenizer, stream_interval=4, output_kind=RequestOutputKind.DELTA, max_tokens=100
+    )
+    ids = tokenizer.encode("the quick brown fox stops here hello world")
+    counts, text = [], ""
+    for i, token in enumerate(ids):
+        last = i + 1 == len(ids)
+        reason = FinishReason.LENGTH if last else None
+        for output in send(processor, [token], finish_reason=reason).request_outputs:
+            counts.append(len(output.outputs[0].token_ids))
+            text += output.outputs[0].text
+    assert counts[0] == 1 and set(counts[1:-1]) <= {4} and sum(counts) == len(ids)
+    assert text == "the quick brown fox stops here hello world"
+
+
+def test_children_have_their_own_ids_and_seeds(tokenizer):
+    processor = OutputProcessor(tokenizer)
+    children = add(processor, n=3, seed=2**63 - 2)
+    assert [c.request_id for c in children] == ["0_r-x", "1_r-x", "2_r-x"]
+    assert [c.sampling_params.seed for c in children] == [2**63 - 2, 2**63 - 1, 0]
+    assert all(c.sampling_params.n == 1 for c in children)
+
+
+def test_n_final_output_carries_transfer_parameters_of_the_first_child(tokenizer):
+    processor = start(tokenizer, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    done = {"finish_reason": FinishReason.LENGTH}
+    assert not send(processor, [40], "1_r-x", kv_transfer_params={"p": 1}, **done).request_outputs
+    (final,) = send(
+        processor, [41], "0_r-x", kv_transfer_params={"p": 0}, **done
+    ).request_outputs
+    assert [c.index for c in final.outputs] == [0, 1] and final.kv_transfer_params == {"p": 0}
+
+
+def test_aborting_reports_to_sinks_and_covers_all_children(tokenizer):
+    received = []
+    processor = start(tokenizer, sink=lambda o, e: received.append((o, e)), n=2)
+    aborted, outputs = processor.abort_requests(["r", "nobody"])
+    assert aborted == ["0_r-x", "1_r-x"] and outputs == []
+    assert received[-1][0].finished and received[-1][1] is None
+    assert processor.external_ids() == []
+
+
+def test_errors_reach_the_sink(tokenizer):
+    received = []
+    processor = start(tokenizer, sink=lambda o, e: received.append((o, e)))
+    send(processor, [], finish_reason=FinishReason.ERROR, error="rows are missing")
+    assert received[0][1] == "rows are missing"
+    assert received[0][0].outputs[0].finish_reason == "error"
+
+
+def test_duplicate_ids_are_refused_before_anything_is_kept(tokenizer):
+    processor = start(tokenizer)
+    with pytest.raises(ValueError, match="already in use"):
+        add(processor)
+    assert processor.get_num_unfinished_requests() == 1
+
+
+def test_statistics(tokenizer):
+    processor = start(tokenizer, max_tokens=7)
+    state = processor.request_states["r-x"]
+    state.stats.arrival_ts = 4.0
+    iteration = IterationStats()
+    send(processor, [40], iteration=iteration, times=(5.0, 6.0))
+    state.stats.last_token_ts = state.stats.first_token_ts = 8.0
+    send(processor, [41], iteration=iteration, finish_reason=FinishReason.LENGTH)
+    assert (iteration.num_prompt_tokens, iteration.num_generation_tokens) == (3, 2)
+    assert iteration.times_to_first_token == [6.0] and iteration.inter_token_latencies == [2.0]
+    (finished,) = iteration.finished
+    assert (finished.queued_time, finished.prefill_time, finished.decode_time) == (1.0, 2.0, 2.0)
+    assert (finished.e2e_latency, finished.time_per_output_token) == (6.0, 2.0)
+    assert (finished.inference_time, finished.max_tokens) == (4.0, 7)

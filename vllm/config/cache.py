@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State memory: how much, in what blocks, and what is kept for reuse."""
+
+import dataclasses
+from typing import Literal
+
+from vllm import envs
+from vllm.config.base import FlagKind, config, option
+from vllm.exceptions import VLLMValidationError
+
+CacheDType = Literal["auto", "float16", "bfloat16", "float32"]
+_GIB = 2**30
+
+
+def _cpu_space() -> int:
+    return int(envs.VLLM_CPU_KVCACHE_SPACE * _GIB)
+
+
+@config
+class CacheConfig:
+    """State memory of the model's layers."""
+
+    block_size: int = option(
+        default=16, resolved=True, help="Tokens in a cache block; a multiple of 16."
+    )
+    gpu_memory_utilization: float = option(
+        default=0.92, help="Fraction of the GPU's memory the engine may use, in (0, 1]."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        default=None,
+        kind=FlagKind.HUMAN_INT,
+        help="Bytes for state memory; overrides --gpu-memory-utilization.",
+    )
+    cache_dtype: CacheDType = option(
+        default="auto",
+        name="kv_cache_dtype",
+        help="Dtype of keys and values; `auto` is the model's. Hidden states keep the model's.",
+    )
+    num_gpu_blocks_override: int | None = option(
+        default=None, help="Pages of the state arena, instead of what fits in memory."
+    )
+    enable_prefix_caching: bool = option(
+        default=True,
+        resolved=True,
+        help="Reuse the state of common prefixes; on for models with attention only, off for "
+        "models with recurrent layers.",
+    )
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = option(
+        default="sha256", help="Hash of prefix blocks."
+    )
+    mamba_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        default="auto", help="Dtype of the convolution state; `auto` is the model's."
+    )
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        default="auto",
+        help="Dtype of the recurrent state; `auto` is the checkpoint's choice, else float32.",
+    )
+    mamba_block_size: int | None = option(
+        default=None, flag=False, help="Tokens per recurrent block; a block is a whole sequence."
+    )
+    mamba_cache_mode: Literal["none"] = option(
+        default="none",
+        help="Which recurrent states are kept for reuse; only `none` (the running one) so far.",
+    )
+    sliding_window: int | None = option(
+        default=None, flag=False, help="The model's window in tokens, when all layers share it."
+    )
+    num_gpu_blocks: int | None = option(
+        default=None, flag=False, help="Blocks of the arena; filled in when memory is allocated."
+    )
+    cpu_kvcache_space_bytes: int = option(
+        default_factory=_cpu_space,
+        flag=False,
+        help="Bytes for state memory on the CPU (VLLM_CPU_KVCACHE_SPACE, in GiB).",
+    )
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            _fail("block_size", self.block_size, "a positive multiple of 16")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            _fail("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            _fail("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            _fail(
+                "num_gpu_blocks_override",
+                self.num_gpu_blocks_override,
+                "at least 2 (page 0 is the null page)",
+            )
+        if self.cpu_kvcache_space_bytes < 1:
+            raise VLLMValidationError("the variable VLLM_CPU_KVCACHE_SPACE must be positive")
+
+    def metrics_info(self) -> dict[str, str]:
+        """The fields as label values of the metric `vllm:cache_config_info`."""
+        fields = dataclasses.fields(self)
+        return {field.name: str(getattr(self, field.name)) for field in fields}
+
+
+def _fail(field: str, value: object, rule: str) -> None:
+    flag = "--" + field.replace("_", "-")
+    raise VLLMValidationError(f"{flag} must be {rule}, got {value}", field, value)

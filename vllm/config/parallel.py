@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the model is spread over devices."""
+
+from typing import Any, Literal
+
+from vllm.config.base import config, option
+from vllm.exceptions import VLLMValidationError
+
+#: field -> (flag, what to do instead)
+_SIZES: dict[str, tuple[str, str]] = {
+    "tensor_parallel_size": ("--tensor-parallel-size", "use a device that holds the model"),
+    "pipeline_parallel_size": ("--pipeline-parallel-size", "use a device that holds the model"),
+    "data_parallel_size": ("--data-parallel-size", "start one server per replica"),
+    "nnodes": ("--nnodes", "use one host"),
+    "decode_context_parallel_size": ("--decode-context-parallel-size", "leave it at 1"),
+}
+
+
+@config
+class ParallelConfig:
+    """Spread over devices; every size is 1 so far."""
+
+    tensor_parallel_size: int = option(
+        default=1, aliases=("-tp",), help="Devices that share each layer (only 1 so far)."
+    )
+    pipeline_parallel_size: int = option(
+        default=1, aliases=("-pp",), help="Devices that share the layer stack (only 1 so far)."
+    )
+    data_parallel_size: int = option(
+        default=1, aliases=("-dp",), help="Replicas behind one port (only 1 so far)."
+    )
+    decode_context_parallel_size: int = option(
+        default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
+    )
+    distributed_executor_backend: Literal["uni"] | None = option(
+        default=None, help="How workers run; `uni` is one worker in the engine's process."
+    )
+    disable_custom_all_reduce: bool = option(
+        default=False,
+        help="Use NCCL's all-reduce; with one device there is none, so both values are the same.",
+    )
+    worker_extension_cls: str = option(
+        default="",
+        help="Dotted path of a class whose methods become callable on the worker by "
+        "`collective_rpc`.",
+    )
+    nnodes: int = option(default=1, aliases=("-n",), help="Hosts (only 1 so far).")
+    node_rank: int = option(default=0, aliases=("-r",), help="This host; 0 with one host.")
+    master_addr: str = option(
+        default="127.0.0.1", help="Address of the first host; unused with one host."
+    )
+    master_port: int = option(default=29501, help="Port of the first host; unused with one host.")
+    distributed_timeout_seconds: int | None = option(
+        default=None, help="Timeout of collectives; unused with one worker."
+    )
+    data_parallel_rank: int = option(default=0, flag=False, help="This replica.")
+    rank: int = option(default=0, flag=False, help="This worker among all.")
+    data_parallel_index: int = option(default=0, flag=False, help="This engine among all replicas.")
+
+    def __post_init__(self) -> None:
+        for field, (flag, instead) in _SIZES.items():
+            size: Any = getattr(self, field)
+            if size < 1:
+                raise VLLMValidationError(f"{flag} must be at least 1, got {size}", field, size)
+            if size > 1:
+                raise VLLMValidationError(
+                    f"{flag} {size} is not supported yet, only 1; {instead}", field, size
+                )
+        if self.node_rank != 0:
+            raise VLLMValidationError(
+                f"--node-rank must be 0 with one host, got {self.node_rank}", "node_rank"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        return self.world_size * self.data_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        return self.world_size

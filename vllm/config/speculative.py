@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation and, through the same door, hidden-state extraction."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config.base import config, option
+from vllm.config.model import ModelConfig
+from vllm.exceptions import VLLMValidationError
+
+EXTRACT = "extract_hidden_states"
+SUPPORTED_METHODS = (EXTRACT,)
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+#: fields filled in by the engine, never by the user
+FILLED_BY_ENGINE = ("target_model_config", "target_parallel_config", "draft_parallel_config")
+
+
+@config
+class SpeculativeConfig:
+    """`method` and its settings. So far the only method is `extract_hidden_states`.
+
+    `draft_model_config` is given as `{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`
+    and becomes a `ModelConfig`: the target's with an `ExtractHiddenStatesConfig` as `hf_config`.
+    """
+
+    method: str | None = option(default=None, help="`extract_hidden_states`.")
+    num_speculative_tokens: int | None = option(
+        default=None, help="Draft tokens per step; 1 for extraction."
+    )
+    model: str | None = option(default=None, help="Draft model; extraction has none.")
+    draft_model_config: Any = option(
+        default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
+    )
+    draft_tensor_parallel_size: int | None = option(
+        default=None, help="Devices of the drafter: 1 or --tensor-parallel-size."
+    )
+    disable_padded_drafter_batch: bool = option(
+        default=False, help="Not allowed with extraction; only false is accepted."
+    )
+    target_model_config: Any = option(default=None, flag=False, help="The served model.")
+    target_parallel_config: Any = option(default=None, flag=False, help="Its parallel sizes.")
+    draft_parallel_config: Any = option(default=None, flag=False, help="The drafter's.")
+
+    def __post_init__(self) -> None:
+        if self.method not in SUPPORTED_METHODS:
+            named = self.method or (f"drafting with model {self.model!r}" if self.model else "none")
+            raise VLLMValidationError(
+                f"speculative_config: method {named} is not supported yet; supported: "
+                + ", ".join(SUPPORTED_METHODS),
+                parameter="speculative_config.method",
+                value=self.method,
+            )
+        self._check_extraction()
+        if self.target_model_config is not None:
+            self._build_draft(self.target_model_config)
+
+    def _check_extraction(self) -> None:
+        if self.num_speculative_tokens != 1:
+            _fail(
+                "num_speculative_tokens",
+                f"must be 1 with method {EXTRACT}, got {self.num_speculative_tokens}",
+                self.num_speculative_tokens,
+            )
+        if self.model is not None:
+            _fail(
+                "model",
+                f"must be absent with method {EXTRACT}: there is no draft model",
+                self.model,
+            )
+        if self.disable_padded_drafter_batch:
+            _fail("disable_padded_drafter_batch", f"is not allowed with method {EXTRACT}", True)
+        if self.draft_tensor_parallel_size not in (None, 1):
+            _fail(
+                "draft_tensor_parallel_size",
+                f"must be 1, got {self.draft_tensor_parallel_size}",
+                self.draft_tensor_parallel_size,
+            )
+
+    def _build_draft(self, target: ModelConfig) -> None:
+        from vllm.transformers_utils.configs.extract_hidden_states import ExtractHiddenStatesConfig
+
+        given = self._given_hf_config()
+        check_layer_ids(given.get(LAYER_IDS_KEY), target.get_num_layers())
+        draft = copy.copy(target)
+        draft.hf_config = ExtractHiddenStatesConfig(target.hf_config, **given)
+        draft.model_arch_config = dataclasses.replace(
+            target.model_arch_config,
+            architectures=tuple(draft.hf_config.architectures),
+            model_type=draft.hf_config.model_type,
+        )
+        self.draft_model_config = draft
+        self.draft_parallel_config = self.target_parallel_config
+
+    def _given_hf_config(self) -> dict[str, Any]:
+        """The user's part of the draft config, whichever of the two forms it came in."""
+        given = self.draft_model_config
+        if given is None:
+            return {}
+        if isinstance(given, ModelConfig):
+            ids = getattr(given.hf_config, LAYER_IDS_KEY, None)
+            return {} if ids is None else {LAYER_IDS_KEY: ids}
+        if not isinstance(given, Mapping) or set(given) - {"hf_config"}:
+            _fail("draft_model_config", f'must be {{"hf_config": {{...}}}}, got {given!r}', given)
+        inner = given.get("hf_config", {})
+        if not isinstance(inner, Mapping):
+            _fail("draft_model_config.hf_config", f"must be an object, got {inner!r}", inner)
+        return dict(inner)
+
+    @property
+    def extraction_layer_ids(self) -> list[int]:
+        """The captured layers in the given order; id k is the stream after k decoder layers."""
+        return list(getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY))
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Tokens of a decoding request in one step: its own and the drafts to verify."""
+        return 1 + (self.num_speculative_tokens or 0)
+
+    def use_eagle(self) -> bool:
+        """Whether a drafter reads the target's hidden states (eagle, eagle3, mtp, dflash)."""
+        return False
+
+    def use_dflash(self) -> bool:
+        return False
+
+    def use_ngram_gpu(self) -> bool:
+        return False
+
+    def uses_draft_model(self) -> bool:
+        return False
+
+    def uses_extract_hidden_states(self) -> bool:
+        return self.method == EXTRACT
+
+
+def check_layer_ids(ids: Any, num_layers: int) -> None:
+    """Raise `VLLMValidationError` unless `ids` is a non-empty list of layer ids of the model."""
+    key = f"draft_model_config.hf_config.{LAYER_IDS_KEY}"
+    if ids is None:
+        _fail(key, f"must be set with method {EXTRACT}: the list of layers to capture", None)
+    is_list = isinstance(ids, list | tuple) and len(ids) > 0
+    if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        _fail(key, f"must be a non-empty list of integers, got {ids!r}", ids)
+    bad = [i for i in ids if not 0 <= i <= num_layers]
+    if bad:
+        _fail(
+            key,
+            f"has ids out of range: {bad}; this model has {num_layers} layers, so ids are 0 "
+            f"(embeddings) to {num_layers} (output of the last layer)",
+            ids,
+        )
+
+
+def _fail(key: str, rule: str, value: Any) -> None:
+    raise VLLMValidationError(
+        f"speculative_config.{key} {rule}", parameter=f"speculative_config.{key}", value=value
+    )

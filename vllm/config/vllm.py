@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`VllmConfig`: everything an engine is built from, sent to the engine core as one object."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from vllm.config.attention import AttentionConfig
+from vllm.config.base import FlagKind, config, option
+from vllm.config.cache import CacheConfig
+from vllm.config.compilation import CompilationConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.kv_events import KVEventsConfig
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
+from vllm.config.model import ModelConfig
+from vllm.config.observability import ObservabilityConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
+
+
+def _short_id() -> str:
+    return uuid.uuid4().hex[:5]
+
+
+@config
+class VllmConfig:
+    """Structured settings and plugins.
+
+    Holds all configs of one engine. Choices that follow from several of them are made at
+    construction, each a decision record.
+    """
+
+    # None only in tests of parts that need no model; not in the type, which every part reads.
+    model_config: ModelConfig = option(default=None, flag=False, help="The model.")
+    cache_config: CacheConfig = option(
+        default_factory=CacheConfig, flag=False, help="State memory."
+    )
+    parallel_config: ParallelConfig = option(
+        default_factory=ParallelConfig, flag=False, help="Spread over devices."
+    )
+    scheduler_config: SchedulerConfig = option(
+        default_factory=SchedulerConfig, flag=False, help="Batching."
+    )
+    device_config: DeviceConfig = option(
+        default_factory=DeviceConfig, flag=False, help="The device."
+    )
+    load_config: LoadConfig = option(default_factory=LoadConfig, flag=False, help="Weights.")
+    lora_config: LoRAConfig | None = option(default=None, flag=False, help="Adapters: none.")
+    observability_config: ObservabilityConfig = option(
+        default_factory=ObservabilityConfig, flag=False, help="Logs and metrics."
+    )
+    compilation_config: CompilationConfig = option(
+        default_factory=CompilationConfig,
+        aliases=("-cc",),
+        resolved=True,
+        kind=FlagKind.JSON,
+        help="Graph capture: a JSON object with keys such as cudagraph_mode and "
+        "cudagraph_capture_sizes, or a compile mode 0-3.",
+    )
+    speculative_config: SpeculativeConfig | None = option(
+        default=None,
+        aliases=("-sc",),
+        kind=FlagKind.JSON,
+        help="Speculation or hidden-state extraction, a JSON object.",
+    )
+    kv_transfer_config: KVTransferConfig | None = option(
+        default=None, kind=FlagKind.JSON, help="KV connector, a JSON object."
+    )
+    kv_events_config: KVEventsConfig | None = option(
+        default=None, flag=False, help="Publishing of cache events."
+    )
+    additional_config: dict[str, Any] = option(
+        default_factory=dict,
+        kind=FlagKind.JSON,
+        help="A free JSON object for plugins.",
+    )
+    attention_backend: str | None = option(
+        default=None,
+        help="Backend of paged attention: PAGED (own kernels) or FLASHINFER (CUDA, compiles at "
+        "first use); default: chosen and recorded.",
+    )
+    attention_config: AttentionConfig | None = option(
+        default=None,
+        aliases=("-ac",),
+        kind=FlagKind.JSON,
+        help='Settings of attention, a JSON object: {"backend": ...} is --attention-backend.',
+    )
+    optimization_level: int = option(
+        default=2,
+        aliases=("-O",),
+        help="Graphs to capture unless cudagraph_mode says otherwise: 0 none, 1 piecewise, "
+        "2 and 3 full graphs for decode and piecewise ones for prefill.",
+    )
+    instance_id: str = option(default_factory=_short_id, flag=False, help="Name of this engine.")
+    quant_config: Any = option(default=None, flag=False, help="Quantisation: none.")
+
+    def __post_init__(self) -> None:
+        from vllm.config.resolve import resolve
+
+        resolve(self)

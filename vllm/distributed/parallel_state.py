@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process groups of one engine and this process's place in them.
+
+Until `initialize_model_parallel` runs, every group holds this process alone, so a layer built
+outside an engine is an unsharded layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vllm.distributed.utils import ensure_divisibility
+
+
+@dataclass(frozen=True)
+class GroupCoordinator:
+    """Processes that share collectives: global `ranks`, this process's `rank_in_group`.
+
+    `device_group` is torch's handle, None for a group of one.
+    """
+
+    ranks: tuple[int, ...]
+    rank_in_group: int
+    device_group: dist.ProcessGroup | None = field(default=None, compare=False)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.ranks[self.rank_in_group]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the group; `x` itself when the group is one process."""
+        if self.world_size == 1:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """The group's tensors concatenated along `dim` in rank order."""
+        if self.world_size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in self.ranks]
+        dist.all_gather(parts, x.contiguous(), group=self.device_group)
+        return torch.cat(parts, dim=dim)
+
+    def barrier(self) -> None:
+        """Wait until every process of the group is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.device_group)
+
+
+_SOLO = GroupCoordinator(ranks=(0,), rank_in_group=0)
+
+
+@dataclass
+class _Groups:
+    world: GroupCoordinator = _SOLO
+    tp: GroupCoordinator = _SOLO
+    pp: GroupCoordinator = _SOLO
+    initialized: bool = False
+
+
+_groups = _Groups()
+
+
+def init_distributed_environment(
+    world_size: int = 1,
+    rank: int = 0,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str = "nccl",
+) -> None:
+    """Join the world of `world_size` processes; a world of one needs no process group.
+
+    `local_rank` is the CUDA device index of this process, -1 for `rank`.
+    """
+    if world_size == 1:
+        _groups.world = _SOLO
+        return
+    if backend == "nccl":
+        torch.cuda.set_device(rank if local_rank < 0 else local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend, init_method=distributed_init_method, world_size=world_size, rank=rank
+        )
+    _groups.world = GroupCoordinator(tuple(range(world_size)), rank, dist.group.WORLD)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1
+) -> None:
+    """Split the world: consecutive ranks share a tensor-parallel group, strided ones a pipeline.
+
+    Raises ValueError when the sizes do not divide the world.
+    """
+    world = _groups.world
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    ensure_divisibility(world.world_size, tp * pp)
+    _groups.tp = _own_group([range(i, i + tp) for i in range(0, world.world_size, tp)])
+    span = tp * pp
+    columns = [
+        range(first + i, first + span, tp)
+        for first in range(0, world.world_size, span)
+        for i in range(tp)
+    ]
+    _groups.pp = _own_group(columns)
+    _groups.initialized = True
+
+
+def _own_group(partition: list[range]) -> GroupCoordinator:
+    """Make every group of `partition` (a collective call) and return this process's."""
+    rank = _groups.world.rank
+    own: GroupCoordinator | None = None
+    for ranks in partition:
+        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = GroupCoordinator(tuple(ranks), ranks.index(rank), handle)
+    assert own is not None, f"rank {rank} is in none of {partition}"
+    return own
+
+
+def model_parallel_is_initialized() -> bool:
+    return _groups.initialized
+
+
+def destroy_model_parallel() -> None:
+    """Forget the tensor- and pipeline-parallel groups."""
+    _groups.tp = _groups.pp = _SOLO
+    _groups.initialized = False
+
+
+def destroy_distributed_environment() -> None:
+    """Leave the world."""
+    destroy_model_parallel()
+    _groups.world = _SOLO
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_world_group() -> GroupCoordinator:
+    return _groups.world
+
+
+def get_tp_group() -> GroupCoordinator:
+    return _groups.tp
+
+
+def get_pp_group() -> GroupCoordinator:
+    return _groups.pp
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _groups.tp.rank_in_group
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _groups.tp.world_size

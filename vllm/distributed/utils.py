@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integer arithmetic of sharding."""
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises ValueError unless `denominator` divides `numerator`."""
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient; raises ValueError when there is a remainder."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def get_pp_indices(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """Layers `[start, end)` of a pipeline stage; earlier stages take the remainder."""
+    base, extra = divmod(num_layers, pp_size)
+    start = pp_rank * base + min(pp_rank, extra)
+    return start, start + base + (1 if pp_rank < extra else 0)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that are read, with type, default and meaning."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """`default` is a value, or a function evaluated at each look-up."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+
+
+def _bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+def _optional(text: str) -> str | None:
+    return text or None
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _layout(text: str) -> str:
+    return _one_of("NHD", "HND")(text.upper())
+
+
+def _xdg(variable: str, fallback: str) -> Callable[[], str]:
+    def default() -> str:
+        base = os.environ.get(variable) or os.path.expanduser(fallback)
+        return os.path.join(base, "vllm")
+
+    return default
+
+
+def _rpc_base() -> str:
+    import tempfile
+
+    return tempfile.gettempdir()
+
+
+_VARIABLES = (
+    # logging and telemetry
+    Variable("VLLM_CONFIGURE_LOGGING", _bool, True, "0 leaves logging to the application"),
+    Variable("VLLM_LOGGING_LEVEL", str.upper, "INFO", "level of the vllm loggers"),
+    Variable("VLLM_LOGGING_CONFIG_PATH", _optional, None, "JSON file for logging.dictConfig"),
+    Variable("VLLM_LOGGING_PREFIX", str, "", "text before each log line"),
+    Variable("VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between throughput log lines"),
+    Variable("VLLM_NO_USAGE_STATS", _bool, False, "accepted; nothing is ever reported"),
+    Variable("VLLM_DO_NOT_TRACK", _bool, False, "accepted; nothing is ever reported"),
+    # processes
+    Variable(
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        _one_of("fork", "spawn", "forkserver"),
+        "fork",
+        "how worker processes start; the command line uses spawn",
+    ),
+    Variable("VLLM_ENABLE_V1_MULTIPROCESSING", _bool, True, "0 runs the engine core in process"),
+    Variable("VLLM_ALLOW_INSECURE_SERIALIZATION", _bool, False, "pickle callables over RPC"),
+    Variable("VLLM_RPC_BASE_PATH", str, _rpc_base, "directory of the engine's IPC sockets"),
+    Variable("VLLM_ENGINE_READY_TIMEOUT_S", int, 600, "seconds to wait for the engine's start"),
+    Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "seconds to wait for one step"),
+    Variable("VLLM_PLUGINS", _names, None, "comma list of plugins to load; unset: all"),
+    Variable("VLLM_HOST_IP", _optional, None, "address of this host for distributed runs"),
+    Variable("VLLM_PORT", int, None, "first port for internal communication"),
+    # server
+    Variable("VLLM_API_KEY", _optional, None, "key that HTTP requests must present"),
+    Variable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "seconds an idle connection is kept"),
+    Variable("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _bool, False, "keep serving errors"),
+    Variable("VLLM_SERVER_DEV_MODE", _bool, False, "mount the development routes"),
+    Variable("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", _bool, False, "log response bodies"),
+    Variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _bool, False, "mount the adapter routes"),
+    Variable("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", _bool, False, "keep request ids as given"),
+    Variable("VLLM_MAX_N_SEQUENCES", int, 16384, "largest n of a request"),
+    Variable("VLLM_IMAGE_FETCH_TIMEOUT", int, 5, "seconds to fetch an image"),
+    # memory and devices
+    Variable(
+        "VLLM_TARGET_DEVICE",
+        _one_of("cpu", "cuda"),
+        None,
+        "device to run on; unset: cuda when a GPU is present, else cpu",
+    ),
+    Variable("VLLM_CPU_KVCACHE_SPACE", float, 4.0, "GiB of state memory on the CPU"),
+    Variable("VLLM_KV_CACHE_LAYOUT", _layout, None, "NHD or HND stride order of KV caches"),
+    Variable("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _bool, False, "allow exceeding the model's length"),
+    Variable("VLLM_BATCH_INVARIANT", _bool, False, "ask for batch-invariant kernels"),
+    Variable("VLLM_SKIP_P2P_CHECK", _bool, False, "accepted"),
+    # caches, connectors and events
+    Variable("VLLM_CACHE_ROOT", str, _xdg("XDG_CACHE_HOME", "~/.cache"), "cache directory"),
+    Variable("VLLM_CONFIG_ROOT", str, _xdg("XDG_CONFIG_HOME", "~/.config"), "config directory"),
+    Variable("VLLM_DISABLE_COMPILE_CACHE", _bool, False, "accepted; there is no compile cache"),
+    Variable("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", _bool, True, "64-bit hashes in KV events"),
+    Variable("VLLM_NIXL_SIDE_CHANNEL_HOST", str, "localhost", "NIXL handshake host"),
+    Variable("VLLM_NIXL_SIDE_CHANNEL_PORT", int, 5600, "NIXL handshake port"),
+    Variable("VLLM_USE_MODELSCOPE", _bool, False, "accepted; checkpoints come from the HF hub"),
+    # data parallelism
+    Variable("VLLM_DP_RANK", int, 0, "data-parallel rank"),
+    Variable("VLLM_DP_RANK_LOCAL", int, -1, "data-parallel rank on this host"),
+    Variable("VLLM_DP_SIZE", int, 1, "data-parallel size"),
+    Variable("VLLM_DP_MASTER_IP", str, "127.0.0.1", "data-parallel master address"),
+    Variable("VLLM_DP_MASTER_PORT", int, 0, "data-parallel master port"),
+    # set by scripts written for other releases; nothing depends on them
+    Variable("VLLM_USE_V1", _bool, True, "accepted; there is one engine"),
+    Variable("VLLM_ATTENTION_BACKEND", _optional, None, "accepted; see --attention-backend"),
+    Variable("VLLM_TRACE_FUNCTION", _bool, False, "accepted"),
+)
+
+TABLE: dict[str, Variable] = {variable.name: variable for variable in _VARIABLES}

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors raised for bad input, before the engine sees it."""
+
+from typing import Any
+
+
+class VLLMValidationError(ValueError):
+    """A value given by the user is wrong.
+
+    `parameter` names the offending parameter or flag (dotted for nested ones) and `value` what was
+    given, so that the HTTP layer can fill `error.param` without parsing the message.
+    """
+
+    def __init__(
+        self, message: str, parameter: str | None = None, value: Any | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.parameter = parameter
+        self.value = value
+
+    def __reduce__(self) -> tuple[type["VLLMValidationError"], tuple[str, str | None, Any]]:
+        return type(self), (self.message, self.parameter, self.value)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's kernels: C++ in `csrc/cpu`, vectorised for the instruction set found at run time."""
+
+import torch
+from torch import Tensor
+
+from vllm._extension import load_cpu_ops
+
+
+class CpuKernels:
+    """`Kernels` for float32, bfloat16 and float16 on the CPU.
+
+    Arguments are checked in C++; a wrong dtype, shape or stride raises `RuntimeError`. Results do
+    not depend on the number of threads or on what else is in the batch.
+    """
+
+    def __init__(self) -> None:
+        load_cpu_ops()
+        ops = torch.ops.vllm_cpu
+        self.isa: str = ops.isa()
+        self._rms_norm = ops.rms_norm.default
+        self._fused_add_rms_norm = ops.fused_add_rms_norm.default
+        self._gated_rms_norm = ops.gated_rms_norm.default
+        self._silu_and_mul = ops.silu_and_mul.default
+        self._mul_sigmoid = ops.mul_sigmoid.default
+        self._skinny_linear = ops.skinny_linear.default
+        self._qk_norm_rope_cache = ops.qk_norm_rope_cache.default
+        self._write_kv_cache = ops.write_kv_cache.default
+        self._write_rows = ops.write_rows.default
+        self._paged_attention = ops.paged_attention.default
+        self._causal_conv1d = ops.causal_conv1d.default
+        self._gdn_prefill = ops.gdn_prefill.default
+        self._gdn_decode = ops.gdn_decode.default
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
+        return self._rms_norm(x, weight, eps, one_plus)
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._fused_add_rms_norm(x, residual, weight, eps, one_plus)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._gated_rms_norm(x, gate, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._silu_and_mul(gate_up)
+
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._mul_sigmoid(x, gate)
+
+    def skinny_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x [tokens, k] @ weight [n, k].T + bias [n]`, reading the weight once as stored.
+
+        A row's bits do not depend on the other rows. Faster than `torch.nn.functional.linear` at
+        any row count in fp32, and up to about 16 rows in bf16 (`benchmarks/cpu_kernels.py`).
+        """
+        return self._skinny_linear(x, weight, bias)
+
+    def qk_norm_rope_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm_weight: Tensor | None,
+        k_norm_weight: Tensor | None,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        gated: bool,
+        eps: float,
+        one_plus: bool,
+    ) -> Tensor:
+        return self._qk_norm_rope_cache(
+            qkv,
+            positions,
+            cos_sin,
+            q_norm_weight,
+            k_norm_weight,
+            kv_cache,
+            slot_mapping,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            gated,
+            eps,
+            one_plus,
+        )
+
+    def write_kv_cache(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self._write_kv_cache(key, value, kv_cache, slot_mapping)
+
+    def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        self._write_rows(rows, cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int | None,
+        out: Tensor,
+    ) -> None:
+        """The lengths are read where the work is planned; the two maxima serve CUDA grids."""
+        self._paged_attention(
+            query, kv_cache, block_table, seq_lens, query_start_loc, scale, sliding_window, out
+        )
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        *,
+        out: Tensor,
+    ) -> None:
+        self._causal_conv1d(
+            x, weight, bias, conv_state, state_indices, has_initial_state, query_start_loc, out
+        )
+
+    def gdn_prefill(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        chunk_indices: Tensor,
+        chunk_offsets: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        """A thread walks its sequence chunk by chunk, so the chunk index is not needed here."""
+        self._gdn_prefill(
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            ssm_state,
+            state_indices,
+            has_initial_state,
+            query_start_loc,
+            num_k_heads,
+            num_v_heads,
+            head_k_dim,
+            head_v_dim,
+            out,
+        )
+
+    def gdn_decode(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        self._gdn_decode(
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            conv_weight,
+            conv_bias,
+            conv_state,
+            ssm_state,
+            state_indices,
+            num_k_heads,
+            num_v_heads,
+            head_k_dim,
+            head_v_dim,
+            out,
+        )

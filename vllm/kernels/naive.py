@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference kernels in plain torch, on any device and in any float dtype."""
+
+import torch
+from torch import Tensor
+
+from vllm.kernels import naive_attention, naive_gdn, naive_norm
+from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
+
+
+class NaiveKernels:
+    """`Kernels` by their definitions; fp64 inputs are computed in fp64 throughout.
+
+    It loops over sequences on the host, so it reads lengths and indices from the device: a
+    reference for tests, not a serving path.
+    """
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> Tensor:
+        return naive_norm.rms_norm(x, weight, eps, one_plus).contiguous()
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return naive_norm.rms_norm(total, weight, eps, one_plus), total
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return naive_norm.gated_rms_norm(x, gate, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return naive_norm.silu_and_mul(gate_up)
+
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return naive_norm.mul_sigmoid(x, gate)
+
+    def qk_norm_rope_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm_weight: Tensor | None,
+        k_norm_weight: Tensor | None,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        gated: bool,
+        eps: float,
+        one_plus: bool,
+    ) -> Tensor:
+        q_width, kv_width = head_dim * (2 if gated else 1), num_kv_heads * head_dim
+        q, k, v = qkv.split([num_heads * q_width, kv_width, kv_width], dim=-1)
+        q = q.unflatten(-1, (num_heads, q_width))[..., :head_dim]
+        k, v = (x.unflatten(-1, (num_kv_heads, head_dim)) for x in (k, v))
+        if q_norm_weight is not None:
+            q = naive_norm.rms_norm(q, q_norm_weight, eps, one_plus)
+        if k_norm_weight is not None:
+            k = naive_norm.rms_norm(k, k_norm_weight, eps, one_plus)
+        angles = cos_sin[positions]
+        self.write_kv_cache(naive_norm.rotate(k, angles), v, kv_cache, slot_mapping)
+        return naive_norm.rotate(q, angles).contiguous()
+
+    def write_kv_cache(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        naive_attention.write_slots(key, kv_cache[:, 0], slot_mapping)
+        naive_attention.write_slots(value, kv_cache[:, 1], slot_mapping)
+
+    def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        naive_attention.write_slots(rows, cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int | None,
+        out: Tensor,
+    ) -> None:
+        naive_attention.paged_attention(
+            query, kv_cache, block_table, seq_lens, query_start_loc, scale, sliding_window, out
+        )
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        *,
+        out: Tensor,
+    ) -> None:
+        naive_causal_conv1d(
+            x, weight, bias, conv_state, state_indices, has_initial_state, query_start_loc, out
+        )
+
+    def gdn_prefill(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        chunk_indices: Tensor,
+        chunk_offsets: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        naive_gdn.gated_delta_rule(
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            ssm_state,
+            state_indices,
+            has_initial_state,
+            query_start_loc,
+            (num_k_heads, num_v_heads, head_k_dim, head_v_dim),
+            out,
+        )
+
+    def gdn_decode(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+    ) -> None:
+        num_seqs = len(state_indices)
+        carried = torch.ones(num_seqs, dtype=torch.bool)
+        starts = torch.arange(num_seqs + 1)
+        mixed = torch.empty_like(qkv)
+        naive_causal_conv1d(
+            qkv, conv_weight, conv_bias, conv_state, state_indices, carried, starts, mixed
+        )
+        naive_gdn.gated_delta_rule(
+            mixed,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            ssm_state,
+            state_indices,
+            carried,
+            starts,
+            (num_k_heads, num_v_heads, head_k_dim, head_v_dim),
+            out,
+        )

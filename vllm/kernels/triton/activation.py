@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Products with an activated gate: SwiGLU and the attention output gate."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.kernels.triton.norm import row_tile, row_warps
+
+COLUMNS = 1024
+
+
+@triton.jit
+def _silu_and_mul_kernel(in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + col, gate * tl.sigmoid(gate) * up, mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `Kernels.silu_and_mul`."""
+    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        grid = (tokens, triton.cdiv(n, COLUMNS))
+        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mul_sigmoid_kernel(
+    x_ptr,
+    gate_ptr,
+    out_ptr,
+    rows,
+    stride_token,
+    stride_head,
+    stride_gate_token,
+    stride_gate_head,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < rows)[:, None] & (col < N)[None, :]
+    token, head = row // HEADS, row % HEADS
+    start = token * stride_token + head * stride_head
+    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    start = token * stride_gate_token + head * stride_gate_head
+    gate = tl.load(gate_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * N + col[None, :], x * tl.sigmoid(gate), mask=mask)
+
+
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Kernels.mul_sigmoid`."""
+    tokens, heads, n = x.shape
+    out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
+    if tokens:
+        block_r, block_n = row_tile(n)
+        _mul_sigmoid_kernel[(triton.cdiv(tokens * heads, block_r),)](
+            x,
+            gate,
+            out,
+            tokens * heads,
+            x.stride(0),
+            x.stride(1),
+            gate.stride(0),
+            gate.stride(1),
+            HEADS=heads,
+            N=n,
+            BLOCK_R=block_r,
+            BLOCK_N=block_n,
+            num_warps=row_warps(block_n),
+        )
+    return out

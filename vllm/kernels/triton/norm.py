@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""RMS norms: plain, with the residual addition, and gated per head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROW_TILE_ELEMENTS = 1024
+
+
+def row_tile(width: int) -> tuple[int, int]:
+    """`(rows, columns)` of a tile: the padded row, and enough short rows to fill a program."""
+    columns = triton.next_power_of_2(width)
+    return max(1, ROW_TILE_ELEMENTS // columns), columns
+
+
+def row_warps(columns: int) -> int:
+    """At most 16 elements of a row per thread, within 4 to 16 warps."""
+    return min(16, max(4, columns // 512))
+
+
+@triton.jit
+def _normalise(x, n: tl.constexpr, eps):
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)[:, None]
+
+
+@triton.jit
+def _weigh(y, w, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
+    if ONE_PLUS:
+        return y * (1.0 + w)
+    return y.to(dtype).to(tl.float32) * w
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    rows,
+    stride_token,
+    stride_head,
+    eps,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < rows)[:, None] & (col < N)[None, :]
+    start = (row // HEADS) * stride_token + (row % HEADS) * stride_head
+    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
+    w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    y = _weigh(_normalise(x.to(tl.float32), N, eps), w[None, :], x.dtype, ONE_PLUS)
+    tl.store(out_ptr + row[:, None] * N + col[None, :], y, mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
+    """See `Kernels.rms_norm`; more than one leading head dimension is flattened first."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    n = x.shape[-1]
+    view = x.reshape(1, 1, n) if x.ndim == 1 else x.reshape(len(x), -1, n)
+    rows = view.shape[0] * view.shape[1]
+    block_r, block_n = row_tile(n)
+    _rms_norm_kernel[(triton.cdiv(rows, block_r),)](
+        view,
+        weight,
+        out,
+        rows,
+        view.stride(0),
+        view.stride(1),
+        eps,
+        HEADS=view.shape[1],
+        N=n,
+        ONE_PLUS=one_plus,
+        BLOCK_R=block_r,
+        BLOCK_N=block_n,
+        num_warps=row_warps(block_n),
+    )
+    return out
+
+
+@triton.jit
+def _fused_add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    out_ptr,
+    sum_ptr,
+    stride_x,
+    stride_residual,
+    eps,
+    N: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK_N)[None, :]
+    mask = col < N
+    x = tl.load(x_ptr + row * stride_x + col, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row * stride_residual + col, mask=mask, other=0.0)
+    w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + row * N + col, total, mask=mask)
+    y = _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
+    tl.store(out_ptr + row * N + col, y, mask=mask)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.fused_add_rms_norm`."""
+    tokens, n = x.shape
+    out, total = (torch.empty(tokens, n, dtype=x.dtype, device=x.device) for _ in range(2))
+    if tokens:
+        block_n = triton.next_power_of_2(n)
+        _fused_add_rms_norm_kernel[(tokens,)](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            N=n,
+            ONE_PLUS=one_plus,
+            BLOCK_N=block_n,
+            num_warps=row_warps(block_n),
+        )
+    return out, total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_rms_norm_kernel(
+    x_ptr,
+    gate_ptr,
+    w_ptr,
+    out_ptr,
+    rows,
+    stride_token,
+    stride_head,
+    stride_gate_token,
+    stride_gate_head,
+    eps,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < rows)[:, None] & (col < N)[None, :]
+    token, head = row // HEADS, row % HEADS
+    start = token * stride_token + head * stride_head
+    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
+    start = token * stride_gate_token + head * stride_gate_head
+    gate = tl.load(gate_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + col, mask=col < N, other=0.0)
+    y = _weigh(_normalise(x.to(tl.float32), N, eps), w.to(tl.float32)[None, :], x.dtype, False)
+    if w.dtype == x.dtype:
+        y = y.to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * N + col[None, :], y * gate * tl.sigmoid(gate), mask=mask)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.gated_rms_norm`."""
+    tokens, heads, n = x.shape
+    out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
+    if tokens:
+        block_r, block_n = row_tile(n)
+        _gated_rms_norm_kernel[(triton.cdiv(tokens * heads, block_r),)](
+            x,
+            gate,
+            weight,
+            out,
+            tokens * heads,
+            x.stride(0),
+            x.stride(1),
+            gate.stride(0),
+            gate.stride(1),
+            eps,
+            HEADS=heads,
+            N=n,
+            BLOCK_R=block_r,
+            BLOCK_N=block_n,
+            num_warps=row_warps(block_n),
+        )
+    return out

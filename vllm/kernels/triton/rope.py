@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Per-head norm, rotary embedding and the cache write, in one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ELEMENTS = 1024
+
+
+@triton.jit
+def _norm_rope(
+    start,
+    head_mask,
+    w_ptr,
+    angles,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+):
+    """Heads at pointers `start [heads]` -> normalised and rotated `[heads, BLOCK_D]` fp32.
+
+    Each dim's rotation partner is a second load: it hits L1, and keeps the tile whole.
+    """
+    d = tl.arange(0, BLOCK_D)
+    half: tl.constexpr = ROT // 2 if ROT > 0 else 1
+    partner = tl.where(d < half, d + half, d - half)
+    angle = d % half
+    if half % 8 == 0:
+        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+        angle = tl.max_contiguous(tl.multiple_of(angle, 8), 8)
+    mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
+    turned = head_mask[:, None] & (d < ROT)[None, :]
+    x = tl.load(start[:, None] + d[None, :], mask=mask, other=0.0)
+    other = tl.load(start[:, None] + partner[None, :], mask=turned, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    x, other = x.to(tl.float32), other.to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        w = tl.load(w_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+        w_other = tl.load(w_ptr + partner, mask=d < ROT, other=0.0).to(tl.float32)[None, :]
+        x, other = x * rstd, other * rstd
+        if ONE_PLUS:
+            x, other = x * (1.0 + w), other * (1.0 + w_other)
+        else:
+            x = x.to(dtype).to(tl.float32) * w
+            other = other.to(dtype).to(tl.float32) * w_other
+        x, other = x.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+    cos = tl.load(angles + angle, mask=d < ROT, other=1.0)[None, :]
+    sin = tl.load(angles + half + angle, mask=d < ROT, other=0.0)[None, :]
+    sign = tl.where(d < half, -1.0, 1.0)[None, :]
+    return x * cos + other * sign * sin
+
+
+@triton.jit
+def _qk_norm_rope_cache_kernel(
+    qkv_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    q_w_ptr,
+    k_w_ptr,
+    cache_ptr,
+    slot_ptr,
+    out_ptr,
+    stride_token,
+    stride_block,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    ROT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (tokens, query head tiles + kv head tiles)."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    row = qkv_ptr + token * stride_token
+    position = tl.load(position_ptr + token, mask=slot >= 0, other=0)
+    angles = cos_sin_ptr + position.to(tl.int64) * ROT
+    if tile < q_tiles:
+        head = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < HEADS)[:, None] & (d < HEAD_DIM)
+        q = _norm_rope(
+            row + head * Q_WIDTH, head < HEADS, q_w_ptr, angles, eps,
+            HEAD_DIM, ROT, BLOCK_D, NORM_Q, ONE_PLUS,
+        )  # fmt: skip
+        out = out_ptr + token * HEADS * HEAD_DIM
+        tl.store(out + head[:, None] * HEAD_DIM + d, q, mask=mask)
+    elif slot >= 0:
+        head = (tile - q_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < KV_HEADS)[:, None] & (d < HEAD_DIM)
+        keys = row + HEADS * Q_WIDTH + head * HEAD_DIM
+        k = _norm_rope(
+            keys, head < KV_HEADS, k_w_ptr, angles, eps,
+            HEAD_DIM, ROT, BLOCK_D, NORM_K, ONE_PLUS,
+        )  # fmt: skip
+        v = tl.load(keys[:, None] + KV_HEADS * HEAD_DIM + d, mask=mask, other=0.0)
+        cache = cache_ptr + (slot // BLOCK_SIZE) * stride_block
+        cache += (slot % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
+        inner = head[:, None] * HEAD_DIM + d
+        tl.store(cache + inner, k, mask=mask)
+        tl.store(cache + BLOCK_SIZE * KV_HEADS * HEAD_DIM + inner, v, mask=mask)
+
+
+def qk_norm_rope_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    gated: bool,
+    eps: float,
+    one_plus: bool,
+) -> Tensor:
+    """See `Kernels.qk_norm_rope_cache`; positions of padding rows are not read."""
+    tokens = len(qkv)
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = max(1, TILE_ELEMENTS // block_d)
+    tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    _qk_norm_rope_cache_kernel[(tokens, tiles)](
+        qkv,
+        positions,
+        cos_sin,
+        q_norm_weight,
+        k_norm_weight,
+        kv_cache,
+        slot_mapping,
+        q,
+        qkv.stride(0),
+        kv_cache.stride(0),
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        Q_WIDTH=head_dim * (2 if gated else 1),
+        ROT=cos_sin.shape[-1],
+        BLOCK_SIZE=kv_cache.shape[2],
+        NORM_Q=q_norm_weight is not None,
+        NORM_K=k_norm_weight is not None,
+        ONE_PLUS=one_plus,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+    )
+    return q

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention over the paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import get_current_vllm_config
+from vllm.distributed.kv_transfer.layer_hooks import (
+    maybe_save_kv_layer,
+    maybe_wait_for_layer_load,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.attention.backend import AttentionBackend
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module, AttentionLayerBase):
+    """Causal attention of this process's heads; keeps keys and values per token.
+
+    Two entries. `forward(query, key, value)` takes finished projections. `forward_qkv` takes the
+    fused qkv projection and does head norms, rotation, cache write and attention in one go.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: object | None = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+        attn_backend: type[AttentionBackend] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("quant_config", quant_config),
+            ("logits_soft_cap", logits_soft_cap),
+        ):
+            if value is not None:
+                raise ValueError(f"{prefix or 'attention'}: {name} is not supported yet")
+        config = get_current_vllm_config()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = per_layer_sliding_window
+        self.kv_cache_dtype = kv_cache_torch_dtype(config)
+        self.attn_backend = attn_backend or get_attn_backend(head_size, self.kv_cache_dtype)
+        self.impl = self.attn_backend.get_impl_cls()(
+            num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
+        )
+        self.register(prefix)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query [tokens, heads * head_size]`, `key, value [tokens, kv_heads * head_size]`
+        (or with heads as a dimension), already normalised and rotated.
+
+        Returns `[tokens, heads * head_size]`.
+        """
+        tokens = query.shape[0]
+        metadata = self.metadata()
+        maybe_wait_for_layer_load(self.layer_name)
+        current_platform.kernels.write_kv_cache(
+            key.reshape(tokens, self.num_kv_heads, self.head_size),
+            value.reshape(tokens, self.num_kv_heads, self.head_size),
+            self.kv_cache,
+            metadata.slot_mapping,
+        )
+        return self._attend(query.reshape(tokens, self.num_heads, self.head_size)).flatten(1)
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """Attention of a fused projection: see `Kernels.qk_norm_rope_cache` for `qkv`.
+
+        Returns `[tokens, heads, head_size]`; with `gated` the gate is not applied.
+        """
+        metadata = self.metadata()
+        maybe_wait_for_layer_load(self.layer_name)
+        query = current_platform.kernels.qk_norm_rope_cache(
+            qkv,
+            positions,
+            cos_sin,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            self.kv_cache,
+            metadata.slot_mapping,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            gated=gated,
+            eps=0.0 if q_norm is None else q_norm.variance_epsilon,
+            one_plus=False if q_norm is None else q_norm.one_plus,
+        )
+        return self._attend(query)
+
+    def _attend(self, query: Tensor) -> Tensor:
+        metadata = self.metadata()
+        out = torch.empty_like(query)
+        self.impl.forward(query, self.kv_cache, metadata, out)
+        maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
+        return out
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        block_size = vllm_config.cache_config.block_size
+        if self.sliding_window is None:
+            return FullAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                dtype=self.kv_cache_dtype,
+            )
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.kv_cache_dtype,
+            sliding_window=self.sliding_window,
+        )
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}/{self.num_kv_heads}, head_size={self.head_size}"
+
+
+def kv_cache_torch_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """Element type of cached keys and values; raises ValueError for one no kernel reads."""
+    asked = vllm_config.cache_config.cache_dtype
+    model_dtype: torch.dtype = vllm_config.model_config.dtype
+    known = ("auto", str(model_dtype).removeprefix("torch."))
+    if asked not in known:
+        raise ValueError(
+            f"kv cache dtype {asked!r} is not supported with a {model_dtype} model; "
+            f"supported: {', '.join(known)}"
+        )
+    return model_dtype

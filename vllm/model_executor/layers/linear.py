@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers, whole or sharded over the tensor-parallel group.
+
+Weights are `[out, in]` as in the checkpoint. Column-parallel layers shard the output rows,
+row-parallel layers the input columns (Megatron-LM, arXiv 1909.08053, section 3). `forward` returns
+`(output, output_bias)`: the second is the bias when `skip_bias_add` leaves adding it to the
+caller, else None; with `return_bias=False` it returns the output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed.communication_op import (
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.distributed.utils import divide
+from vllm.model_executor.parameter import (
+    Section,
+    WeightLoader,
+    empty_parameter,
+    local_size,
+    sections_loader,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+LinearOutput = Any  # `(Tensor, Tensor | None)`, or a Tensor with `return_bias=False`
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x [..., in] @ weight [out, in].T + bias [out]`: the one matmul entry of every layer."""
+    return nn.functional.linear(x, weight, bias)
+
+
+def resolve_tp(tp_rank: int | None, tp_size: int | None, disable_tp: bool) -> tuple[int, int]:
+    """A layer's place in its tensor-parallel group; explicit values win."""
+    if disable_tp:
+        return 0, 1
+    rank = get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
+    size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
+    return rank, size
+
+
+class LinearBase(nn.Module):
+    """Parameters, bias rule and identity of a linear layer.
+
+    Raises ValueError for a quantization config: only unquantized weights are implemented.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ValueError(f"{prefix or 'linear layer'}: quantized weights are not supported yet")
+        self.input_size = input_size
+        self.output_size = output_size
+        self.skip_bias_add = skip_bias_add
+        self.params_dtype = params_dtype
+        self.prefix = prefix
+        self.return_bias = return_bias
+        self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp)
+
+    def create_parameters(
+        self,
+        rows: int,
+        columns: int,
+        bias: bool,
+        weight_loader: WeightLoader,
+        bias_loader: WeightLoader,
+    ) -> None:
+        """Make `weight [rows, columns]` and, if asked, `bias [rows]`, on the default device."""
+        self.weight = empty_parameter(rows, columns, dtype=self.params_dtype)
+        set_weight_attrs(self.weight, {"weight_loader": weight_loader})
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = empty_parameter(rows, dtype=self.params_dtype)
+            set_weight_attrs(self.bias, {"weight_loader": bias_loader})
+
+    def pack(self, output: Tensor) -> LinearOutput:
+        """The return value: see the module docstring."""
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"in={self.input_size}, out={self.output_size}, tp={self.tp_rank}/{self.tp_size}"
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank holds the whole weight."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias=return_bias,
+            disable_tp=True,
+        )
+        loader = sections_loader((Section(0, output_size),))
+        self.create_parameters(output_size, input_size, bias, loader, loader)
+
+    def forward(self, x: Tensor) -> LinearOutput:
+        """`[..., input_size] -> [..., output_size]`."""
+        return self.pack(linear(x, self.weight, None if self.skip_bias_add else self.bias))
+
+
+class ColumnParallelLinear(LinearBase):
+    """Output rows sharded: each rank computes its own part of the output features."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object | None = None,
+        output_sizes: Sequence[int] | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias=return_bias,
+            disable_tp=disable_tp,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+        self.gather_output = gather_output
+        self.sections = self.make_sections(output_sizes or [output_size])
+        self.output_size_per_partition = local_size(self.sections)
+        loader = sections_loader(self.sections)
+        self.create_parameters(self.output_size_per_partition, input_size, bias, loader, loader)
+
+    def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
+        """One section per fused matrix, numbered from 0."""
+        return tuple(
+            Section(i, size, self.tp_size, self.tp_rank) for i, size in enumerate(output_sizes)
+        )
+
+    def forward(self, x: Tensor) -> LinearOutput:
+        """`[..., input_size] -> [..., output_size_per_partition]` (all of it when gathered)."""
+        output = linear(x, self.weight, None if self.skip_bias_add else self.bias)
+        if self.gather_output and self.tp_size > 1:
+            output = tensor_model_parallel_all_gather(output)
+        return self.pack(output)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel matrices of one input in one weight; shard ids 0, 1, 2, ...
+
+    Raises ValueError for `gather_output`: gathered ranks would interleave the matrices.
+    """
+
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = True, **kwargs: Any
+    ) -> None:
+        if kwargs.get("gather_output"):
+            raise ValueError("a merged column-parallel layer cannot gather its output")
+        self.output_sizes = list(output_sizes)
+        super().__init__(
+            input_size, sum(output_sizes), bias, output_sizes=self.output_sizes, **kwargs
+        )
+
+    @property
+    def output_partition_sizes(self) -> list[int]:
+        """Width of each matrix's part in this process, in order."""
+        return [section.local_size for section in self.sections]
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """q, k and v projections in one weight, sharded by heads; shard ids "q", "k", "v".
+
+    With more ranks than kv heads, neighbouring ranks hold copies of the same kv head.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.head_size = head_size
+        self.total_num_heads = total_num_heads
+        self.total_num_kv_heads = total_num_kv_heads or total_num_heads
+        kv_size = self.total_num_kv_heads * head_size
+        sizes = [total_num_heads * head_size, kv_size, kv_size]
+        super().__init__(hidden_size, sum(sizes), bias, output_sizes=sizes, **kwargs)
+        self.q_size, self.kv_size, _ = (section.local_size for section in self.sections)
+        self.num_heads = divide(self.q_size, head_size)
+        self.num_kv_heads = divide(self.kv_size, head_size)
+
+    def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
+        q_size, k_size, v_size = output_sizes
+        kv_parts = min(self.tp_size, self.total_num_kv_heads)
+        kv_part = self.tp_rank // divide(self.tp_size, kv_parts)
+        return (
+            Section("q", q_size, self.tp_size, self.tp_rank),
+            Section("k", k_size, kv_parts, kv_part),
+            Section("v", v_size, kv_parts, kv_part),
+        )
+
+
+class RowParallelLinear(LinearBase):
+    """Input columns sharded: each rank computes a partial sum, summed over the group.
+
+    The bias is whole on every rank and added by rank 0 before the sum. Without `reduce_results`
+    the partial sum is returned.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        quant_config: object | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias=return_bias,
+            disable_tp=disable_tp,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+        self.input_is_parallel = input_is_parallel
+        self.reduce_results = reduce_results
+        self.input_size_per_partition = divide(input_size, self.tp_size)
+        columns = (Section(0, input_size, self.tp_size, self.tp_rank),)
+        rows = (Section(0, output_size),)
+        self.create_parameters(
+            output_size,
+            self.input_size_per_partition,
+            bias,
+            sections_loader(columns, dim=1),
+            sections_loader(rows),
+        )
+
+    def forward(self, x: Tensor) -> LinearOutput:
+        """`[..., input_size_per_partition] -> [..., output_size]`."""
+        if not self.input_is_parallel:
+            size = self.input_size_per_partition
+            x = x.narrow(-1, self.tp_rank * size, size)
+        adds_bias = not self.skip_bias_add and self.tp_rank == 0
+        output = linear(x, self.weight, self.bias if adds_bias else None)
+        if self.reduce_results and self.tp_size > 1:
+            output = tensor_model_parallel_all_reduce(output)
+        return self.pack(output)

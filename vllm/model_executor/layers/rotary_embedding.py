@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): the table of angles and its variants."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RopeParameters = Mapping[str, Any]
+
+
+def _default(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
+    return inv_freq
+
+
+def _linear(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
+    """Positions divided by `factor` (arXiv 2306.15595)."""
+    return inv_freq / float(rope["factor"])
+
+
+def _llama3(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp in between."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, context = (float(rope[key]) for key in keys)
+    wavelength = 2 * math.pi / inv_freq
+    keep = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * inv_freq / factor + keep * inv_freq
+
+
+_SCALINGS: dict[str, Callable[[Tensor, RopeParameters], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+}
+
+
+def inverse_frequencies(rotary_dim: int, rope: RopeParameters) -> Tensor:
+    """Angle per position of each pair of dimensions, `[rotary_dim / 2]` fp32 on the CPU.
+
+    Raises ValueError for an unknown `rope_type`.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: {sorted(_SCALINGS)}")
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+    inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
+    return _SCALINGS[kind](inv_freq, rope)
+
+
+class RotaryEmbedding(nn.Module):
+    """NeoX-style rotation of the first `rotary_dim` dims of each head.
+
+    `cos_sin_cache [max_position, rotary_dim]` fp32: the cosines, then the sines.
+    `mrope_section` are the frequency counts of the temporal, height and width positions; text
+    positions are equal in all three, so 1-d positions give the same rotation.
+    """
+
+    cos_sin_cache: Tensor
+
+    def __init__(self, head_size: int, max_position: int, rope_parameters: RopeParameters) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.rotary_dim = int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
+        self.mrope_section = tuple(rope_parameters.get("mrope_section") or ())
+        if self.mrope_section and sum(self.mrope_section) * 2 != self.rotary_dim:
+            raise ValueError(
+                f"mrope_section {list(self.mrope_section)} must sum to half of the rotary "
+                f"dimension {self.rotary_dim}"
+            )
+        inv_freq = inverse_frequencies(self.rotary_dim, rope_parameters)
+        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, inv_freq)
+        # Cosines are computed on the CPU so that every device has the same table.
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        self.register_buffer(
+            "cos_sin_cache", table.to(torch.get_default_device()), persistent=False
+        )
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated `query, key [tokens, heads * head_size]` (or `[tokens, heads, head_size]`).
+
+        For models that call rotation and attention separately; `positions [tokens]` int64.
+        """
+        if positions.dim() != 1:
+            raise ValueError("multimodal (2-d) positions are not supported; pass text positions")
+        angles = self.cos_sin_cache[positions]
+        return self._rotate(query, angles), self._rotate(key, angles)
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        heads = x.reshape(len(x), -1, self.head_size)
+        half = self.rotary_dim // 2
+        cos, sin = angles[:, None, :half], angles[:, None, half:]
+        first, second = heads[..., :half].float(), heads[..., half : self.rotary_dim].float()
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([turned.to(x.dtype), heads[..., self.rotary_dim :]], dim=-1).view(x.shape)
+
+
+_shared: weakref.WeakValueDictionary[str, RotaryEmbedding] = weakref.WeakValueDictionary()
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: RopeParameters | None = None,
+) -> RotaryEmbedding:
+    """The rotary embedding of a config's `rope_parameters`, shared while a layer holds it.
+
+    Raises ValueError for an unsupported rotation.
+    """
+    if not is_neox_style:
+        raise ValueError("interleaved (GPT-J) rotation is not supported; only NeoX style is")
+    parameters = {"rope_theta": 10000.0, **(rope_parameters or {})}
+    device = torch.get_default_device()
+    key = json.dumps([head_size, max_position, parameters, str(device)], sort_keys=True)
+    rope = _shared.get(key)
+    if rope is None:
+        rope = RotaryEmbedding(head_size, max_position, parameters)
+        _shared[key] = rope
+    return rope

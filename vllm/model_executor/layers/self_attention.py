@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections around softmax attention, with the variations of the dense families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.distributed.utils import divide
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.platforms import current_platform
+
+
+@dataclass(frozen=True)
+class SelfAttentionShape:
+    """Sizes of the whole layer before sharding, and what it has beyond the plain form.
+
+    `qk_norm`: class of the per-head norms of q and k, None for none. `gated`: `q_proj` gives each
+    head `[q | gate]` and the output is multiplied by `sigmoid(gate)` before `o_proj`.
+    `sliding_window`: tokens a query sees, itself included; None for all.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: type[RMSNorm] | None = None
+    gated: bool = False
+    sliding_window: int | None = None
+
+
+class SelfAttention(nn.Module):
+    """qkv projection, head norms, rotation, attention, optional gate, output projection."""
+
+    def __init__(
+        self, shape: SelfAttentionShape, rotary_emb: RotaryEmbedding, prefix: str = ""
+    ) -> None:
+        super().__init__()
+        tp_size = get_tensor_model_parallel_world_size()
+        self.gated = shape.gated
+        self.head_dim = shape.head_dim
+        self.num_heads = divide(shape.num_heads, tp_size)
+        q_heads = shape.num_heads * (2 if shape.gated else 1)
+        self.qkv_proj = QKVParallelLinear(
+            shape.hidden_size,
+            shape.head_dim,
+            q_heads,
+            shape.num_kv_heads,
+            bias=shape.qkv_bias,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            shape.num_heads * shape.head_dim,
+            shape.hidden_size,
+            bias=shape.o_bias,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if shape.qk_norm is not None:
+            self.q_norm = shape.qk_norm(shape.head_dim, shape.eps)
+            self.k_norm = shape.qk_norm(shape.head_dim, shape.eps)
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(
+            self.num_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5,
+            self.qkv_proj.num_kv_heads,
+            per_layer_sliding_window=shape.sliding_window,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """`positions [tokens]` int64, `hidden_states [tokens, hidden] -> [tokens, hidden]`."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        attended = self.attn.forward_qkv(
+            qkv,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            gated=self.gated,
+        )
+        if self.gated:
+            heads = qkv[:, : 2 * self.num_heads * self.head_dim]
+            gate = heads.unflatten(-1, (self.num_heads, 2 * self.head_dim))[..., self.head_dim :]
+            merged = current_platform.kernels.mul_sigmoid(attended, gate)
+        else:
+            merged = attended.flatten(1)
+        out: Tensor = self.o_proj(merged)[0]
+        return out

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and reading a checkpoint's safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.parameter import Section, default_weight_loader, load_sections
+
+__all__ = [
+    "checkpoint_dir",
+    "default_weight_loader",
+    "safetensors_files",
+    "safetensors_weights_iterator",
+    "sharded_weight_loader",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+#: file -> names to read from it, None for all
+FilePlan = dict[Path, list[str] | None]
+
+
+def checkpoint_dir(
+    model: str, revision: str | None, download_dir: str | None, ignore_patterns: Sequence[str]
+) -> Path:
+    """The local directory of a checkpoint, downloaded from the HF hub if it is not one."""
+    local = Path(model)
+    if local.is_dir():
+        return local
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
+            ignore_patterns=list(ignore_patterns),
+        )
+    )
+
+
+def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> FilePlan:
+    """The files to read: what the index names, else every safetensors file.
+
+    Raises ValueError when there is none, when the index is unreadable or names an absent file.
+    """
+    index = directory / INDEX_NAME
+    if index.is_file():
+        return _indexed_files(index)
+    files = [
+        path
+        for path in sorted(directory.glob("*.safetensors"))
+        if not any(fnmatch(path.name, pattern) for pattern in ignore_patterns)
+    ]
+    if not files:
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        found = f"found only {', '.join(others)}; convert them" if others else "found none"
+        raise ValueError(f"{directory}: no *.safetensors file ({found})")
+    return {path: None for path in files}
+
+
+def _indexed_files(index: Path) -> FilePlan:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"{index}: not a safetensors index ({error})") from error
+    plan: dict[Path, list[str] | None] = {}
+    for name, file in sorted(weight_map.items()):
+        names = plan.setdefault(index.parent / file, [])
+        assert names is not None
+        names.append(name)
+    absent = [path.name for path in plan if not path.is_file()]
+    if absent:
+        raise ValueError(f"{index} names absent files: {', '.join(absent)}")
+    return plan
+
+
+def safetensors_weights_iterator(
+    plan: FilePlan, use_tqdm: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream `(name, tensor)`; a tensor is a view of the mapped file, read when it is copied.
+
+    Raises ValueError naming a file that is truncated or corrupt, or that lacks an indexed name.
+    """
+    bar = tqdm(plan.items(), desc="Loading weights", disable=not use_tqdm or len(plan) == 1)
+    for path, names in bar:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                present = set(file.keys())
+                absent = sorted(set(names or ()) - present)
+                if absent:
+                    raise ValueError(f"{path} lacks {len(absent)} indexed tensors: {absent[:20]}")
+                for name in names if names is not None else sorted(present):
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or corrupt: {error}") from error
+
+
+def sharded_weight_loader(shard_axis: int) -> Callable[[Tensor, Tensor], None]:
+    """A weight loader that cuts `shard_axis` evenly over the tensor-parallel group."""
+
+    def load(param: Tensor, loaded: Tensor) -> None:
+        section = Section(
+            0,
+            loaded.shape[shard_axis],
+            get_tensor_model_parallel_world_size(),
+            get_tensor_model_parallel_rank(),
+        )
+        load_sections(param, loaded, sections=(section,), dim=shard_axis)
+
+    return load

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame of a decoder-only model: embedding, pre-norm layers, final norm, output head.
+
+The residual stream is kept apart from the branch outputs, so that adding a branch and the norm
+that follows are one kernel. Each norm returns the sum as a fresh tensor: capturing the residual
+stream costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
+from vllm.model_executor.models.utils import LayerFactory, make_layers, maybe_prefix
+from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
+from vllm.sequence import IntermediateTensors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+Hidden = Tensor | tuple[Tensor, list[Tensor]]
+
+
+class DecoderLayer(nn.Module):
+    """A token mixer and a feed-forward network, each behind a norm.
+
+    The caller applies `input_layernorm`, which also completes the residual stream of the layer
+    before. Subclasses create the four modules, naming the mixer as their checkpoint does.
+    """
+
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    mlp: nn.Module
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """The token mixer, `[tokens, hidden] -> [tokens, hidden]`."""
+        raise NotImplementedError
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden_states` is `input_layernorm`'s output and `residual` the stream, both
+        `[tokens, hidden]`; returns the feed-forward branch and the stream it is to be added to."""
+        mixed = self.mix(positions, hidden_states)
+        normed, residual = self.post_attention_layernorm.add_and_normalise(mixed, residual)
+        return self.mlp(normed), residual
+
+
+class DecoderModel(nn.Module, EagleModelMixin):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_fn: LayerFactory, norm: type[RMSNorm], prefix: str
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
+        )
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers, layer_fn, prefix=maybe_prefix(prefix, "layers")
+        )
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """`[tokens] -> [tokens, hidden]`."""
+        embeds: Tensor = self.embed_tokens(input_ids)
+        return embeds
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Hidden:
+        """Normalised hidden states `[tokens, hidden]`, with the captured streams if any are set.
+
+        `positions [tokens]` int64. Raises ValueError for intermediate tensors (pipeline stages).
+        """
+        if intermediate_tensors is not None:
+            raise ValueError("pipeline parallelism is not supported yet: pass no intermediates")
+        if inputs_embeds is None:
+            assert input_ids is not None, "give input_ids or inputs_embeds"
+            inputs_embeds = self.embed_input_ids(input_ids)
+        aux: list[Tensor] = []
+        hidden, residual = inputs_embeds, None
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            hidden, residual = self._norm_stream(layer.input_layernorm, hidden, residual)
+            self._maybe_add_hidden_state(aux, index, residual, None)
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, residual = self._norm_stream(self.norm, hidden, residual)
+        self._maybe_add_hidden_state(aux, len(self.layers), residual, None)
+        return (hidden, aux) if self.aux_hidden_state_layers else hidden
+
+    @staticmethod
+    def _norm_stream(
+        norm: RMSNorm, branch: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`(norm(stream), stream)`; the first layer's stream is the embedding alone."""
+        if residual is None:
+            return norm.normalise(branch), branch
+        return norm.add_and_normalise(branch, residual)
+
+
+class DecoderForCausalLM(nn.Module, SupportsEagle3):
+    """A `DecoderModel` with an output head; families set the class data and `_init_model`."""
+
+    #: `(parameter, checkpoint name, shard id)`: see `AutoWeightsLoader`
+    fused_names: ClassVar[tuple[FusedName, ...]] = (
+        ("qkv_proj", "q_proj", "q"),
+        ("qkv_proj", "k_proj", "k"),
+        ("qkv_proj", "v_proj", "v"),
+        ("gate_up_proj", "gate_proj", 0),
+        ("gate_up_proj", "up_proj", 1),
+    )
+    weights_mapper: ClassVar[WeightsMapper] = WeightsMapper()
+    #: checkpoint prefixes (after mapping) that are not loaded -> why
+    unused_weights: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.config = config
+        self.tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
+        self.model = self._init_model(
+            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), layer_type=layer_type
+        )
+        self.lm_head = self.model.embed_tokens
+        if not self.tied:
+            self.lm_head = ParallelLMHead(
+                config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+            )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        """The model without its head; `layer_type` replaces the family's decoder layer."""
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """`[tokens] -> [tokens, hidden]`."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Hidden:
+        """See `DecoderModel.forward`."""
+        hidden: Hidden = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """`[n, hidden] -> [n, vocab]` in the model dtype."""
+        logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint; returns the loaded parameters' names. Raises WeightsError."""
+        unused = dict(self.unused_weights)
+        if self.tied:
+            unused["lm_head."] = "the output head is tied to the embedding"
+        loader = AutoWeightsLoader(self, fused=self.fused_names, skip_prefixes=unused)
+        return loader.load_weights(weights, mapper=self.weights_mapper)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        num_layers = self.config.num_hidden_layers
+        outside = [i for i in layers if not 0 <= i <= num_layers]
+        if outside:
+            raise ValueError(
+                f"hidden-state layer ids {outside} are outside 0..{num_layers} "
+                f"(0 is the embedding, {num_layers} the last layer's output)"
+            )
+        self.model.aux_hidden_state_layers = tuple(layers)
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        num_layers = self.config.num_hidden_layers
+        return (2, num_layers // 2, num_layers - 3)

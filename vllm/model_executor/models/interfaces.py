@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model can do beyond plain generation, declared by its bases."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sequence import IntermediateTensors
+
+ModelOrClass = nn.Module | type[nn.Module]
+
+
+class VllmModel(Protocol):
+    """What the engine calls on every model, besides `torch.nn.Module`.
+
+    The constructor takes `(*, vllm_config, prefix="")`.
+    """
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """`[tokens] -> [tokens, hidden]`."""
+        ...
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        """Final hidden states `[tokens, hidden]`, or `(hidden, [streams])`: `SupportsEagle3`."""
+        ...
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """`[n, hidden] -> [n, vocab]`."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint's tensors; returns the names of the parameters that got a value."""
+        ...
+
+
+class HasInnerState:
+    """Keeps recurrent state between steps."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+
+
+class IsHybrid:
+    """Mixes attention with recurrent layers; says the recurrent layers' state from a config."""
+
+    is_hybrid: ClassVar[Literal[True]] = True
+
+    @classmethod
+    @abstractmethod
+    def get_mamba_state_shape_from_config(
+        cls, vllm_config: VllmConfig
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one sequence's states in one layer and one tensor-parallel rank."""
+
+    @classmethod
+    @abstractmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Element types, in the order of the shapes."""
+
+
+class SupportsPP:
+    """Can run as pipeline stages."""
+
+    supports_pp: ClassVar[Literal[True]] = True
+
+
+class EagleModelMixin:
+    """Lets a decoder return its residual stream at chosen depths.
+
+    Id k is the stream after k layers: 0 the embeddings, `num_layers` the last layer's output
+    before the final norm.
+    """
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+
+    def _set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.aux_hidden_state_layers = tuple(layers)
+
+    def _maybe_add_hidden_state(
+        self,
+        aux_hidden_states: list[Tensor],
+        layer_idx: int,
+        hidden_states: Tensor,
+        residual: Tensor | None,
+    ) -> list[Tensor]:
+        """Append `hidden_states (+ residual) [tokens, hidden]` once per request for `layer_idx`."""
+        count = self.aux_hidden_state_layers.count(layer_idx)
+        if count:
+            value = hidden_states if residual is None else hidden_states + residual
+            aux_hidden_states.extend([value] * count)
+        return aux_hidden_states
+
+
+class SupportsEagle3:
+    """Returns residual streams: `forward` gives `(hidden, [one per id])` once ids are set."""
+
+    supports_eagle3: ClassVar[Literal[True]] = True
+
+    @abstractmethod
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Choose the ids; raises ValueError for one outside `0 .. num_layers`."""
+
+    @abstractmethod
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """Ids of a draft model that names none."""
+
+
+def _is(model: ModelOrClass, base: type) -> bool:
+    return issubclass(model, base) if isinstance(model, type) else isinstance(model, base)
+
+
+def has_inner_state(model: ModelOrClass) -> bool:
+    return _is(model, HasInnerState)
+
+
+def is_hybrid(model: ModelOrClass) -> bool:
+    return _is(model, IsHybrid)
+
+
+def supports_pp(model: ModelOrClass) -> bool:
+    return _is(model, SupportsPP)
+
+
+def supports_eagle3(model: ModelOrClass) -> bool:
+    return _is(model, SupportsEagle3)

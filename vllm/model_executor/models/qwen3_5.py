@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5 dense: three gated-delta-net layers to one layer of gated attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The gated attention of every fourth layer."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        qk_norm=GemmaRMSNorm,
+        gated=True,
+    )
+
+
+def delta_net_shape(config: PretrainedConfig) -> GatedDeltaNetShape:
+    """The recurrent mixer of the other layers."""
+    return GatedDeltaNetShape(
+        hidden_size=config.hidden_size,
+        num_k_heads=config.linear_num_key_heads,
+        num_v_heads=config.linear_num_value_heads,
+        head_k_dim=config.linear_key_head_dim,
+        head_v_dim=config.linear_value_head_dim,
+        conv_kernel_size=config.linear_conv_kernel_dim,
+        eps=config.rms_norm_eps,
+    )
+
+
+class Qwen3_5DecoderLayer(DecoderLayer):
+    """Gated delta net or gated attention, then a gated MLP; norms scale by 1 + weight."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        kind = config.layer_types[extract_layer_index(prefix)]
+        self.is_recurrent = kind == "linear_attention"
+        self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.is_recurrent:
+            self.linear_attn = GatedDeltaNet(delta_net_shape(config), f"{prefix}.linear_attn")
+        elif kind == "full_attention":
+            rope = get_rope(
+                config.head_dim,
+                vllm_config.model_config.max_model_len,
+                rope_parameters=config.rope_parameters,
+            )
+            self.self_attn = SelfAttention(attention_shape(config), rope, f"{prefix}.self_attn")
+        else:
+            raise ValueError(
+                f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
+            )
+        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            prefix=f"{prefix}.mlp",
+        )
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        if self.is_recurrent:
+            return self.linear_attn.forward(hidden_states)
+        return self.self_attn.forward(positions, hidden_states)
+
+
+class Qwen3_5Model(DecoderModel):
+    """Qwen3.5's text decoder without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = Qwen3_5DecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), GemmaRMSNorm, prefix)
+
+
+class Qwen3_5ForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+    """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
+
+    fused_names = (*DecoderForCausalLM.fused_names, *GatedDeltaNet.CHECKPOINT_NAMES)
+    weights_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
+    unused_weights = {
+        "mtp.": "no speculative method of this engine drafts with the multi-token-prediction head",
+        "model.visual.": "only text is served",
+    }
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return Qwen3_5Model(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3_5DecoderLayer
+        )
+
+    @classmethod
+    def get_mamba_state_shape_from_config(
+        cls, vllm_config: VllmConfig
+    ) -> tuple[tuple[int, ...], ...]:
+        shape = delta_net_shape(vllm_config.model_config.hf_text_config)
+        return shape.state_shape(vllm_config.parallel_config.tensor_parallel_size)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        cache = vllm_config.cache_config
+        return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+            vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+        )
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """Multimodal checkpoints, served as text: `text_config` is the model, `visual` is skipped."""

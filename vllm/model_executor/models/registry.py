@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architecture names to model classes; classes are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from torch import nn
+
+from vllm.logger import init_logger
+from vllm.model_executor.models import interfaces
+
+logger = init_logger(__name__)
+
+_MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM": "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": (
+        "vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration"
+    ),
+    "ExtractHiddenStatesModel": (
+        "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel"
+    ),
+}
+
+ModelClass = type[nn.Module]
+
+
+class _ModelRegistry:
+    """The table of models; plugins add theirs with `register_model`."""
+
+    def __init__(self, models: dict[str, str]) -> None:
+        self._models: dict[str, str | ModelClass] = dict(models)
+
+    def register_model(self, model_arch: str, model_cls: ModelClass | str) -> None:
+        """Serve `model_arch` by a class or a lazy "module:Class"; a later call wins.
+
+        Raises ValueError for a string of another form, TypeError for anything but a model class.
+        """
+        if isinstance(model_cls, str):
+            if model_cls.count(":") != 1:
+                raise ValueError(f'expected "module:Class", got {model_cls!r}')
+        elif not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
+            raise TypeError(f"expected a torch.nn.Module class or a string, got {model_cls!r}")
+        known = self._models.get(model_arch)
+        if known is not None and known != model_cls:
+            logger.warning("model %s: %s replaces %s", model_arch, model_cls, known)
+        self._models[model_arch] = model_cls
+
+    def get_supported_archs(self) -> set[str]:
+        return set(self._models)
+
+    def load_model_cls(self, model_arch: str) -> ModelClass:
+        """The class of one architecture; raises ValueError for an unknown one."""
+        entry = self._models.get(model_arch)
+        if entry is None:
+            raise self._unknown([model_arch])
+        if isinstance(entry, str):
+            module, name = entry.split(":")
+            entry = getattr(importlib.import_module(module), name)
+            assert isinstance(entry, type) and issubclass(entry, nn.Module), entry
+            self._models[model_arch] = entry
+        return entry
+
+    def resolve_model_cls(self, architectures: str | Iterable[str]) -> tuple[ModelClass, str]:
+        """`(class, name)` of the first supported name; raises ValueError listing what is."""
+        names = [architectures] if isinstance(architectures, str) else list(architectures)
+        for name in names:
+            if name in self._models:
+                return self.load_model_cls(name), name
+        raise self._unknown(names)
+
+    def is_hybrid_model(self, architectures: str | Iterable[str]) -> bool:
+        """Whether the model mixes attention with recurrent layers."""
+        return interfaces.is_hybrid(self.resolve_model_cls(architectures)[0])
+
+    def has_inner_state(self, architectures: str | Iterable[str]) -> bool:
+        return interfaces.has_inner_state(self.resolve_model_cls(architectures)[0])
+
+    def supports_eagle3(self, architectures: str | Iterable[str]) -> bool:
+        return interfaces.supports_eagle3(self.resolve_model_cls(architectures)[0])
+
+    def _unknown(self, names: list[str]) -> ValueError:
+        return ValueError(
+            f"no model implements the architecture(s) {names}; supported: "
+            f"{', '.join(sorted(self._models))}; others can be added with "
+            "ModelRegistry.register_model"
+        )
+
+
+ModelRegistry = _ModelRegistry(_MODELS)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a checkpoint tensor becomes this process's part of a parameter.
+
+A parameter is a row of *sections*, one per matrix it fuses (q, k and v; gate and up). Each section
+is cut into parts along the sharded dimension; a tensor-parallel rank holds one part of each. The
+same description loads separate tensors (a shard id names the section), several consecutive
+sections stored as one tensor (a tuple of ids) and an already fused tensor (no id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vllm.distributed.utils import divide
+
+ShardId = str | int
+WeightLoader = Callable[..., None]
+
+
+class WeightShapeError(ValueError):
+    """A checkpoint tensor does not fit its parameter."""
+
+    def __init__(self, expected: Sequence[int], found: Sequence[int]) -> None:
+        super().__init__(f"expected shape {list(expected)}, found {list(found)}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """`size` rows in the checkpoint, cut into `parts`, of which this process holds `part`."""
+
+    shard_id: ShardId
+    size: int
+    parts: int = 1
+    part: int = 0
+
+    @property
+    def local_size(self) -> int:
+        return divide(self.size, self.parts)
+
+
+def local_size(sections: Sequence[Section]) -> int:
+    """Rows of the parameter in this process."""
+    return sum(section.local_size for section in sections)
+
+
+def default_weight_loader(param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
+    """Copy a whole tensor, converting dtype and device.
+
+    Raises WeightShapeError; a checkpoint's single element may be 0-d or 1-d.
+    """
+    if shard_id is not None:
+        raise ValueError(f"the parameter has no shard {shard_id!r}")
+    if param.shape != loaded.shape and not param.numel() == 1 == loaded.numel():
+        raise WeightShapeError(param.shape, loaded.shape)
+    param.data.copy_(loaded.reshape(param.shape))
+
+
+def load_sections(
+    param: Tensor,
+    loaded: Tensor,
+    shard_id: ShardId | tuple[ShardId, ...] | None = None,
+    *,
+    sections: tuple[Section, ...],
+    dim: int = 0,
+) -> None:
+    """Copy this process's part of one, some or all sections into `param` along `dim`.
+
+    Raises WeightShapeError naming the shape the checkpoint should have had, KeyError for an
+    unknown shard id.
+    """
+    known = {section.shard_id: section for section in sections}
+    if shard_id is None:
+        wanted = sections
+    else:
+        ids = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+        wanted = tuple(known[i] for i in ids)
+    expected = list(param.shape)
+    expected[dim] = sum(section.size for section in wanted)
+    if list(loaded.shape) != expected:
+        raise WeightShapeError(expected, loaded.shape)
+    starts = _local_starts(sections)
+    source = 0
+    for section in wanted:
+        size = section.local_size
+        part = loaded.narrow(dim, source + section.part * size, size)
+        param.data.narrow(dim, starts[section.shard_id], size).copy_(part)
+        source += section.size
+
+
+def _local_starts(sections: Sequence[Section]) -> dict[ShardId, int]:
+    starts: dict[ShardId, int] = {}
+    position = 0
+    for section in sections:
+        starts[section.shard_id] = position
+        position += section.local_size
+    return starts
+
+
+def sections_loader(sections: Sequence[Section], dim: int = 0) -> WeightLoader:
+    """A weight loader for a parameter made of `sections` along `dim`."""
+    return partial(load_sections, sections=tuple(sections), dim=dim)
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    """An uninitialised inference parameter on the current default device."""
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

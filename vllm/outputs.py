@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generation returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.logprobs import PromptLogprobs, SampleLogprobs
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.stats import RequestStateStats
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class CompletionOutput:
+    """One of the `n` completions of a prompt.
+
+    `finish_reason`: "stop", "length", "abort" or "error", None while it runs. `stop_reason`: the
+    stop string or token id that ended it, None for an end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
+    routed_experts: Any | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, new: CompletionOutput) -> None:
+        """Extend this delta by the next one of the same completion."""
+        self.text += new.text
+        self.token_ids = [*self.token_ids, *new.token_ids]
+        if new.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *new.logprobs]
+        self.cumulative_logprob = new.cumulative_logprob
+        self.finish_reason = new.finish_reason
+        self.stop_reason = new.stop_reason
+
+
+class RequestOutput:
+    """The state of a request: its prompt and its completions.
+
+    `prompt_logprobs`: one entry per prompt token, the first None. `num_cached_tokens`: prompt
+    tokens found in the prefix cache. `kv_transfer_params`: what the KV connector returned.
+    Unknown keyword arguments are ignored, so that callers written for newer releases work.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int] | None,
+        prompt_logprobs: PromptLogprobs | None,
+        outputs: list[CompletionOutput],
+        finished: bool,
+        metrics: RequestStateStats | None = None,
+        lora_request: LoRARequest | None = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
+        num_cached_tokens: int | None = None,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            logger.warning("RequestOutput ignores unknown arguments %s", sorted(unknown))
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = outputs
+        self.finished = finished
+        self.metrics = metrics
+        self.lora_request = lora_request
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        self.num_cached_tokens = num_cached_tokens
+        self.kv_transfer_params = kv_transfer_params
+
+    def add(self, new: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output; completions are appended (`aggregate`) or replaced."""
+        self.finished |= new.finished
+        self.metrics = new.metrics
+        self.num_cached_tokens = new.num_cached_tokens
+        self.kv_transfer_params = new.kv_transfer_params or self.kv_transfer_params
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        known = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for completion in new.outputs:
+            i = known.get(completion.index)
+            if i is None:
+                self.outputs.append(completion)
+            elif aggregate:
+                self.outputs[i].append(completion)
+            else:
+                self.outputs[i] = completion
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, prompt_logprobs={self.prompt_logprobs}, "
+            f"outputs={self.outputs}, finished={self.finished}, metrics={self.metrics}, "
+            f"num_cached_tokens={self.num_cached_tokens}, "
+            f"kv_transfer_params={self.kv_transfer_params})"
+        )

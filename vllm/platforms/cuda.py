@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA GPUs. Static facts come from NVML, so that the front end never initialises CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.platforms.interface import Platform, PlatformEnum
+
+if TYPE_CHECKING:
+    from vllm.kernels.interface import Kernels
+
+_QUERY = "uuid,name,memory.total,compute_cap"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What `nvidia-smi` says about one GPU."""
+
+    uuid: str
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+
+
+def count_devices() -> int:
+    """Visible CUDA devices; torch asks NVML first, which leaves CUDA uninitialised."""
+    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+
+
+def parse_gpu_facts(listing: str) -> tuple[GpuFacts, ...]:
+    """Rows of `nvidia-smi --query-gpu=uuid,name,memory.total,compute_cap` in CSV."""
+    facts = []
+    for line in listing.strip().splitlines():
+        uuid, name, mebibytes, capability = (cell.strip() for cell in line.split(","))
+        major, minor = capability.split(".")
+        facts.append(GpuFacts(uuid, name, int(mebibytes) * 2**20, (int(major), int(minor))))
+    return tuple(facts)
+
+
+def select_visible(gpus: tuple[GpuFacts, ...], visible: str | None) -> tuple[GpuFacts, ...]:
+    """The GPUs in the order of `CUDA_VISIBLE_DEVICES` (numbers or UUID prefixes).
+
+    As in the CUDA runtime, the list ends at the first entry that names no GPU.
+    """
+    if visible is None:
+        return gpus
+    chosen: list[GpuFacts] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit():
+            matches = gpus[int(entry) : int(entry) + 1]
+        else:
+            matches = tuple(gpu for gpu in gpus if entry and gpu.uuid.startswith(entry))
+        if len(matches) != 1:
+            break
+        chosen.append(matches[0])
+    return tuple(chosen)
+
+
+@lru_cache(maxsize=1)
+def _smi_facts() -> tuple[GpuFacts, ...]:
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return parse_gpu_facts(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+
+
+def gpu_facts(device_id: int = 0) -> GpuFacts:
+    """Facts of a visible GPU; CUDA itself is asked only where `nvidia-smi` cannot answer."""
+    import os
+
+    gpus = select_visible(_smi_facts(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if device_id < len(gpus):
+        return gpus[device_id]
+    properties = torch.cuda.get_device_properties(device_id)
+    capability = (properties.major, properties.minor)
+    return GpuFacts(str(device_id), properties.name, properties.total_memory, capability)
+
+
+class CudaPlatform(Platform):
+    """Runs the Triton kernels."""
+
+    enum = PlatformEnum.CUDA
+    device_type = "cuda"
+    dispatch_key = "CUDA"
+    dist_backend = "nccl"
+    supports_graphs = True
+    supports_pinned_memory = True
+
+    @property
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.get_device_capability() >= (8, 0):
+            return (torch.bfloat16, torch.float16, torch.float32)
+        return (torch.float16, torch.float32)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        from vllm.kernels.cuda import CudaKernels
+
+        return CudaKernels()
+
+    def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
+        """Compute capability, e.g. `(9, 0)`."""
+        return gpu_facts(device_id).capability
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return gpu_facts(device_id).name
+
+    def total_memory_bytes(self, device_id: int = 0) -> int:
+        return gpu_facts(device_id).total_bytes
+
+    def available_memory_bytes(self, device_id: int = 0) -> int:
+        return torch.cuda.mem_get_info(device_id)[0]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def set_device(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()

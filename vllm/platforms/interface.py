@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a platform says about its device and offers to the layers."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.kernels.interface import Kernels
+
+
+class PlatformEnum(enum.Enum):
+    """The device kinds."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Platform(ABC):
+    """One device kind; capabilities are class data, so that nobody dispatches on names."""
+
+    enum: ClassVar[PlatformEnum]
+    #: torch's name of the device kind
+    device_type: ClassVar[Literal["cpu", "cuda"]]
+    #: key under which torch.distributed and autocast know the device
+    dispatch_key: ClassVar[str]
+    dist_backend: ClassVar[str]
+    #: whether a batch shape can be captured once and replayed
+    supports_graphs: ClassVar[bool]
+    #: whether copies to pinned host memory can overlap with compute
+    supports_pinned_memory: ClassVar[bool]
+
+    def is_cuda(self) -> bool:
+        return self.enum is PlatformEnum.CUDA
+
+    def is_cpu(self) -> bool:
+        return self.enum is PlatformEnum.CPU
+
+    def is_cuda_alike(self) -> bool:
+        return self.is_cuda()
+
+    @property
+    @abstractmethod
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Model dtypes, preferred first."""
+
+    @cached_property
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """The layer kernels of this platform, built on first use."""
+
+    @abstractmethod
+    def get_device_name(self, device_id: int = 0) -> str: ...
+
+    @abstractmethod
+    def total_memory_bytes(self, device_id: int = 0) -> int:
+        """Memory of the device; does not initialise it."""
+
+    @abstractmethod
+    def available_memory_bytes(self, device_id: int = 0) -> int:
+        """Memory that is free now; initialises a CUDA device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device is idle. Never called in the step loop."""
+
+    @abstractmethod
+    def set_device(self, device: torch.device) -> None: ...
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Return unused memory of the allocator to the device."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading of model configs through transformers, with one clear sentence for each failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.transformers_utils.overrides import apply_overrides
+from vllm.transformers_utils.speculators import refuse_speculators
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: model_type -> config class, for types transformers does not know; plugins add theirs
+_CONFIG_REGISTRY: dict[str, type[PretrainedConfig]] = {}
+
+HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"]
+
+
+def get_config(
+    model: str | Path,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    code_revision: str | None = None,
+    *,
+    hf_overrides: HfOverrides | None = None,
+) -> PretrainedConfig:
+    """The checkpoint's config with `hf_overrides` applied.
+
+    `model` is a local directory or a hub name. Raises `VLLMValidationError` when there is no
+    readable config, the type is unknown, or the checkpoint is a speculators draft model.
+    """
+    raw = read_config_dict(model, revision=revision)
+    refuse_speculators(str(model), raw)
+    config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
+    if callable(hf_overrides):
+        return _checked(hf_overrides(config))
+    _override(config, hf_overrides or {})
+    return config
+
+
+def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        apply_overrides(config, overrides)
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())
+        raise VLLMValidationError(f"--hf-overrides: {reason}", "hf_overrides") from None
+
+
+def _checked(config: Any) -> PretrainedConfig:
+    from transformers import PretrainedConfig
+
+    if not isinstance(config, PretrainedConfig):
+        raise VLLMValidationError(
+            f"hf_overrides: the callable must return the config, got {config!r}", "hf_overrides"
+        )
+    return config
+
+
+def read_config_dict(model: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """`config.json` as a dict; a local directory is read without any network access."""
+    path = _local_config_path(model) or _hub_config_path(str(model), revision)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _model_error(f"cannot read {path}: {error.strerror}", model) from None
+    except ValueError as error:
+        raise _model_error(f"{path} is not valid JSON: {error}", model) from None
+    if not isinstance(raw, dict):
+        raise _model_error(f"{path} must hold a JSON object", model)
+    return raw
+
+
+def _local_config_path(model: str | Path) -> Path | None:
+    directory = Path(model)
+    if directory.is_file():
+        raise _model_error(
+            f"{model} is a file; give the directory that holds config.json and the weights", model
+        )
+    if not directory.is_dir():
+        return None
+    path = directory / "config.json"
+    if not path.is_file():
+        raise _model_error(f"{model} holds no config.json, so it is not a checkpoint", model)
+    return path
+
+
+def _hub_config_path(model: str, revision: str | None) -> Path:
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(model, "config.json", revision=revision)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise _model_error(
+            f"{model!r} is neither a local directory nor a model that can be fetched: {reason}",
+            model,
+        ) from None
+    assert found is not None
+    return Path(found)
+
+
+def _parse(
+    model: str,
+    raw: dict[str, Any],
+    trust_remote_code: bool,
+    revision: str | None,
+    code_revision: str | None,
+) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    model_type = raw.get("model_type")
+    if model_type in _CONFIG_REGISTRY:
+        return _CONFIG_REGISTRY[model_type].from_pretrained(model, revision=revision or "main")
+    try:
+        return AutoConfig.from_pretrained(
+            model,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            code_revision=code_revision,
+        )
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        hint = "" if trust_remote_code else _remote_code_hint(raw)
+        raise _model_error(
+            f"config.json of {model!r} (model_type {model_type!r}) cannot be used: {reason}{hint}",
+            model,
+        ) from None
+
+
+def _remote_code_hint(raw: dict[str, Any]) -> str:
+    return "; it needs --trust-remote-code" if "auto_map" in raw else ""
+
+
+def _model_error(message: str, model: str | Path) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter="model", value=str(model))
+
+
+def get_hf_text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the text decoder: `config` itself unless it wraps several parts."""
+    return config.get_text_config(decoder=True)
+
+
+def get_generation_config(
+    model: str, *, revision: str | None = None, required: bool = False
+) -> dict[str, Any]:
+    """The generation settings of `model` that differ from transformers' defaults.
+
+    Empty when there are none and they are not `required`. Raises `VLLMValidationError` when the
+    file is broken, or absent though required.
+    """
+    from transformers import GenerationConfig
+
+    path = Path(model)
+    absent = path.is_dir() and not (path / "generation_config.json").is_file()
+    if absent and not required:
+        return {}
+    try:
+        found = GenerationConfig.from_pretrained(model, revision=revision or "main")
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not path.is_dir() and not required:
+            return {}
+        reason = str(error).strip().splitlines()[0]
+        raise VLLMValidationError(
+            f"generation_config.json of {model!r} cannot be used: {reason}",
+            parameter="generation_config",
+            value=model,
+        ) from None
+    settings: dict[str, Any] = found.to_diff_dict()
+    return settings

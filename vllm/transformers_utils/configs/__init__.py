@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config classes that transformers does not have."""

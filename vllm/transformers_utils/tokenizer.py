@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading of tokenizers through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AnyTokenizer = Any
+
+#: mode -> whether the Rust implementation is wanted
+_MODES = {"auto": True, "hf": True, "slow": False}
+
+
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *args: Any,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **kwargs: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory or a hub name; extra keywords go to transformers.
+
+    Raises `VLLMValidationError` for an unknown mode or a tokenizer that cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if tokenizer_mode not in _MODES:
+        raise VLLMValidationError(
+            f"--tokenizer-mode {tokenizer_mode!r} is not supported; use one of {', '.join(_MODES)}",
+            parameter="tokenizer_mode",
+            value=tokenizer_mode,
+        )
+    kwargs.setdefault("use_fast", _MODES[tokenizer_mode])
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(tokenizer_name),
+            *args,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            cache_dir=download_dir,
+            **kwargs,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise VLLMValidationError(
+            f"no tokenizer can be loaded from {str(tokenizer_name)!r}: {reason}; give one with "
+            "--tokenizer, or use --skip-tokenizer-init and send token ids",
+            parameter="tokenizer",
+            value=str(tokenizer_name),
+        ) from error

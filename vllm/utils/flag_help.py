@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Help for parsers with many flags: an overview, one group, one flag, or everything."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def flag_help(parser: FlexibleArgumentParser, topic: str) -> str | None:
+    """Help on `topic`: a group, a flag or `all`; None if it is unknown."""
+    if topic == "all":
+        return parser.full_help()
+    for group in parser._action_groups:
+        if group.title is not None and group.title.lower() == topic.lower():
+            return _format(parser, group.title, group.description, group._group_actions)
+    name = topic.lstrip("-").replace("_", "-")
+    found = [a for a in parser._actions if "--" + name in a.option_strings]
+    if not found:
+        found = [a for a in parser._actions if "-" + name in a.option_strings]
+    return _format(parser, None, None, found) if found else None
+
+
+def _format(
+    parser: argparse.ArgumentParser,
+    title: str | None,
+    description: str | None,
+    actions: list[argparse.Action],
+) -> str:
+    formatter = parser._get_formatter()
+    formatter.start_section(title or "flag")
+    formatter.add_text(description)
+    formatter.add_arguments(actions)
+    formatter.end_section()
+    return formatter.format_help()
+
+
+def overview(parser: argparse.ArgumentParser) -> str:
+    """The groups, and how to ask for more."""
+    lines = [f"usage: {parser.prog} [model] [flags]", ""]
+    if parser.description:
+        lines += [parser.description, ""]
+    lines.append("flag groups:")
+    for group in parser._action_groups:
+        if group._group_actions:
+            count = len(group._group_actions)
+            lines.append(f"  {group.title} ({count}): {group.description or ''}".rstrip(": "))
+    lines += [
+        "",
+        "--help=<group> lists a group, --help=<flag> explains a flag, --help=all lists everything.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two-level allocation: pages of the arena are lent to groups, blocks of pages to requests.
+
+A block is *free*, *live* (a request holds it) or *idle* (no request, but the prefix cache can find
+it). A page belongs to a group while any of its blocks is live or idle. It is *pinned* while one is
+live, else it is an *idle page*, which any group may take after evicting what it caches.
+
+The order in which a group takes blocks, and why it cannot fail while a page is evictable, are in
+docs/state_memory.md. Everything is O(1) amortised: counters and insertion-ordered indexes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import ArenaPlan
+
+
+class PageBuckets:
+    """Pages with free blocks, found by how few are left."""
+
+    __slots__ = ("_by_free", "_occupied")
+
+    def __init__(self) -> None:
+        self._by_free: dict[int, OrderedDict[Page, None]] = {}
+        self._occupied = 0
+
+    def add(self, page: Page, num_free: int) -> None:
+        bucket = self._by_free.get(num_free)
+        if bucket is None:
+            bucket = self._by_free[num_free] = OrderedDict()
+        bucket[page] = None
+        self._occupied |= 1 << num_free
+
+    def remove(self, page: Page, num_free: int) -> None:
+        bucket = self._by_free[num_free]
+        del bucket[page]
+        if not bucket:
+            self._occupied ^= 1 << num_free
+
+    def fullest(self) -> Page | None:
+        """A page with the fewest free blocks (at least one)."""
+        if not self._occupied:
+            return None
+        lowest = (self._occupied & -self._occupied).bit_length() - 1
+        return next(iter(self._by_free[lowest]))
+
+
+class GroupPages:
+    """A group's pages by what can be had from them.
+
+    `supply`: free and idle blocks of its pinned pages, to be had without another page.
+    """
+
+    __slots__ = ("group_id", "capacity", "pinned", "resting", "with_idle", "lru", "supply", "live")
+
+    def __init__(self, group_id: int, capacity: int) -> None:
+        self.group_id = group_id
+        self.capacity = capacity
+        self.pinned = PageBuckets()
+        self.resting = PageBuckets()
+        self.with_idle: OrderedDict[Page, None] = OrderedDict()
+        self.lru: OrderedDict[KVCacheBlock, None] = OrderedDict()
+        self.supply = 0
+        self.live = 0
+
+
+class Page:
+    """A page lent to a group.
+
+    `blocks[i]`: its i-th block; they are made in order, as they are first needed. `spare`: those
+    of them that are free.
+    """
+
+    __slots__ = (
+        "index",
+        "group",
+        "blocks",
+        "spare",
+        "live",
+        "idle",
+        "idle_since",
+        "is_idle",
+        "supply",
+        "bucket",
+        "bucket_free",
+    )
+
+    def __init__(self, index: int, group: GroupPages) -> None:
+        self.index = index
+        self.group = group
+        self.blocks: list[KVCacheBlock] = []
+        self.spare: list[KVCacheBlock] = []
+        self.live = 0
+        self.idle = 0
+        self.idle_since = 0
+        self.is_idle = False
+        self.supply = 0
+        self.bucket: PageBuckets | None = None
+        self.bucket_free = 0
+
+
+class PagePool:
+    """Lends the pages of one arena; page 0, the null page, is never lent.
+
+    `on_evict(block)` is called with an idle block that is about to lose its content; it must
+    clear the block's hash.
+    """
+
+    def __init__(self, plan: ArenaPlan, on_evict: Callable[[KVCacheBlock], None]) -> None:
+        self.groups = [GroupPages(i, g.blocks_per_page) for i, g in enumerate(plan.groups)]
+        self.num_pages = plan.num_pages
+        self._on_evict = on_evict
+        self._pages: list[Page | None] = [None] * plan.num_pages
+        self._returned: list[int] = []
+        self._first_unused = 1
+        self._idle_pages: OrderedDict[Page, None] = OrderedDict()
+        self._clock = 0
+
+    # ---- what there is -------------------------------------------------------------------------
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.num_pages - self._first_unused + len(self._returned)
+
+    @property
+    def num_unpinned_pages(self) -> int:
+        """Pages any group can have: free ones and idle ones."""
+        return self.num_free_pages + len(self._idle_pages)
+
+    @property
+    def num_live_blocks(self) -> int:
+        return sum(group.live for group in self.groups)
+
+    @property
+    def live_pages(self) -> float:
+        """Live blocks of all groups, in pages' worth of bytes."""
+        return sum(group.live / group.capacity for group in self.groups)
+
+    def find_block(self, group_id: int, block_id: int) -> KVCacheBlock | None:
+        """The block if its page belongs to the group and it has ever been used there."""
+        group = self.groups[group_id]
+        index, offset = divmod(block_id, group.capacity)
+        page = self._pages[index] if index < self.num_pages else None
+        if page is None or page.group is not group:
+            return None
+        return page.blocks[offset] if offset < len(page.blocks) else None
+
+    def can_take(
+        self, demands: Sequence[int], hits: Iterable[KVCacheBlock] = (), keep_pages: int = 0
+    ) -> bool:
+        """Whether `take(demands)` succeeds after `hits` were touched, leaving `keep_pages`
+        unpinned. `demands[g]`: blocks for group `g`. Exact: False only if it is impossible."""
+        supply = [group.supply for group in self.groups]
+        unpinned = self.num_unpinned_pages
+        woken: set[int] = set()
+        for block in hits:
+            if block.ref_cnt or block.is_null:
+                continue
+            page = self._page_of(block)
+            if page.live == 0 and page.index not in woken:
+                woken.add(page.index)
+                unpinned -= 1
+                supply[block.group_id] += page.group.capacity
+            supply[block.group_id] -= 1
+        return self._pages_needed(demands, supply) + keep_pages <= unpinned
+
+    def _pages_needed(self, demands: Sequence[int], supply: Sequence[int]) -> int:
+        pages = 0
+        for group, demand, have in zip(self.groups, demands, supply, strict=True):
+            if demand > have:
+                pages -= (have - demand) // group.capacity
+        return pages
+
+    # ---- taking blocks -------------------------------------------------------------------------
+
+    def take(
+        self, demands: Sequence[int], near: Sequence[KVCacheBlock | None]
+    ) -> list[list[KVCacheBlock]]:
+        """`demands[g]` live blocks for every group `g`, all or nothing.
+
+        `near[g]`: a live block whose page is tried first. Raises `RuntimeError` if `can_take` is
+        false; nothing has changed then.
+        """
+        if not self.can_take(demands):
+            raise RuntimeError(f"the arena cannot give {list(demands)} blocks")
+        missing = list(demands)
+        taken: list[list[KVCacheBlock]] = []
+        for group, neighbour in zip(self.groups, near, strict=True):
+            blocks: list[KVCacheBlock] = []
+            g = group.group_id
+            if missing[g] and neighbour is not None and not neighbour.is_null:
+                page = self._page_of(neighbour)
+                if page.live + page.idle < group.capacity:
+                    blocks = self._take_free(page, missing[g])
+                    missing[g] -= len(blocks)
+            while missing[g]:
+                more = self._take_some(group, missing)
+                missing[g] -= len(more)
+                blocks += more
+            taken.append(blocks)
+        return taken
+
+    def _take_some(self, group: GroupPages, missing: list[int]) -> list[KVCacheBlock]:
+        """At least one of the blocks missing to `group`, from the best source there is."""
+        count = missing[group.group_id]
+        page = group.pinned.fullest()
+        if page is not None:
+            return self._take_free(page, count)
+        may_pin = self._may_pin(group, missing)
+        page = group.resting.fullest()
+        if page is not None and may_pin:
+            return self._take_free(page, count)
+        if may_pin and self.num_free_pages:
+            return self._take_free(self._lend(group), count)
+        return self._evict_and_take(group, count, may_pin)
+
+    def _may_pin(self, group: GroupPages, missing: list[int]) -> bool:
+        """Whether every group's missing blocks can still be had if `group` pins one more page."""
+        left = self.num_unpinned_pages - 1
+        if left >= sum(missing):
+            return True
+        supply = [g.supply for g in self.groups]
+        supply[group.group_id] += group.capacity
+        return self._pages_needed(missing, supply) <= left
+
+    def _evict_and_take(self, group: GroupPages, count: int, may_pin: bool) -> list[KVCacheBlock]:
+        block = next(iter(group.lru), None)
+        page = next(iter(self._idle_pages), None)
+        if may_pin and page is not None and (block is None or page.idle_since < block.idle_since):
+            self._evict_page(page)
+            return self._take_free(self._lend(group), count)
+        if block is not None:
+            own = self._page_of(block)
+            if own.live or may_pin:
+                self._evict(block, own)
+                return self._take_free(own, 1)
+        # The oldest block lies in an idle page another group is about to need.
+        crowded = next(iter(group.with_idle))
+        idle = [b for b in crowded.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+        for b in idle[:count]:
+            self._evict(b, crowded)
+        return self._take_free(crowded, count)
+
+    def _take_free(self, page: Page, count: int) -> list[KVCacheBlock]:
+        """Up to `count` free blocks of the page, made live; those used before come first."""
+        group = page.group
+        count = min(count, group.capacity - page.live - page.idle)
+        spare = page.spare
+        reused = min(count, len(spare))
+        blocks = [spare.pop() for _ in range(reused)]
+        first = page.index * group.capacity + len(page.blocks)
+        for block_id in range(first, first + count - reused):
+            block = KVCacheBlock(block_id, group.group_id, page.index)
+            page.blocks.append(block)
+            blocks.append(block)
+        for block in blocks:
+            block.ref_cnt = 1
+        page.live += count
+        group.live += count
+        self._place(page)
+        return blocks
+
+    # ---- a block's life ------------------------------------------------------------------------
+
+    def touch(self, block: KVCacheBlock) -> None:
+        """One more request holds the block."""
+        block.ref_cnt += 1
+        if block.ref_cnt == 1:
+            page = self._page_of(block)
+            group = page.group
+            del group.lru[block]
+            page.idle -= 1
+            page.live += 1
+            group.live += 1
+            self._place(page)
+
+    def release(self, block: KVCacheBlock) -> None:
+        """One request less holds the block; the last one leaves it idle if hashed, else free."""
+        if block.ref_cnt <= 0:
+            raise RuntimeError(f"{block} is released but nobody holds it")
+        block.ref_cnt -= 1
+        if block.ref_cnt:
+            return
+        page = self._page_of(block)
+        group = page.group
+        page.live -= 1
+        group.live -= 1
+        if block.block_hash is None:
+            page.spare.append(block)
+        else:
+            self._clock += 1
+            block.idle_since = self._clock
+            group.lru[block] = None
+            page.idle += 1
+        self._place(page)
+
+    def evict(self, block: KVCacheBlock) -> None:
+        """Make an idle block free."""
+        page = self._page_of(block)
+        self._evict(block, page)
+        self._place(page)
+
+    def evict_idle_pages(self) -> None:
+        """Return every idle page."""
+        while self._idle_pages:
+            self._evict_page(next(iter(self._idle_pages)))
+
+    def _evict(self, block: KVCacheBlock, page: Page) -> None:
+        """As `evict`, without placing the page: the caller takes from it next."""
+        self._on_evict(block)
+        del page.group.lru[block]
+        page.idle -= 1
+        page.spare.append(block)
+
+    def _evict_page(self, page: Page) -> None:
+        for block in page.blocks:
+            if block.block_hash is not None:
+                self._evict(block, page)
+        self._place(page)
+
+    # ---- a page's life -------------------------------------------------------------------------
+
+    def _page_of(self, block: KVCacheBlock) -> Page:
+        page = self._pages[block.page]
+        assert page is not None
+        return page
+
+    def _lend(self, group: GroupPages) -> Page:
+        if self._returned:
+            index = self._returned.pop()
+        else:
+            index = self._first_unused
+            self._first_unused += 1
+        page = Page(index, group)
+        self._pages[index] = page
+        return page
+
+    def _place(self, page: Page) -> None:
+        """Bring the indexes up to date with the page's counts; an empty page goes back."""
+        group = page.group
+        live, idle = page.live, page.idle
+        num_free = group.capacity - live - idle
+        bucket: PageBuckets | None = None
+        supply = 0
+        if live:
+            supply = num_free + idle
+            if num_free:
+                bucket = group.pinned
+            if page.is_idle:
+                page.is_idle = False
+                del self._idle_pages[page]
+        elif idle:
+            if num_free:
+                bucket = group.resting
+            if not page.is_idle:
+                page.is_idle = True
+                page.idle_since = self._clock
+                self._idle_pages[page] = None
+        elif page.is_idle:
+            del self._idle_pages[page]
+        if live and idle:
+            group.with_idle[page] = None
+        else:
+            group.with_idle.pop(page, None)
+        group.supply += supply - page.supply
+        page.supply = supply
+        if bucket is not page.bucket or num_free != page.bucket_free:
+            if page.bucket is not None:
+                page.bucket.remove(page, page.bucket_free)
+            if bucket is not None:
+                bucket.add(page, num_free)
+            page.bucket, page.bucket_free = bucket, num_free
+        if not live and not idle:
+            self._pages[page.index] = None
+            self._returned.append(page.index)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest cached prefix every state group can continue from, and how often there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class GroupHit:
+    """A prefix one group can continue: `blocks` hold what it needs of the first `num_tokens`."""
+
+    num_tokens: int
+    blocks: list[KVCacheBlock]
+
+
+class HitSource(Protocol):
+    """A group, as the search sees it."""
+
+    def find_longest_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> GroupHit:
+        """The longest prefix of at most `max_tokens` tokens this group can continue.
+
+        `block_hashes`: hashes of the request's full blocks. Must not change anything, and a
+        smaller `max_tokens` must never give a longer hit.
+        """
+        ...
+
+
+@dataclass
+class PrefixCacheStats:
+    """Tokens looked up and tokens found, over `requests` look-ups."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+
+
+def reads_prefix_cache(request: Request) -> bool:
+    """False if the client said so, or asks for prompt log-probabilities: they need every prompt
+    position computed."""
+    params = request.sampling_params
+    return params is None or not (
+        params.skip_reading_prefix_cache or params.prompt_logprobs is not None
+    )
+
+
+def find_common_hit(
+    sources: Sequence[HitSource], block_hashes: Sequence[BlockHash], max_tokens: int
+) -> tuple[int, list[list[KVCacheBlock]]]:
+    """`(num_tokens, blocks per group)` of the longest prefix all groups can continue.
+
+    Each group may shorten what those before it offered; these are then asked again, until all
+    offer the same.
+    """
+    limit = max_tokens if sources else 0
+    while limit > 0:
+        hits: list[GroupHit] = []
+        for source in sources:
+            hits.append(source.find_longest_hit(block_hashes, limit))
+            limit = hits[-1].num_tokens
+        if limit > 0 and all(hit.num_tokens == limit for hit in hits):
+            return limit, [hit.blocks for hit in hits]
+    return 0, [[] for _ in sources]

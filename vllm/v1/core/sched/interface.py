@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core needs from a scheduler; `--scheduler-cls` may name another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs, SchedulerStats
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+
+class SchedulerInterface(ABC):
+    """Decides what each step computes. It knows integers and block ids, never a tensor.
+
+    `schedule()` and `update_from_output()` are called in pairs, in order; at most
+    `max_steps_in_flight` steps may be scheduled whose output has not come back.
+    """
+
+    max_steps_in_flight: ClassVar[int]
+
+    @abstractmethod
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool = True
+    ) -> None: ...
+
+    @abstractmethod
+    def add_request(self, request: Request) -> None:
+        """Queue a request; `ValueError` if its id is still in use."""
+
+    @abstractmethod
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's work; its tokens count as computed from here on."""
+
+    @abstractmethod
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take the oldest step's results; returns what to send, by client index."""
+
+    @abstractmethod
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> None:
+        """End requests from outside (None: all of them); unknown or finished ids are ignored."""
+
+    @abstractmethod
+    def has_requests(self) -> bool:
+        """Whether the engine must keep stepping: work, workers to tell, or transfers to await."""
+
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still has tokens to produce."""
+
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int: ...
+
+    @abstractmethod
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; False if blocks in use stopped it."""
+
+    @abstractmethod
+    def make_stats(self) -> SchedulerStats | None:
+        """Gauges, and counters since the last call; None when statistics are off."""
+
+    @abstractmethod
+    def shutdown(self) -> None: ...

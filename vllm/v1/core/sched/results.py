@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's second half: what a finished step changes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.state import SchedulerState, finish_output
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import logprobs_to_wire
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+#: later statuses are final; compared directly because every request of a step is
+_LAST_UNFINISHED = RequestStatus.PREEMPTED
+
+
+class SchedulerResults(SchedulerState):
+    """Takes in tokens, finishes requests and follows transfers."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        expected, requests = self._in_flight.popleft()
+        if expected is not scheduler_output:
+            raise RuntimeError("steps must come back in the order in which they were scheduled")
+        transfers = runner_output.kv_connector_output
+        if transfers is not None and transfers.invalid_block_ids:
+            self._handle_invalid_blocks(transfers.invalid_block_ids)
+        outputs = self._late_outputs
+        self._late_outputs = []
+        outputs += self._take_results(scheduler_output, runner_output, requests)
+        if transfers is not None:
+            self._update_transfers(transfers)
+        return self._pack(outputs, scheduler_output.total_num_scheduled_tokens > 0)
+
+    def _take_results(
+        self,
+        scheduler_output: SchedulerOutput,
+        runner_output: ModelRunnerOutput,
+        requests: list[Request],
+    ) -> list[tuple[int, EngineCoreOutput]]:
+        sampling = scheduler_output.sampling_req_ids
+        index = runner_output.req_id_to_index
+        sampled = runner_output.sampled_token_ids
+        prompt_logprobs = runner_output.prompt_logprobs
+        outputs: list[tuple[int, EngineCoreOutput]] = []
+        ended: list[Request] = []
+        for request in requests:
+            if request.status > _LAST_UNFINISHED:
+                continue
+            request_id = request.request_id
+            new_tokens: list[int] = []
+            if request_id in runner_output.failed_req_ids:
+                request.status = RequestStatus.FINISHED_ERROR
+                request.error = runner_output.failed_req_ids[request_id]
+            elif request_id in sampling:
+                new_tokens = self._take_tokens(request, sampled[index[request_id]])
+            finished = request.status > _LAST_UNFINISHED
+            if finished:
+                ended.append(request)
+            if new_tokens or finished or request_id in prompt_logprobs:
+                output = self._make_request_output(request, finished, new_tokens, runner_output)
+                outputs.append((request.client_index, output))
+        self._leave_queues(ended)
+        return outputs
+
+    def _take_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+        """Append sampled tokens up to a stop; returns those that count."""
+        if request.discard_outputs:
+            request.discard_outputs -= 1
+            return []
+        if not tokens:
+            raise RuntimeError(f"the workers returned no token for request {request.request_id}")
+        request.num_output_placeholders -= 1
+        for position, token in enumerate(tokens):
+            if self.counts_drafts and request.output_token_ids:
+                self._counters.num_drafts += 1
+                self._counters.num_accepted_tokens += token == request.output_token_ids[-1]
+            request.append_output_token_ids(token)
+            if check_stop(request, self.max_model_len):
+                return tokens[: position + 1]
+        return tokens
+
+    def _make_request_output(
+        self,
+        request: Request,
+        finished: bool,
+        new_tokens: list[int],
+        runner_output: ModelRunnerOutput,
+    ) -> EngineCoreOutput:
+        request_id = request.request_id
+        if finished:
+            output = finish_output(request, self._finish(request))
+            output.new_token_ids = new_tokens
+        else:
+            output = EngineCoreOutput(request_id, new_tokens)
+            output.num_cached_tokens = request.num_cached_tokens
+        if request_id in runner_output.prompt_logprobs:
+            output.new_prompt_logprobs = logprobs_to_wire(runner_output.prompt_logprobs[request_id])
+        if new_tokens:
+            if request_id in runner_output.logprobs:
+                output.new_logprobs = logprobs_to_wire(runner_output.logprobs[request_id])
+            if len(request.output_token_ids) == len(new_tokens):
+                output.times = (request.queued_time, request.first_scheduled_time)
+        return output
+
+    # ---- transfers -----------------------------------------------------------------------------
+
+    def _update_transfers(self, transfers: KVConnectorOutput) -> None:
+        assert self.transfer is not None
+        if transfers.kv_connector_stats is not None:
+            self._counters.connector = transfers.kv_connector_stats.data
+        for request_id in self.transfer.update(transfers):
+            request = self.requests[request_id]
+            if request.is_finished and not self.transfer.is_tracking(request_id):
+                self.transfer.received.discard(request_id)
+                self._free(request)
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int]) -> None:
+        """Blocks failed to load: compute again from the first bad one, or end the requests."""
+        assert self.transfer is not None
+        for request in list(self.requests.values()):
+            if request.is_finished or request.num_computed_tokens == 0:
+                continue
+            valid = self.transfer.num_valid_tokens(request, invalid_block_ids)
+            if valid is None:
+                continue
+            self.transfer.evict_after(request, valid)
+            if not self.recompute_failed_loads:
+                self._fail(request, "loading the request's KV cache failed")
+                continue
+            request.num_computed_tokens = valid
+            if request.status is RequestStatus.RUNNING:
+                self._drop_in_flight_tokens(request)
+                self._rewound.add(request.request_id)
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def _pack(
+        self, outputs: list[tuple[int, EngineCoreOutput]], computed: bool
+    ) -> dict[int, EngineCoreOutputs]:
+        now = time.monotonic()
+        packed: dict[int, EngineCoreOutputs] = {}
+        for client_index, output in outputs:
+            if client_index not in packed:
+                packed[client_index] = EngineCoreOutputs(outputs=[], timestamp=now)
+            packed[client_index].outputs.append(output)
+        stats = self.make_stats() if outputs or computed else None
+        if stats is not None:
+            packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats
+        return packed

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: which requests compute how many tokens in the next step."""
+
+from __future__ import annotations
+
+import enum
+import time
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.results import SchedulerResults
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+
+class _Admission(enum.Enum):
+    """What became of the request at the head of the queue."""
+
+    RUNS = enum.auto()
+    SKIPPED = enum.auto()
+    FAILED = enum.auto()
+    NO_ROOM = enum.auto()
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being put together.
+
+    `requests` and `counts` are parallel, in the order of scheduling; so are `cached` and
+    `cached_blocks`, for the requests among them that the workers know.
+    """
+
+    token_budget: int
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    new: list[NewRequestData] = field(default_factory=list)
+    cached: list[Request] = field(default_factory=list)
+    cached_blocks: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.requests.append(request)
+        self.counts.append(num_tokens)
+        self.token_budget -= num_tokens
+
+    def add_new(self, request: Request, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
+        self.new.append(NewRequestData.from_request(request, blocks))
+        self.add(request, num_tokens)
+
+    def add_resumed(self, request: Request, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
+        self.resumed.append(request)
+        self.add_cached(request, num_tokens, blocks)
+
+    def add_cached(
+        self, request: Request, num_tokens: int, blocks: tuple[list[int], ...] | None
+    ) -> None:
+        self.cached.append(request)
+        self.cached_blocks.append(blocks)
+        self.add(request, num_tokens)
+
+    def cached_data(self) -> CachedRequestData:
+        cached = self.cached
+        return CachedRequestData(
+            req_ids=[r.request_id for r in cached],
+            resumed_req_ids={r.request_id for r in self.resumed},
+            all_token_ids={r.request_id: list(r.all_token_ids) for r in self.resumed},
+            new_block_ids=self.cached_blocks,
+            num_computed_tokens=[r.num_computed_tokens for r in cached],
+            num_output_tokens=[
+                len(r.output_token_ids) + r.num_output_placeholders for r in cached
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Computed tokens a waiting request can start from; `computed` includes all of them."""
+
+    blocks: KVCacheBlocks | None
+    num_local: int
+    num_external: int
+    computed: int
+    load_async: bool
+
+
+class Scheduler(SchedulerResults):
+    """Running requests first, then waiting ones, within a token budget and the free blocks."""
+
+    max_steps_in_flight: ClassVar[int] = 1
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        if len(self._in_flight) >= self.max_steps_in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
+        step = _Step(self.max_num_batched_tokens)
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
+        output = self._make_output(step)
+        if self.transfer is not None:
+            self.transfer.fill_metadata(output)
+        self._advance(step, output)
+        self._in_flight.append((output, step.requests))
+        return output
+
+    def _schedule_running(self, step: _Step) -> bool:
+        """Continue running requests; False if blocks ran out, so that nobody new can start."""
+        preempted = False
+        index = 0
+        while index < len(self.running) and step.token_budget > 0:
+            request = self.running[index]
+            num_tokens = self._num_tokens_ahead(request, step.token_budget)
+            if num_tokens > 0:
+                blocks = self.kv_cache_manager.allocate_slots(request, num_tokens)
+                if blocks is None:
+                    preempted = True
+                    self._make_room(request)
+                    continue
+                self._add_running(step, request, num_tokens, blocks)
+            index += 1
+        return not preempted
+
+    def _num_tokens_ahead(self, request: Request, token_budget: int) -> int:
+        """Tokens a running request can compute now; 0 if all it may produce is in flight."""
+        in_flight = request.num_output_placeholders
+        known = len(request.all_token_ids) + in_flight
+        if (
+            len(request.output_token_ids) + in_flight >= request.max_tokens
+            or known >= self.max_model_len
+        ):
+            return 0
+        return self._chunk(known - request.num_computed_tokens, token_budget)
+
+    def _chunk(self, num_tokens: int, token_budget: int) -> int:
+        if num_tokens == 1:
+            return 1
+        if 0 < self.long_prefill_token_threshold < num_tokens:
+            num_tokens = self.long_prefill_token_threshold
+        return min(num_tokens, token_budget)
+
+    def _add_running(
+        self, step: _Step, request: Request, num_tokens: int, new_blocks: KVCacheBlocks
+    ) -> None:
+        if request.request_id in self._rewound:
+            self._rewound.remove(request.request_id)
+            self.preempted_req_ids.add(request.request_id)
+            all_blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            step.add_resumed(request, num_tokens, all_blocks)
+        else:
+            step.add_cached(request, num_tokens, new_blocks.get_block_ids(allow_none=True))
+
+    def _make_room(self, request: Request) -> None:
+        """Take the blocks of the running request with the least claim (maybe `request`)."""
+        victim = self.running[-1]
+        if victim is request and self._is_only_holder(request):
+            self.running.pop()
+            self._fail(request, "the request does not fit the KV cache, even alone")
+        else:
+            self._preempt_last()
+
+    # ---- admission -----------------------------------------------------------------------------
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        skipped: list[Request] = []
+        while self.waiting and step.token_budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            admission = self._admit(request, step)
+            if admission is _Admission.NO_ROOM:
+                break
+            if admission is _Admission.FAILED:
+                continue
+            self.waiting.pop()
+            if admission is _Admission.SKIPPED:
+                skipped.append(request)
+        self.waiting.put_back(skipped)
+
+    def _admit(self, request: Request, step: _Step) -> _Admission:
+        """Start `request` in this step if it can; it stays queued unless the result is RUNS."""
+        prefix = self._find_prefix(request)
+        if prefix is None:
+            return _Admission.SKIPPED
+        remaining = request.num_tokens - prefix.computed
+        num_tokens = 0 if prefix.load_async else self._chunk(remaining, step.token_budget)
+        if not self.enable_chunked_prefill and not prefix.load_async:
+            if remaining > step.token_budget:
+                return self._no_room(request, remaining > self.max_num_batched_tokens)
+            num_tokens = remaining
+        blocks = self.kv_cache_manager.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=prefix.num_local,
+            new_computed_blocks=prefix.blocks,
+            num_external_computed_tokens=prefix.num_external,
+            delay_cache_blocks=prefix.load_async,
+        )
+        if blocks is None:
+            return self._no_room(request, not self.running and self._is_only_holder(request))
+        if self.transfer is not None:
+            self.transfer.after_allocation(request, prefix.num_external)
+        self._count_prefix(request, prefix)
+        request.num_computed_tokens = prefix.computed
+        if prefix.load_async:
+            return self._begin_load(request)
+        self._start(request, step, num_tokens)
+        return _Admission.RUNS
+
+    def _find_prefix(self, request: Request) -> _Prefix | None:
+        """What is computed already, here or at the connector; None: cannot be known yet."""
+        if self.transfer is not None:
+            if request.request_id in self.transfer.loading:
+                return None
+            if request.request_id in self.transfer.received:
+                return self._received_prefix(request)
+        blocks, num_local = self.kv_cache_manager.get_computed_blocks(request)
+        num_external, load_async = 0, False
+        if self.connector is not None:
+            found, load_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            if found is None:
+                return None
+            num_external = found
+        computed = num_local + num_external
+        if computed > request.num_tokens or (computed == request.num_tokens and not load_async):
+            raise RuntimeError(
+                f"the KV connector matched {num_external} tokens after {num_local} cached ones; "
+                f"request {request.request_id} has {request.num_tokens} and must compute its last"
+            )
+        return _Prefix(blocks, num_local, num_external, computed, load_async and num_external > 0)
+
+    def _received_prefix(self, request: Request) -> _Prefix:
+        """After an asynchronous load: the last token is computed again to have its logits."""
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        request.num_computed_tokens = computed
+        self.kv_cache_manager.cache_blocks(request, computed)
+        return _Prefix(None, 0, 0, computed, False)
+
+    def _begin_load(self, request: Request) -> _Admission:
+        assert self.transfer is not None
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.transfer.begin_load(request.request_id)
+        return _Admission.SKIPPED
+
+    def _start(self, request: Request, step: _Step, num_tokens: int) -> None:
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+        if request.num_preemptions:
+            step.add_resumed(request, num_tokens, blocks)
+        else:
+            step.add_new(request, num_tokens, blocks)
+            request.first_scheduled_time = time.monotonic()
+        if self.transfer is not None:
+            self.transfer.received.discard(request.request_id)
+        request.status = RequestStatus.RUNNING
+        if self.by_priority:
+            insort(self.running, request)
+        else:
+            self.running.append(request)
+
+    def _count_prefix(self, request: Request, prefix: _Prefix) -> None:
+        if request.num_cached_tokens >= 0:
+            return
+        request.num_cached_tokens = prefix.computed
+        request.num_external_computed_tokens = prefix.num_external
+        counters = self._counters
+        counters.prefix_queries += request.num_tokens
+        counters.prefix_hits += prefix.num_local
+        if self.connector is not None:
+            counters.external_queries += request.num_tokens - prefix.num_local
+            counters.external_hits += prefix.num_external
+
+    def _no_room(self, request: Request, never: bool) -> _Admission:
+        if not never:
+            return _Admission.NO_ROOM
+        self.waiting.pop()
+        self._fail(request, "the request does not fit the KV cache or the token budget, even alone")
+        return _Admission.FAILED
+
+    # ---- output --------------------------------------------------------------------------------
+
+    def _make_output(self, step: _Step) -> SchedulerOutput:
+        output = SchedulerOutput(
+            scheduled_new_reqs=step.new,
+            scheduled_cached_reqs=step.cached_data(),
+            num_scheduled_tokens=dict(
+                zip((r.request_id for r in step.requests), step.counts, strict=True)
+            ),
+            total_num_scheduled_tokens=self.max_num_batched_tokens - step.token_budget,
+            num_common_prefix_blocks=[0] * len(self.kv_cache_config.kv_cache_groups),
+            finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self.preempted_req_ids,
+        )
+        self.finished_req_ids = set()
+        self.preempted_req_ids = set()
+        return output
+
+    def _advance(self, step: _Step, output: SchedulerOutput) -> None:
+        """Count the step's tokens as computed; state who samples."""
+        sampling = output.sampling_req_ids
+        for request, num_tokens in zip(step.requests, step.counts, strict=True):
+            computed = request.num_computed_tokens + num_tokens
+            request.num_computed_tokens = computed
+            if computed >= len(request.all_token_ids) + request.num_output_placeholders:
+                request.num_output_placeholders += 1
+                sampling.add(request.request_id)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's requests: how they come, wait, lose their blocks and go."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.engine import EngineCoreOutput, SchedulerStats
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """What happened since the last statistics were sent; prefixes are counted in tokens."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    num_preemptions: int = 0
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
+    connector: dict[str, Any] | None = None
+
+
+class SchedulerState(SchedulerInterface):
+    """Queues and their invariants, without the policy.
+
+    `running` is ordered by claim (admission, or priority): the request to preempt is its last.
+    `requests` also holds finished ones whose blocks a transfer still needs.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool = True
+    ) -> None:
+        assert vllm_config.model_config is not None
+        config = vllm_config.scheduler_config
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.log_stats = log_stats
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.enable_chunked_prefill = config.enable_chunked_prefill
+        self.long_prefill_token_threshold = config.long_prefill_token_threshold
+        self.by_priority = config.policy == "priority"
+        self.kv_cache_manager = self._create_kv_cache_manager()
+
+        self.requests: dict[str, Request] = {}
+        self.waiting = create_request_queue(config.policy)
+        self.running: list[Request] = []
+        self.finished_req_ids: set[str] = set()
+        self.preempted_req_ids: set[str] = set()
+        #: running requests whose computed tokens were taken back: workers must rebuild them
+        self._rewound: set[str] = set()
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        #: outputs made outside `update_from_output`, sent with the next one
+        self._late_outputs: list[tuple[int, EngineCoreOutput]] = []
+        self._counters = StepCounters()
+        speculative = vllm_config.speculative_config
+        self.counts_drafts = speculative is not None and speculative.uses_extract_hidden_states()
+
+        self.connector = create_scheduler_connector(vllm_config, kv_cache_config)
+        self.transfer: KVTransfer | None = None
+        self.recompute_failed_loads = False
+        if self.connector is not None:
+            assert vllm_config.kv_transfer_config is not None
+            self.transfer = KVTransfer(self.connector, kv_cache_config, self.kv_cache_manager)
+            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+            self.recompute_failed_loads = policy == "recompute"
+
+    def _create_kv_cache_manager(self) -> KVCacheManager:
+        events = self.vllm_config.kv_events_config
+        return KVCacheManager(
+            self.kv_cache_config,
+            self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
+            watermark=self.vllm_config.scheduler_config.watermark,
+            enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        )
+
+    # ---- coming --------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is still in use")
+        request.queued_time = time.monotonic()
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        if self.connector is not None:
+            self.connector.on_new_request(request)
+
+    # ---- losing blocks -------------------------------------------------------------------------
+
+    def _preempt_last(self) -> None:
+        """Take the blocks of the running request with the least claim; it is computed again."""
+        request = self.running.pop()
+        self.kv_cache_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._drop_in_flight_tokens(request)
+        self._rewound.discard(request.request_id)
+        self.preempted_req_ids.add(request.request_id)
+        self.waiting.prepend(request)
+        self._counters.num_preemptions += 1
+
+    @staticmethod
+    def _drop_in_flight_tokens(request: Request) -> None:
+        request.discard_outputs += request.num_output_placeholders
+        request.num_output_placeholders = 0
+
+    def _is_only_holder(self, request: Request) -> bool:
+        """Whether no other request holds blocks whose return could be awaited."""
+        return not any(
+            other.status is RequestStatus.RUNNING
+            or other.is_finished
+            or (self.transfer is not None and self.transfer.holds_blocks(other.request_id))
+            for other in self.requests.values()
+            if other is not request
+        )
+
+    # ---- going ---------------------------------------------------------------------------------
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> None:
+        assert RequestStatus.is_finished(finished_status)
+        if request_ids is None:
+            request_ids = list(self.requests)
+        elif isinstance(request_ids, str):
+            request_ids = [request_ids]
+        known = (self.requests.get(request_id) for request_id in dict.fromkeys(request_ids))
+        ending = [request for request in known if request is not None and not request.is_finished]
+        for request in ending:
+            request.status = finished_status
+        self._leave_queues(ending)
+        for request in ending:
+            self._finish(request)
+
+    def _leave_queues(self, requests: list[Request]) -> None:
+        """Take finished requests out of `running` and, if they were there, `waiting`."""
+        if not requests:
+            return
+        still_running = [request for request in self.running if not request.is_finished]
+        if len(self.running) - len(still_running) < len(requests):
+            self.waiting.remove(requests)
+        self.running = still_running
+
+    def _finish(self, request: Request) -> dict[str, Any] | None:
+        """Tell workers and connector of a finished request and free its blocks unless a transfer
+        needs them; returns the connector's parameters for the client."""
+        self.finished_req_ids.add(request.request_id)
+        self._rewound.discard(request.request_id)
+        keep, params = False, None
+        if self.transfer is not None:
+            keep, params = self.transfer.request_finished(request)
+        if not keep:
+            self._free(request)
+        return params
+
+    def _free(self, request: Request) -> None:
+        assert request.is_finished
+        self.kv_cache_manager.free(request)
+        del self.requests[request.request_id]
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """End a request that cannot be served; its error goes out with the next outputs."""
+        request.status = RequestStatus.FINISHED_ERROR
+        request.error = reason
+        self._leave_queues([request])
+        params = self._finish(request)
+        self._late_outputs.append((request.client_index, finish_output(request, params)))
+
+    def has_requests(self) -> bool:
+        return bool(
+            self.requests
+            or self.finished_req_ids
+            or self.preempted_req_ids
+            or self._late_outputs
+            or (self.connector is not None and self.connector.has_pending_push_work())
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def shutdown(self) -> None:
+        if self.connector is not None:
+            self.connector.shutdown()
+
+    # ---- cache and statistics ------------------------------------------------------------------
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests:
+            while self.running:
+                self._preempt_last()
+        done = self.kv_cache_manager.reset_prefix_cache()
+        if reset_connector and self.connector is not None:
+            done = self.connector.reset_cache() is not False and done
+        return done
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.log_stats:
+            return None
+        counters, self._counters = self._counters, StepCounters()
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_cache_usage=self.kv_cache_manager.usage,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            external_queries=counters.external_queries,
+            external_hits=counters.external_hits,
+            num_preemptions=counters.num_preemptions,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_drafts,
+            num_accepted_tokens=counters.num_accepted_tokens,
+            accepted_per_position=[counters.num_accepted_tokens] if self.counts_drafts else [],
+            connector=counters.connector,
+        )
+
+
+def finish_output(request: Request, kv_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:
+    """The last message of a request that ends without a new token."""
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=request.stop_reason,
+        error=request.error,
+        kv_transfer_params=kv_transfer_params,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+    )

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous engine under the server: one stream of outputs per request."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm.inputs import PromptType
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.front_end import FrontEnd
+from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.output_stream import OutputStream
+from vllm.v1.engine.prompt_checks import parse_prompt
+from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.batch_defaults import UsageContext
+    from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+#: outputs handled before other tasks of the event loop get a turn
+_CHUNK = 128
+
+
+class AsyncLLM:
+    """Serves many callers of one event loop; the core runs in its own process."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor] | None = None,
+        log_stats: bool = True,
+    ) -> None:
+        if executor_class is None:
+            from vllm.v1.executor.abstract import Executor
+
+            executor_class = Executor.get_class(vllm_config)
+        self._front_end = FrontEnd(vllm_config, log_stats)
+        self.vllm_config = vllm_config
+        self.model_config = self._front_end.model_config
+        self.tokenizer = self._front_end.tokenizer
+        self.log_stats = log_stats
+        self.input_processor = self._front_end.input_processor
+        self.output_processor = self._front_end.output_processor
+        self._streams: set[OutputStream] = set()
+        self._handler: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
+        self._loggers = self._front_end.make_stat_loggers()
+        # one thread: tokenizers are not safe to share between threads
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: VllmConfig, disable_log_stats: bool = False
+    ) -> AsyncLLM:
+        return cls(vllm_config, log_stats=not disable_log_stats)
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: UsageContext | None = None
+    ) -> AsyncLLM:
+        from vllm.engine.batch_defaults import UsageContext
+
+        config = engine_args.create_engine_config(usage_context or UsageContext.API_SERVER)
+        return cls(config, log_stats=not config.observability_config.disable_log_stats)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead."""
+        return self._error is not None or self.engine_core.dead is not None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """The error of a dead engine."""
+        if isinstance(self._error, EngineDeadError):
+            return EngineDeadError(self._error.cause)
+        if self._error is not None:
+            return EngineDeadError(f"{type(self._error).__name__}: {self._error}")
+        dead = self.engine_core.dead
+        return EngineDeadError(dead.cause if dead is not None else None)
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine is dead."""
+        if self.errored:
+            raise self.dead_error
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come. Leaving the loop early aborts the request.
+
+        Raises `VLLMValidationError` before the engine sees a bad request, `EngineGenerateError`
+        when this request failed, `EngineDeadError` when the engine is dead.
+        """
+        process = functools.partial(
+            self.input_processor.process,
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            tokenization_kwargs=tokenization_kwargs,
+            cache_salt=cache_salt,
+        )
+        processed = await self._process(prompt, process)
+        stream = self._start(processed, request_id)
+        finished = False
+        try:
+            while not finished:
+                output = stream.take() or await stream.get()
+                finished = output.finished
+                yield output
+        except (EngineDeadError, EngineGenerateError):
+            finished = True
+            raise
+        finally:
+            self._streams.discard(stream)
+            if not finished:
+                self._abort_internal(stream.request_ids)
+
+    async def _process(
+        self, prompt: PromptType, process: Callable[[], ProcessedInput]
+    ) -> ProcessedInput:
+        """Tokenise off the event loop; token ids need no thread."""
+        if parse_prompt(prompt).token_ids is not None:
+            return process()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizer_thread, process)
+
+    def _start(self, processed: ProcessedInput, request_id: str) -> OutputStream:
+        if self.errored:
+            raise self.dead_error
+        self._ensure_handler()
+        stream = OutputStream(processed.request.sampling_params.output_kind)
+        children = self.output_processor.add_request(
+            processed.request, request_id, processed.prompt_text, stream.put
+        )
+        stream.request_ids = [child.request_id for child in children]
+        self._streams.add(stream)
+        for child in children:
+            self.engine_core.add_request(child)
+        return stream
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by the callers' ids; their streams end with finish reason "abort"."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        aborted, _ = self.output_processor.abort_requests(ids)
+        if not self.errored:
+            self.engine_core.abort_requests(aborted)
+
+    def _abort_internal(self, request_ids: list[str]) -> None:
+        """The caller is gone: forget the request and tell the core."""
+        aborted = self.output_processor.drop_requests(request_ids)
+        if aborted and not self.errored:
+            self.engine_core.abort_requests(aborted)
+
+    # ---- outputs -------------------------------------------------------------------------------
+
+    def _ensure_handler(self) -> None:
+        if self._handler is None:
+            self._handler = asyncio.get_running_loop().create_task(self._handle_outputs())
+
+    async def _handle_outputs(self) -> None:
+        try:
+            while True:
+                await self._handle(await self.engine_core.get_output())
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, EngineDeadError):
+                logger.exception("handling the engine's outputs failed")
+            self._error = error
+            dead = self.dead_error
+            for stream in self._streams:
+                stream.fail(dead)
+
+    async def _handle(self, outputs: EngineCoreOutputs) -> None:
+        iteration = IterationStats() if self._loggers is not None else None
+        everything = outputs.outputs
+        for start in range(0, len(everything), _CHUNK):
+            outputs.outputs = everything[start : start + _CHUNK]
+            processed = self.output_processor.process_outputs(outputs, iteration)
+            self.engine_core.abort_requests(processed.aborts)
+            if start + _CHUNK < len(everything):
+                await asyncio.sleep(0)
+        if self._loggers is not None and iteration is not None:
+            self._loggers.record(outputs.scheduler_stats, iteration)
+
+    # ---- utilities -----------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, None with --skip-tokenizer-init."""
+        return self.tokenizer
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method; one result per worker."""
+        self._ensure_handler()
+        results: list[Any] = await self.engine_core.call_utility(
+            "collective_rpc", method, timeout, args, kwargs
+        )
+        return results
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self._ensure_handler()
+        return bool(
+            await self.engine_core.call_utility(
+                "reset_prefix_cache", reset_running_requests, reset_connector
+            )
+        )
+
+    async def do_log_stats(self) -> None:
+        """Log throughput now."""
+        if self._loggers is not None:
+            self._loggers.log()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine; pending streams fail. Safe to call twice."""
+        self.engine_core.shutdown(timeout)
+        self._tokenizer_thread.shutdown(wait=False)
+        if self._error is None:
+            self._error = EngineDeadError("it was shut down")
+        for stream in self._streams:
+            stream.fail(self.dead_error)
+        if self._handler is not None and not self._handler.get_loop().is_closed():
+            self._handler.get_loop().call_soon_threadsafe(self._handler.cancel)

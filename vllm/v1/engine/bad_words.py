@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Banned words as token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def bad_word_token_ids(
+    words: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
+) -> list[list[int]]:
+    """The sequences whose last token is banned after the others: each word as the text's start
+    and after a space, unless the one ends with the other.
+
+    Raises `VLLMValidationError` without a tokenizer or for a word without tokens.
+    """
+    if tokenizer is None:
+        raise VLLMValidationError(
+            "bad_words need a tokenizer, but --skip-tokenizer-init is set; use logit_bias",
+            "bad_words",
+        )
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = list(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = list(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if not bare:
+            raise VLLMValidationError(f"bad_words: {word!r} has no tokens", "bad_words", word)
+        sequences.append(bare)
+        if spaced[-len(bare) :] != bare:
+            sequences.append(spaced)
+    return sequences

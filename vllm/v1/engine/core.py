@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core: scheduler and executor, one step at a time. It knows no text and no sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from vllm import decisions, envs
+from vllm.logger import init_logger
+from vllm.utils.dotted import resolve_class
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    estimate_max_model_len,
+    get_kv_cache_capacity,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = init_logger(__name__)
+
+
+class EngineCore:
+    """Runs requests until they are done.
+
+    Up to `executor.max_concurrent_batches` steps are in flight, so with asynchronous scheduling
+    step n + 1 is scheduled while step n runs.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool = True
+    ) -> None:
+        assert vllm_config.model_config is not None
+        self.vllm_config = vllm_config
+        self._model_config = vllm_config.model_config
+        self.executor = executor_class(vllm_config)
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._last_step_computed = False
+        try:
+            kv_cache_config = self._initialize_kv_caches()
+            self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self._depth = self.executor.max_concurrent_batches
+        self._block_hasher = self._create_block_hasher()
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "collective_rpc": self.collective_rpc,
+            "reset_prefix_cache": self.reset_prefix_cache,
+            "check_health": self.executor.check_health,
+        }
+
+    @property
+    def max_model_len(self) -> int:
+        return self._model_config.max_model_len
+
+    # ---- start-up ------------------------------------------------------------------------------
+
+    def _initialize_kv_caches(self) -> KVCacheConfig:
+        specs = self.executor.get_kv_cache_specs()
+        available_bytes = self.executor.determine_available_memory()
+        if self._model_config.max_model_len_auto:
+            self._fit_max_model_len(specs[0], min(available_bytes))
+        configs = get_kv_cache_configs(self.vllm_config, specs, available_bytes)
+        self.vllm_config.cache_config.num_gpu_blocks = configs[0].num_blocks
+        self.executor.initialize_from_config(configs)
+        if configs[0].kv_cache_groups:
+            tokens, full_length = get_kv_cache_capacity(self.vllm_config, configs[0])
+            logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
+        return configs[0]
+
+    def _fit_max_model_len(self, specs: dict[str, KVCacheSpec], available_bytes: int) -> None:
+        model, scheduler = self._model_config, self.vllm_config.scheduler_config
+        fits = estimate_max_model_len(self.vllm_config, specs, available_bytes)
+        if 0 < fits < model.max_model_len:
+            decisions.record(
+                "max_model_len", fits, "the longest request memory holds", model.max_model_len
+            )
+            model.max_model_len = scheduler.max_model_len = fits
+
+    def _create_scheduler(
+        self, kv_cache_config: KVCacheConfig, log_stats: bool
+    ) -> SchedulerInterface:
+        config = self.vllm_config.scheduler_config
+        scheduler_class: type[SchedulerInterface]
+        if config.scheduler_cls is not None:
+            scheduler_class = resolve_class(config.scheduler_cls)
+        else:
+            scheduler_class = AsyncScheduler if config.async_scheduling else Scheduler
+        scheduler = scheduler_class(self.vllm_config, kv_cache_config, log_stats)
+        if scheduler.max_steps_in_flight < self.executor.max_concurrent_batches:
+            raise ValueError(
+                f"{scheduler_class.__name__} schedules {scheduler.max_steps_in_flight} step at a "
+                f"time, but asynchronous scheduling keeps {self.executor.max_concurrent_batches} "
+                "in flight; use --no-async-scheduling"
+            )
+        return scheduler
+
+    def _create_block_hasher(self) -> Callable[[Request], list[Any]] | None:
+        cache = self.vllm_config.cache_config
+        if not cache.enable_prefix_caching and self.vllm_config.kv_transfer_config is None:
+            return None
+        hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        return get_request_block_hasher(cache.block_size, hash_function)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def make_request(self, request: EngineCoreRequest) -> Request:
+        """Build the core's request (hashes the prompt's blocks); may run on another thread."""
+        return Request.from_engine_core_request(request, self._block_hasher)
+
+    def add_request(self, request: Request) -> EngineCoreOutput | None:
+        """Queue a request; returns its last message instead if its id is still in use."""
+        try:
+            self.scheduler.add_request(request)
+        except ValueError as error:
+            logger.error("%s", error)
+            return EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error)
+            )
+        return None
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def abort_all(self) -> None:
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to wait for."""
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether the last step computed nothing: what is left are transfers to wait for."""
+        return not self._last_step_computed and not self._in_flight
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Launch the next step; once enough are in flight, take the oldest one's results."""
+        if len(self._in_flight) < self._depth and self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._in_flight.append((output, self._launch(output)))
+            self._last_step_computed = output.total_num_scheduled_tokens > 0
+            if self._last_step_computed and len(self._in_flight) < self._depth:
+                return {}
+        if not self._in_flight:
+            return {}
+        output, future = self._in_flight.popleft()
+        result = future.result(timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        return self.scheduler.update_from_output(output, result)
+
+    def _launch(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        if (
+            output.total_num_scheduled_tokens
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or output.kv_connector_metadata is not None
+        ):
+            return self.executor.execute_model(output)
+        nothing: Future[ModelRunnerOutput] = Future()
+        nothing.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
+        return nothing
+
+    # ---- utilities -----------------------------------------------------------------------------
+
+    def call_utility(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Run a named utility; ValueError for an unknown one."""
+        if method not in self._utilities:
+            raise ValueError(
+                f"the engine has no utility {method!r}; known: {', '.join(self._utilities)}"
+            )
+        return self._utilities[method](*args)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def shutdown(self) -> None:
+        """Stop scheduler, connector and workers; safe to call twice."""
+        self.scheduler.shutdown()
+        self.executor.shutdown()

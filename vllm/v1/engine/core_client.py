@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a front end talks to an engine core: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_link import CoreLink
+from vllm.v1.engine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+_TICK_S = 0.001
+#: longest wait for transfers after the last request
+_FLUSH_S = 10.0
+
+
+class EngineCoreClient(ABC):
+    """Requests in, outputs out; used from one thread."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """The next outputs; `EngineDeadError` when the engine is dead."""
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Run a utility of the core and return its result."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """With no request left: let workers and connector finish what they do for the last ones."""
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine; safe to call twice. `timeout`: seconds before the core is killed."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """One result per worker."""
+        results: list[Any] = self.call_utility("collective_rpc", method, timeout, args, kwargs)
+        return results
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        flags = (reset_running_requests, reset_connector)
+        return bool(self.call_utility("reset_prefix_cache", *flags))
+
+
+class InprocClient(EngineCoreClient):
+    """The core in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`)."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
+        self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+        self._refused: list[EngineCoreOutput] = []
+        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """One step's outputs; empty while the first of several concurrent steps is launched."""
+        if self._refused:
+            refused, self._refused = self._refused, []
+            return EngineCoreOutputs(outputs=refused, timestamp=time.monotonic())
+        produced = self.engine_core.step()
+        if not produced and self.engine_core.only_waits:
+            time.sleep(_TICK_S)
+        return produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        refused = self.engine_core.add_request(self.engine_core.make_request(request))
+        if refused is not None:
+            self._refused.append(refused)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.engine_core.abort_requests(request_ids)
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        return self.engine_core.call_utility(method, args)
+
+    def flush(self) -> None:
+        """Nobody else steps this core: without these steps transfers would never end."""
+        deadline = time.monotonic() + _FLUSH_S
+        while self.engine_core.has_work() and time.monotonic() < deadline:
+            self.get_output()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._finalizer()
+
+
+class SyncMPClient(EngineCoreClient):
+    """The core in its own process, for `LLM`."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
+        self._outputs: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
+        self._link = CoreLink(vllm_config, executor_class, log_stats, self._outputs.put)
+        self._finalizer = weakref.finalize(self, self._link.close)
+
+    @property
+    def process_id(self) -> int | None:
+        return self._link.process_id
+
+    def get_output(self) -> EngineCoreOutputs:
+        if self._link.dead is not None and self._outputs.empty():
+            raise EngineDeadError(self._link.dead.cause)
+        outputs = self._outputs.get()
+        if isinstance(outputs, EngineDeadError):
+            raise outputs
+        return outputs
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._link.add(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._link.abort(request_ids)
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        return self._link.call(method, *args).result()
+
+    def flush(self) -> None:
+        """The core's own loop goes on as long as there is anything to wait for."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._link.close(timeout)
+
+
+class _Mailbox:
+    """Hands outputs from the reader's thread to an event loop, chosen when first awaited."""
+
+    def __init__(self) -> None:
+        self._items: deque[EngineCoreOutputs | EngineDeadError] = deque()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: EngineCoreOutputs | EngineDeadError) -> None:
+        with self._lock:
+            self._items.append(item)
+            loop, waiting = self._loop, self._waiter is not None
+        if loop is not None and waiting and not loop.is_closed():
+            loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def get(self) -> EngineCoreOutputs | EngineDeadError:
+        while True:
+            with self._lock:
+                if self._items:
+                    return self._items.popleft()
+                self._loop = asyncio.get_running_loop()
+                self._waiter = self._loop.create_future()
+                waiter = self._waiter
+            await waiter
+
+
+class AsyncMPClient:
+    """The core in its own process, for `AsyncLLM`. Sending never blocks."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
+        self._mailbox = _Mailbox()
+        self._link = CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put)
+        self._finalizer = weakref.finalize(self, self._link.close)
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Set as soon as the engine's death is known."""
+        return self._link.dead
+
+    @property
+    def process_id(self) -> int | None:
+        return self._link.process_id
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """The next outputs; raises `EngineDeadError` when the engine is dead."""
+        outputs = await self._mailbox.get()
+        if isinstance(outputs, EngineDeadError):
+            raise outputs
+        return outputs
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._link.add(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._link.abort(request_ids)
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(self._link.call(method, *args))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._link.close(timeout)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's end of the sockets to a core process: sends, receives, and notices its death."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from vllm import decisions, envs
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core_proc import CoreAddresses
+from vllm.v1.engine.core_process import CoreProcess
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+#: takes outputs, and at the end of a dead engine the error; called on the reader's thread
+Sink = Callable[[EngineCoreOutputs | EngineDeadError], None]
+
+_SHUTDOWN_S = 15.0
+
+
+class CoreLink:
+    """A running core process and the sockets to it.
+
+    Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
+    its finalizer.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        sink: Sink,
+    ) -> None:
+        self._sink = sink
+        self._directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
+        addresses = CoreAddresses(
+            f"ipc://{self._directory}/requests", f"ipc://{self._directory}/outputs"
+        )
+        self._encoder = MsgpackEncoder()
+        self._send_lock = threading.RLock()  # a signal handler may close while sending
+        self._call_ids = itertools.count()
+        self._calls: dict[int, Future[Any]] = {}
+        self._closed = False
+        self.dead: EngineDeadError | None = None
+        try:
+            # the process starts before any socket or thread exists, so that forking is safe
+            self._core = CoreProcess(vllm_config, executor_class, log_stats, addresses)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        self._context = zmq.Context()
+        self._requests = self._bind(zmq.PUSH, addresses.requests)
+        self._outputs = self._bind(zmq.PULL, addresses.outputs)
+        self._stop_read, self._stop_write = os.pipe()
+        self._reader = threading.Thread(target=self._read, name="core-outputs", daemon=True)
+        atexit.register(self.close)
+        try:
+            ready = self._core.wait_ready()
+        except BaseException:
+            self._close(timeout_s=0.0, started=False)
+            raise
+        decisions.adopt(ready.decisions)
+        assert vllm_config.model_config is not None
+        vllm_config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
+        vllm_config.model_config.max_model_len = ready.max_model_len
+        vllm_config.scheduler_config.max_model_len = ready.max_model_len
+        self._reader.start()
+
+    @property
+    def process_id(self) -> int | None:
+        return self._core.process.pid
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        return socket
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(EngineCoreRequestType.ABORT, request_ids)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Run a utility in the core. The future fails with `EngineGenerateError` when the utility
+        does, with `EngineDeadError` when the engine dies first."""
+        call_id = next(self._call_ids)
+        future: Future[Any] = Future()
+        self._calls[call_id] = future
+        message = (call_id, method, [pack_object(arg) for arg in args])
+        try:
+            self._send(EngineCoreRequestType.UTILITY, message)
+        except BaseException:
+            self._calls.pop(call_id, None)
+            raise
+        return future
+
+    def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead.cause)
+        frame = self._encoder.encode(message)
+        with self._send_lock:
+            if self._closed:
+                raise EngineDeadError("it was shut down")
+            self._requests.send_multipart((kind.value, frame))
+
+    # ---- receiving (reader thread) -------------------------------------------------------------
+
+    def _read(self) -> None:
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        poller = zmq.Poller()
+        poller.register(self._outputs, zmq.POLLIN)
+        poller.register(self._core.process.sentinel, zmq.POLLIN)
+        poller.register(self._stop_read, zmq.POLLIN)
+        try:
+            while True:
+                events = dict(poller.poll())
+                if self._stop_read in events:
+                    return self._die("it was shut down")
+                if self._outputs in events:
+                    outputs = decoder.decode(self._outputs.recv())
+                    if outputs.fatal is not None:
+                        return self._die(outputs.fatal)
+                    self._deliver(outputs)
+                elif self._core.process.sentinel in events:
+                    return self._die(f"its process ended (exit code {self._exit_code()})")
+        except Exception as error:
+            logger.exception("reading the engine core's outputs failed")
+            self._die(f"its outputs cannot be read: {error}")
+
+    def _exit_code(self) -> int | None:
+        self._core.process.join(1.0)
+        return self._core.process.exitcode
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        reply = outputs.utility_output
+        if reply is None:
+            self._sink(outputs)
+            return
+        future = self._calls.pop(reply.call_id)
+        if not future.set_running_or_notify_cancel():
+            return
+        if reply.error is None:
+            future.set_result(reply.result)
+        else:
+            future.set_exception(EngineGenerateError(reply.error))
+
+    def _die(self, cause: str) -> None:
+        error = EngineDeadError(cause)
+        self.dead = error
+        for future in list(self._calls.values()):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._calls.clear()
+        self._sink(error)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop the core, release sockets, thread and files; safe to call twice.
+
+        The core gets `timeout_s` seconds (15 by default) to end cleanly before it is killed.
+        """
+        self._close(_SHUTDOWN_S if timeout_s is None else timeout_s, started=True)
+
+    def _close(self, timeout_s: float, started: bool) -> None:
+        with self._send_lock:
+            if self._closed:
+                return
+            self._closed = True
+            if started and self.dead is None:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._requests.setsockopt(zmq.LINGER, 1000)
+                    self._requests.send_multipart((EngineCoreRequestType.SHUTDOWN.value, b"\xc0"))
+        atexit.unregister(self.close)
+        if self._reader.ident is not None:
+            os.write(self._stop_write, b"x")
+            if threading.current_thread() is not self._reader:
+                self._reader.join()
+        self._core.stop(timeout_s)
+        self._context.destroy(linger=0)
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+        shutil.rmtree(self._directory, ignore_errors=True)

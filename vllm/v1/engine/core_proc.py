@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core as a process of its own.
+
+Requests arrive on a ZMQ socket read by one thread, outputs leave through another, so that
+(de)serialisation overlaps with the steps of the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import zmq
+
+from vllm import decisions
+from vllm.logger import init_logger
+from vllm.v1.engine import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityOutput,
+)
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+#: how often a lost parent is noticed, and how long the core may then take to stop
+_PARENT_POLL_S = 0.5
+_ORPHAN_GRACE_S = 20.0
+#: pause between steps that only wait for transfers
+_TICK_S = 0.001
+#: how long a shutdown waits for transfers of finished requests
+_DRAIN_S = 5.0
+_FLUSH_S = 5.0
+
+
+@dataclass(frozen=True)
+class CoreSetup:
+    """What a core process starts from."""
+
+    vllm_config: VllmConfig
+    executor_class: type[Executor]
+    log_stats: bool
+
+
+@dataclass(frozen=True)
+class CoreReady:
+    """Sent once when the core can take requests: what start-up decided."""
+
+    num_gpu_blocks: int | None
+    max_model_len: int
+    decisions: list[decisions.Decision]
+
+
+@dataclass(frozen=True)
+class CoreAddresses:
+    """ZMQ addresses; the client binds both."""
+
+    requests: str
+    outputs: str
+
+
+class EngineCoreProc:
+    """Feeds an `EngineCore` from a socket and sends what it produces."""
+
+    def __init__(self, core: EngineCore, addresses: CoreAddresses) -> None:
+        self._core = core
+        self._addresses = addresses
+        self._context = zmq.Context()
+        self._inputs: queue.SimpleQueue[tuple[EngineCoreRequestType | None, Any]] = (
+            queue.SimpleQueue()
+        )
+        self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._reader = self._thread("core-input", self._read)
+        self._writer = self._thread("core-output", self._write)
+        self._reader.start()
+        self._writer.start()
+
+    def request_shutdown(self) -> None:
+        """Make `run` return after its current step; safe in a signal handler."""
+        self._inputs.put((EngineCoreRequestType.SHUTDOWN, None))
+
+    def run(self) -> None:
+        """Step until told to stop; any error is reported to the client and raised."""
+        try:
+            while not self._stopping:
+                self._take_inputs()
+                self._step()
+            self._drain()
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._outputs.put(EngineCoreOutputs(fatal=cause))
+            raise
+        finally:
+            self._outputs.put(None)
+            self._writer.join(_FLUSH_S)
+
+    # ---- the main thread -----------------------------------------------------------------------
+
+    def _take_inputs(self) -> None:
+        """Handle every message there is; with nothing to do, wait for one."""
+        block = not self._core.has_work()
+        while True:
+            try:
+                kind, payload = self._inputs.get(block=block)
+            except queue.Empty:
+                return
+            self._handle(kind, payload)
+            if self._stopping:
+                return
+            block = False
+
+    def _handle(self, kind: EngineCoreRequestType | None, payload: Any) -> None:
+        if kind is None:
+            raise payload
+        if kind is EngineCoreRequestType.ADD:
+            refused = self._core.add_request(payload)
+            if refused is not None:
+                self._outputs.put(EngineCoreOutputs(outputs=[refused], timestamp=time.monotonic()))
+        elif kind is EngineCoreRequestType.ABORT:
+            self._core.abort_requests(payload)
+        elif kind is EngineCoreRequestType.UTILITY:
+            self._outputs.put(EngineCoreOutputs(utility_output=self._call_utility(*payload)))
+        else:
+            self._stopping = True
+
+    def _call_utility(self, call_id: int, method: str, args: list[Any]) -> UtilityOutput:
+        try:
+            result = pack_object(self._core.call_utility(method, tuple(args)))
+        except Exception as error:
+            logger.exception("utility %s failed", method)
+            return UtilityOutput(call_id, error=f"{type(error).__name__}: {error}")
+        return UtilityOutput(call_id, result=result)
+
+    def _step(self) -> None:
+        if not self._core.has_work():
+            return
+        produced = self._core.step()
+        for outputs in produced.values():
+            self._outputs.put(outputs)
+        if not produced and self._core.only_waits and self._inputs.empty():
+            time.sleep(_TICK_S)
+
+    def _drain(self) -> None:
+        """End all requests and let transfers of finished ones complete."""
+        self._core.abort_all()
+        deadline = time.monotonic() + _DRAIN_S
+        while self._core.has_work() and time.monotonic() < deadline:
+            self._step()
+
+    # ---- the socket threads --------------------------------------------------------------------
+
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """A thread whose failure is raised by the main thread."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._inputs.put((None, error))
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _read(self) -> None:
+        socket = self._context.socket(zmq.PULL)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._addresses.requests)
+        requests = MsgpackDecoder(EngineCoreRequest)
+        anything: MsgpackDecoder[Any] = MsgpackDecoder(object)
+        while True:
+            kind_frame, payload_frame = socket.recv_multipart()
+            kind = EngineCoreRequestType(kind_frame)
+            payload: Request | Any
+            if kind is EngineCoreRequestType.ADD:
+                payload = self._core.make_request(requests.decode(payload_frame))
+            else:
+                payload = anything.decode(payload_frame)
+            self._inputs.put((kind, payload))
+
+    def _write(self) -> None:
+        encoder = MsgpackEncoder()
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.LINGER, int(_FLUSH_S * 1000))
+            socket.connect(self._addresses.outputs)
+            while (outputs := self._outputs.get()) is not None:
+                try:
+                    frame = encoder.encode(outputs)
+                except Exception as error:
+                    socket.send(encoder.encode(EngineCoreOutputs(fatal=str(error))))
+                    raise
+                socket.send(frame)
+
+
+# ---- the process -------------------------------------------------------------------------------
+
+
+def run_engine_core(
+    setup: bytes, addresses: CoreAddresses, ready: Connection, parent_pid: int
+) -> None:
+    """Entry point of the core process; `setup` is a cloudpickled `CoreSetup`.
+
+    Sends `CoreReady`, or the exception that stopped the start, through `ready`. Exits non-zero
+    after an error. Ends by itself when the parent is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_during_start)
+    _watch_parent(parent_pid)
+    try:
+        core = _start(setup)
+    except Exception as error:
+        logger.exception("the engine core could not start")
+        _send_error(ready, error)
+        raise SystemExit(1) from None
+    proc = EngineCoreProc(core, addresses)
+    signal.signal(signal.SIGTERM, lambda *_: proc.request_shutdown())
+    num_blocks = core.vllm_config.cache_config.num_gpu_blocks
+    ready.send(CoreReady(num_blocks, core.max_model_len, decisions.decisions()))
+    ready.close()
+    try:
+        proc.run()
+    except Exception:
+        logger.exception("the engine core failed")
+        raise SystemExit(1) from None
+    finally:
+        core.shutdown()
+
+
+def _start(setup: bytes) -> EngineCore:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    loaded: CoreSetup = cloudpickle.loads(setup)
+    return EngineCore(loaded.vllm_config, loaded.executor_class, loaded.log_stats)
+
+
+def _exit_during_start(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _send_error(ready: Connection, error: Exception) -> None:
+    """Configuration errors keep their type; anything else is described."""
+    described: Exception = RuntimeError(
+        f"the engine core could not start: {type(error).__name__}: {error}"
+    )
+    try:
+        ready.send(error if isinstance(error, ValueError) else described)
+    except Exception:
+        ready.send(described)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    """Stop this process when the parent dies, cleanly if it can, by force if it cannot."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_POLL_S)
+        logger.error("the parent process is gone; stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting, watching and ending the engine core's process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from tqdm import TMonitor
+
+from vllm import decisions, envs
+from vllm.v1.engine.core_proc import CoreAddresses, CoreReady, CoreSetup, run_engine_core
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+_TERMINATE_S = 5.0
+
+
+def start_method() -> str:
+    """How to start the core: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be unsafe."""
+    asked = envs.VLLM_WORKER_MULTIPROC_METHOD
+    if asked != "fork":
+        return asked
+    reason = None
+    if torch.cuda.is_initialized():
+        reason = "CUDA is initialised in this process and cannot be used in a forked one"
+    elif any(not isinstance(t, TMonitor) for t in threading.enumerate()[1:]):
+        reason = "this process runs threads, whose locks a forked process would inherit"
+    if reason is None:
+        return asked
+    decisions.record("engine core start method", "spawn", reason, instead_of="fork")
+    return "spawn"
+
+
+class CoreProcess:
+    """The core's process, from start to exit."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        addresses: CoreAddresses,
+    ) -> None:
+        setup = _pickle(CoreSetup(vllm_config, executor_class, log_stats))
+        context: Any = multiprocessing.get_context(start_method())
+        self._ready, child_end = context.Pipe(duplex=False)
+        self.process: BaseProcess = context.Process(
+            target=run_engine_core,
+            args=(setup, addresses, child_end, os.getpid()),
+            name="vllm-engine-core",
+        )
+        self.process.start()
+        child_end.close()
+
+    def wait_ready(self) -> CoreReady:
+        """Block until the core can take requests.
+
+        Raises the core's own `ValueError` for a bad configuration, `RuntimeError` when it failed
+        otherwise or died, `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
+        """
+        timeout_s = envs.VLLM_ENGINE_READY_TIMEOUT_S
+        ready: Connection = self._ready
+        wait([ready, self.process.sentinel], timeout_s)
+        try:
+            message = ready.recv() if ready.poll() else None
+        except EOFError:
+            message = None
+        finally:
+            ready.close()
+        if isinstance(message, CoreReady):
+            return message
+        if isinstance(message, Exception):
+            raise message
+        self.process.join(1.0)
+        if self.process.is_alive():
+            raise TimeoutError(
+                f"the engine core was not ready after {timeout_s} s "
+                "(VLLM_ENGINE_READY_TIMEOUT_S)"
+            )
+        raise RuntimeError(
+            f"the engine core died while starting (exit code {self.process.exitcode}); its own "
+            "messages are above. A script that is its own entry point needs the guard "
+            "`if __name__ == '__main__':` when processes are spawned"
+        )
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the process to end by itself, then terminate, then kill it."""
+        deadline = time.monotonic() + timeout_s
+        self.process.join(max(0.0, deadline - time.monotonic()))
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(_TERMINATE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _pickle(setup: CoreSetup) -> bytes:
+    """Classes of checkpoints with remote code are sent by value: their module exists only here."""
+    remote_code = sys.modules.get("transformers_modules")
+    if remote_code is None:
+        return cloudpickle.dumps(setup)
+    cloudpickle.register_pickle_by_value(remote_code)
+    try:
+        return cloudpickle.dumps(setup)
+    finally:
+        cloudpickle.unregister_pickle_by_value(remote_code)

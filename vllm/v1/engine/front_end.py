@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both front ends (`LLMEngine`, `AsyncLLM`) are made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import StatLoggerManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.config import ModelConfig, VllmConfig
+
+
+class FrontEnd:
+    """Tokenizer, input and output processing and statistics, without the engine core."""
+
+    def __init__(self, vllm_config: VllmConfig, log_stats: bool) -> None:
+        assert vllm_config.model_config is not None
+        self.vllm_config = vllm_config
+        self.model_config: ModelConfig = vllm_config.model_config
+        self.log_stats = log_stats
+        self.tokenizer = _load_tokenizer(self.model_config)
+        self.input_processor = InputProcessor(vllm_config, self.tokenizer)
+        self.output_processor = OutputProcessor(
+            self.tokenizer, vllm_config.scheduler_config.stream_interval
+        )
+
+    def make_stat_loggers(self) -> StatLoggerManager | None:
+        """After the core has started: some metrics show what it decided."""
+        return StatLoggerManager(self.vllm_config) if self.log_stats else None
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """`ValueError` when the engine runs without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: --skip-tokenizer-init is set")
+        return self.tokenizer
+
+
+def _load_tokenizer(model_config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    if model_config.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        model_config.tokenizer,
+        tokenizer_mode=model_config.tokenizer_mode,
+        trust_remote_code=model_config.trust_remote_code,
+        revision=model_config.tokenizer_revision,
+    )

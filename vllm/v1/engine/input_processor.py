@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a user's prompt and parameters to a request the core need not check again."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import PromptType
+from vllm.lora.request import LoRARequest, check_no_lora
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.bad_words import bad_word_token_ids
+from vllm.v1.engine.prompt_checks import ParsedPrompt, check_token_ids, parse_prompt
+from vllm.v1.engine.request_id import make_internal_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.config import VllmConfig
+
+_TOKENIZATION_KEYS = ("add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class ProcessedInput:
+    """A validated request and the prompt's text, which the core never sees."""
+
+    request: EngineCoreRequest
+    prompt_text: str | None
+
+
+class InputProcessor:
+    """Tokenises and validates; every error is a `VLLMValidationError` naming the parameter."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        assert vllm_config.model_config is not None
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.tokenizer = tokenizer
+        self._vocab_size = self.model_config.get_vocab_size()
+        self._generation_config = self.model_config.try_get_generation_config()
+        self._eos_token_id = self._find_eos()
+
+    def _find_eos(self) -> int | None:
+        """The tokenizer's end-of-sequence id; without a tokenizer the checkpoint's first."""
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            return int(self.tokenizer.eos_token_id)
+        found = self._generation_config.get("eos_token_id")
+        if found is None:
+            found = self.model_config.hf_text_config.eos_token_id
+        if isinstance(found, list):
+            found = found[0] if found else None
+        return found
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        *,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> ProcessedInput:
+        """`request_id` is the caller's; the engine's is derived from it."""
+        check_no_lora(lora_request)
+        self._check_scalars(request_id, priority, params)
+        parsed = parse_prompt(prompt)
+        token_ids = self.tokenize(parsed, tokenization_kwargs)
+        check_token_ids(token_ids, self._vocab_size, self.max_model_len)
+        request = EngineCoreRequest(
+            request_id=make_internal_id(request_id),
+            prompt_token_ids=token_ids,
+            sampling_params=self._finish_params(params, len(token_ids)),
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            eos_token_id=self._eos_token_id,
+            priority=priority,
+            cache_salt=cache_salt or parsed.cache_salt,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+        )
+        return ProcessedInput(request, parsed.text)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model_config.max_model_len
+
+    def _check_scalars(self, request_id: str, priority: int, params: SamplingParams) -> None:
+        if not isinstance(request_id, str):
+            raise VLLMValidationError(
+                f"request_id must be a string, got {request_id!r}", "request_id", request_id
+            )
+        if not isinstance(params, SamplingParams):
+            raise VLLMValidationError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                "sampling_params",
+            )
+        if type(priority) is not int:
+            raise VLLMValidationError(
+                f"priority must be an integer, got {priority!r}", "priority", priority
+            )
+        if priority != 0 and self.vllm_config.scheduler_config.policy != "priority":
+            raise VLLMValidationError(
+                f"priority {priority} needs --scheduling-policy priority", "priority", priority
+            )
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    def tokenize(
+        self, prompt: ParsedPrompt, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The prompt's token ids; given ids pass unchanged."""
+        options = dict(tokenization_kwargs or {})
+        unknown = sorted(set(options) - set(_TOKENIZATION_KEYS))
+        if unknown:
+            raise VLLMValidationError(
+                f"unknown tokenization_kwargs {unknown}; known: {', '.join(_TOKENIZATION_KEYS)}",
+                "tokenization_kwargs",
+            )
+        keep_last = options.pop("truncate_prompt_tokens", None)
+        if prompt.token_ids is not None:
+            token_ids = prompt.token_ids
+        else:
+            token_ids = self._encode(prompt.text or "", options)
+        if keep_last is not None:
+            keep_last = self.max_model_len - 1 if keep_last == -1 else keep_last
+            if type(keep_last) is not int or keep_last < 1:
+                raise VLLMValidationError(
+                    f"truncate_prompt_tokens must be -1 or at least 1, got {keep_last!r}",
+                    "truncate_prompt_tokens",
+                    keep_last,
+                )
+            token_ids = token_ids[-keep_last:]
+        return token_ids
+
+    def _encode(self, text: str, options: dict[str, Any]) -> list[int]:
+        if self.tokenizer is None:
+            raise VLLMValidationError(
+                "text prompts need a tokenizer, but --skip-tokenizer-init is set; send token ids",
+                parameter="prompt",
+            )
+        try:
+            return list(self.tokenizer.encode(text, **options))
+        except (UnicodeEncodeError, TypeError) as error:
+            raise VLLMValidationError(
+                f"the prompt cannot be tokenised: {error}", parameter="prompt"
+            ) from error
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def _finish_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A checked copy with everything the engine needs filled in."""
+        self._check_params(params)
+        params = params.clone()
+        room = self.max_model_len - num_prompt_tokens
+        if params.max_tokens is None:
+            params.max_tokens = room
+        if params.min_tokens > room:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
+                f"requested at least {params.min_tokens} output tokens (min_tokens) after "
+                f"{num_prompt_tokens} tokens in the prompt.",
+                "min_tokens",
+                params.min_tokens,
+            )
+        if params.seed is None:
+            params.seed = secrets.randbits(63)
+        params.update_from_generation_config(self._generation_config, self._eos_token_id)
+        if params.bad_words:
+            params.bad_words_token_ids = bad_word_token_ids(params.bad_words, self.tokenizer)
+        return params
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            raise VLLMValidationError(
+                "structured_outputs are not supported yet; validate the output yourself",
+                "structured_outputs",
+            )
+        self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
+        self._check_in_vocabulary("logit_bias", params.logit_bias or ())
+        self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_in_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        if self.tokenizer is None and params.detokenize and (params.stop or params.bad_words):
+            raise VLLMValidationError(
+                "stop strings and bad_words need a tokenizer, but --skip-tokenizer-init is set; "
+                "use stop_token_ids or logit_bias",
+                "stop",
+            )
+
+    def _check_logprobs(self, name: str, asked: int | None) -> None:
+        limit = self.model_config.max_logprobs
+        if asked is None or limit == -1:
+            return
+        wanted = self._vocab_size if asked == -1 else asked
+        if wanted > limit:
+            raise VLLMValidationError(
+                f"{name} asks for {wanted} alternatives per token; the server allows {limit} "
+                "(--max-logprobs)",
+                name,
+                asked,
+            )
+
+    def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise VLLMValidationError(
+                    f"{name}: token id {token_id} is outside the vocabulary "
+                    f"[0, {self._vocab_size})",
+                    name,
+                    token_id,
+                )

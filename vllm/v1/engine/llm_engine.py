@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The synchronous engine under `LLM`: add requests, step, collect outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.inputs import PromptType
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
+from vllm.v1.engine.front_end import FrontEnd
+from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
+from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.batch_defaults import UsageContext
+    from vllm.v1.executor.abstract import Executor
+
+
+class LLMEngine:
+    """Runs requests of one caller.
+
+    The core runs in its own process unless `multiprocess` (default: the environment variable
+    `VLLM_ENABLE_V1_MULTIPROCESSING`) is false.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor] | None = None,
+        log_stats: bool = True,
+        multiprocess: bool | None = None,
+    ) -> None:
+        if executor_class is None:
+            from vllm.v1.executor.abstract import Executor
+
+            executor_class = Executor.get_class(vllm_config)
+        self._front_end = FrontEnd(vllm_config, log_stats)
+        self.vllm_config = vllm_config
+        self.model_config = self._front_end.model_config
+        self.tokenizer = self._front_end.tokenizer
+        self.input_processor = self.processor = self._front_end.input_processor
+        self.output_processor = self._front_end.output_processor
+        if multiprocess is None:
+            multiprocess = envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        client_class = SyncMPClient if multiprocess else InprocClient
+        self.engine_core: EngineCoreClient = client_class(vllm_config, executor_class, log_stats)
+        self._loggers = self._front_end.make_stat_loggers()
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: VllmConfig, disable_log_stats: bool = False
+    ) -> LLMEngine:
+        return cls(vllm_config, log_stats=not disable_log_stats)
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: UsageContext | None = None
+    ) -> LLMEngine:
+        from vllm.engine.batch_defaults import UsageContext
+
+        config = engine_args.create_engine_config(usage_context or UsageContext.ENGINE_CONTEXT)
+        return cls(config, log_stats=not config.observability_config.disable_log_stats)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Validate and start a request; raises `VLLMValidationError` before the engine sees it."""
+        processed = self.input_processor.process(
+            request_id,
+            prompt,
+            params,
+            arrival_time,
+            priority,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        children = self.output_processor.add_request(
+            processed.request, request_id, processed.prompt_text
+        )
+        for child in children:
+            self.engine_core.add_request(child)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests; returns their last outputs. Unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        aborted, outputs = self.output_processor.abort_requests(ids)
+        self.engine_core.abort_requests(aborted)
+        return outputs
+
+    def abort_all(self) -> None:
+        self.abort_request(self.output_processor.external_ids())
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the core's next message and turn it into outputs (maybe none)."""
+        outputs = self.engine_core.get_output()
+        iteration = IterationStats() if self._loggers is not None else None
+        processed = self.output_processor.process_outputs(outputs, iteration)
+        self.engine_core.abort_requests(processed.aborts)
+        if self._loggers is not None and iteration is not None:
+            self._loggers.record(outputs.scheduler_stats, iteration)
+        if not self.has_unfinished_requests():
+            self.engine_core.flush()
+        return processed.request_outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.output_processor.get_num_unfinished_requests()
+
+    # ---- utilities -----------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._front_end.require_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of this process's metrics; `ValueError` when statistics are off."""
+        if self._loggers is None:
+            raise ValueError("metrics are off; use disable_log_stats=False")
+        return get_metrics_snapshot()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """`func(model)` on every worker."""
+        return self.collective_rpc("apply_model", args=(func,))
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def do_log_stats(self) -> None:
+        """Log throughput now."""
+        if self._loggers is not None:
+            self._loggers.log()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the core; safe to call twice."""
+        self.engine_core.shutdown(timeout)

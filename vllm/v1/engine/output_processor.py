@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From core outputs to request outputs, for all requests of a front end."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.logprobs import LogprobsCollector, TokenTexts
+from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
+from vllm.v1.engine.request_state import OutputSink, RequestState
+from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class ProcessedOutputs:
+    """`request_outputs`: those of requests without a sink. `aborts`: engine ids that stopped at a
+    stop string, which only the front end can see."""
+
+    request_outputs: list[RequestOutput] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Holds a `RequestState` per engine request until it is finished."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, stream_interval: int = 1
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._stream_interval = stream_interval
+        self.request_states: dict[str, RequestState] = {}
+        self._internal_ids: defaultdict[str, list[str]] = defaultdict(list)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.request_states)
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        external_id: str,
+        prompt: str | None,
+        sink: OutputSink | None = None,
+    ) -> list[EngineCoreRequest]:
+        """Start following a request; returns what to send to the core (n requests).
+
+        Raises `ValueError` if the id is in use.
+        """
+        params = request.sampling_params
+        parent = None if params.n == 1 else ParentRequest(params.n, params.output_kind)
+        children = [request] if parent is None else child_requests(request)
+        for child in children:
+            if child.request_id in self.request_states:
+                raise ValueError(f"request id {child.request_id!r} is already in use")
+        for index, child in enumerate(children):
+            self.request_states[child.request_id] = RequestState(
+                child,
+                external_id,
+                prompt,
+                Detokenizer(self._tokenizer, child.prompt_token_ids, child.sampling_params),
+                LogprobsCollector(child.sampling_params, self._texts),
+                self._stream_interval,
+                sink,
+                parent,
+                index,
+            )
+            self._internal_ids[external_id].append(child.request_id)
+        return children
+
+    def process_outputs(
+        self, outputs: EngineCoreOutputs, iteration: IterationStats | None = None
+    ) -> ProcessedOutputs:
+        """Take a message of the core; outputs of requests that are gone are dropped."""
+        processed = ProcessedOutputs()
+        for output in outputs.outputs:
+            state = self.request_states.get(output.request_id)
+            if state is not None:
+                self._process(state, output, outputs.timestamp, iteration, processed)
+        return processed
+
+    def _process(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp: float,
+        iteration: IterationStats | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        before = state.num_tokens
+        stop = state.update(output)
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        if stop is not None:
+            if finish_reason is None:
+                processed.aborts.append(output.request_id)
+            finish_reason, stop_reason = FinishReason.STOP, stop
+        if iteration is not None:
+            iteration.add_tokens(state.stats, state.num_tokens - before, timestamp, output.times)
+        self._emit(state, finish_reason, stop_reason, output.kv_transfer_params, processed)
+        if finish_reason is not None:
+            self._forget(state, finish_reason, timestamp, iteration)
+
+    def _emit(
+        self,
+        state: RequestState,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        kv_transfer_params: dict[str, Any] | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        made = state.make_output(finish_reason, stop_reason, kv_transfer_params)
+        if made is None:
+            return
+        if state.sink is not None:
+            state.sink(made, state.error)
+        else:
+            if state.error is not None:
+                logger.error("request %s failed: %s", state.external_id, state.error)
+            processed.request_outputs.append(made)
+
+    def _forget(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        timestamp: float,
+        iteration: IterationStats | None,
+    ) -> None:
+        if iteration is not None:
+            iteration.add_finished(
+                state.stats, reason, timestamp, state.params.max_tokens, state.num_completions
+            )
+        del self.request_states[state.request_id]
+        siblings = self._internal_ids[state.external_id]
+        siblings.remove(state.request_id)
+        if not siblings:
+            del self._internal_ids[state.external_id]
+
+    def abort_requests(
+        self, external_ids: Iterable[str], iteration: IterationStats | None = None
+    ) -> tuple[list[str], list[RequestOutput]]:
+        """End requests by the caller's ids; unknown ones are ignored.
+
+        Returns the engine's ids, to be aborted there, and the last outputs ("abort") of requests
+        without a sink.
+        """
+        processed = ProcessedOutputs()
+        aborted: list[str] = []
+        now = time.monotonic()
+        for external_id in external_ids:
+            for request_id in list(self._internal_ids.get(external_id, ())):
+                state = self.request_states[request_id]
+                aborted.append(request_id)
+                self._emit(state, FinishReason.ABORT, None, None, processed)
+                self._forget(state, FinishReason.ABORT, now, iteration)
+        return aborted, processed.request_outputs
+
+    def drop_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests, by the engine's ids, whose consumer is gone; returns those still known,
+        to be aborted in the engine."""
+        now = time.monotonic()
+        states = [self.request_states.get(request_id) for request_id in request_ids]
+        known = [state for state in states if state is not None]
+        for state in known:
+            self._forget(state, FinishReason.ABORT, now, None)
+        return [state.request_id for state in known]
+
+    def external_ids(self) -> list[str]:
+        """Ids, as callers know them, of all unfinished requests."""
+        return list(self._internal_ids)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`n > 1`: one user request as n engine requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+_SEED_RANGE = 1 << 63
+
+
+def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """Child i has the id `<i>_<id>`, n = 1 and seed + i."""
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{index}_{request.request_id}",
+            sampling_params=_child_params(request.sampling_params, index),
+        )
+        for index in range(request.sampling_params.n)
+    ]
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    child = params.clone()
+    child.n = 1
+    if child.seed is not None:
+        child.seed = (child.seed + index) % _SEED_RANGE
+    return child
+
+
+class ParentRequest:
+    """Gathers the completions of the children of one request."""
+
+    def __init__(self, n: int, output_kind: RequestOutputKind) -> None:
+        self.n = n
+        self._kind = output_kind
+        self._running = set(range(n))
+        self._latest: dict[int, CompletionOutput] = {}
+        self._kv_transfer_params: dict[int, dict[str, Any]] = {}
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """Those of the first child that has any: the user's request can carry one set."""
+        if not self._kv_transfer_params:
+            return None
+        return self._kv_transfer_params[min(self._kv_transfer_params)]
+
+    def add(
+        self, completion: CompletionOutput, kv_transfer_params: dict[str, Any] | None
+    ) -> list[CompletionOutput]:
+        """What to show after a child's news: its delta, all so far, or nothing before the end."""
+        if kv_transfer_params is not None:
+            self._kv_transfer_params[completion.index] = kv_transfer_params
+        if completion.finished():
+            self._running.discard(completion.index)
+        if self._kind is RequestOutputKind.DELTA:
+            return [completion]
+        self._latest[completion.index] = completion
+        if self._kind is RequestOutputKind.FINAL_ONLY and self._running:
+            return []
+        return [self._latest[index] for index in sorted(self._latest)]
+
+    @property
+    def finished(self) -> bool:
+        return not self._running

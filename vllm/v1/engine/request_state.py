@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's view of one engine request: its text, logprobs and what was sent of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.logprobs import LogprobsCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import RequestStateStats
+
+#: takes a request's outputs as they are made, with the reason if it failed
+OutputSink = Callable[[RequestOutput, str | None], None]
+
+
+class RequestState:
+    """Turns core outputs of one completion into `RequestOutput`s.
+
+    `external_id` is the caller's id, `request.request_id` the engine's. `index` is the
+    completion's place among the `n` of `parent`.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        external_id: str,
+        prompt: str | None,
+        detokenizer: Detokenizer,
+        logprobs: LogprobsCollector,
+        stream_interval: int,
+        sink: OutputSink | None = None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
+        self.request_id = request.request_id
+        self.external_id = external_id
+        self.params = request.sampling_params
+        self.sink = sink
+        self.stats = RequestStateStats(
+            arrival_time=request.arrival_time,
+            arrival_ts=time.monotonic() - max(0.0, time.time() - request.arrival_time),
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+        self.error: str | None = None
+        self._prompt = prompt
+        self._prompt_token_ids = request.prompt_token_ids
+        self._detokenizer = detokenizer
+        self._logprobs = logprobs
+        self._stream_interval = stream_interval
+        self._parent = parent
+        self._index = index
+        self._num_cached_tokens: int | None = None
+        self._num_sent_tokens = 0
+        self._sent_prompt_logprobs = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens so far."""
+        return len(self._detokenizer.token_ids)
+
+    @property
+    def num_completions(self) -> int:
+        return self._parent.n if self._parent is not None else 1
+
+    def update(self, output: EngineCoreOutput) -> str | None:
+        """Take in new tokens; returns the stop string they complete, if any."""
+        self._num_cached_tokens = output.num_cached_tokens
+        self.error = output.error
+        if output.new_prompt_logprobs is not None:
+            self._logprobs.add_prompt(output.new_prompt_logprobs)
+        before = len(self._detokenizer.token_ids)
+        stop = self._detokenizer.update(
+            output.new_token_ids, output.finish_reason is FinishReason.STOP
+        )
+        added = len(self._detokenizer.token_ids) - before
+        if output.new_logprobs is not None:
+            self._logprobs.add_sample(output.new_logprobs, added)
+        return stop
+
+    def make_output(
+        self,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> RequestOutput | None:
+        """The news for the user; None if there is none to show yet."""
+        finished = finish_reason is not None
+        if not (finished or self._is_due()):
+            return None
+        completion = self._completion(finish_reason, stop_reason)
+        completions = [completion]
+        if self._parent is not None:
+            completions = self._parent.add(completion, kv_transfer_params)
+            finished = self._parent.finished
+            kv_transfer_params = self._parent.kv_transfer_params
+        if not completions:
+            return None
+        return RequestOutput(
+            self.external_id,
+            self._prompt,
+            self._prompt_token_ids,
+            self._take_prompt_logprobs(),
+            completions,
+            finished,
+            metrics=self.stats,
+            num_cached_tokens=self._num_cached_tokens,
+            kv_transfer_params=kv_transfer_params,
+        )
+
+    def _is_due(self) -> bool:
+        num_new = len(self._detokenizer.token_ids) - self._num_sent_tokens
+        if self.params.output_kind is RequestOutputKind.FINAL_ONLY or num_new == 0:
+            return False
+        return self._num_sent_tokens == 0 or num_new >= self._stream_interval
+
+    def _completion(
+        self, finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> CompletionOutput:
+        finished = finish_reason is not None
+        tokens, logprobs = self._detokenizer.token_ids, self._logprobs.sample
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            text = self._detokenizer.take_new_text(finished)
+            tokens = tokens[self._num_sent_tokens :]
+            logprobs = logprobs[self._num_sent_tokens :] if logprobs is not None else None
+        else:
+            text = self._detokenizer.sendable(finished)
+            tokens = list(tokens)
+            logprobs = list(logprobs) if logprobs is not None else None
+        self._num_sent_tokens = len(self._detokenizer.token_ids)
+        return CompletionOutput(
+            self._index,
+            text,
+            tokens,
+            self._logprobs.cumulative,
+            logprobs,
+            None if finish_reason is None else str(finish_reason),
+            stop_reason,
+        )
+
+    def _take_prompt_logprobs(self) -> Any:
+        if self.params.output_kind is RequestOutputKind.DELTA and self._sent_prompt_logprobs:
+            return None
+        self._sent_prompt_logprobs = True
+        return self._logprobs.prompt

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's Prometheus metrics: names, types and buckets as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from vllm.v1.engine import FinishReason, SchedulerStats
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_LABELS = ("model_name", "engine")
+_GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests waiting to run.",
+    "kv_cache_usage_perc": "Part of state memory in use, 0 to 1.",
+}
+#: `SchedulerStats` field -> (metric, help)
+_SCHEDULER_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Preemptions of running requests."),
+    "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "external_queries": (
+        "external_prefix_cache_queries",
+        "Tokens looked up at the KV connector.",
+    ),
+    "external_hits": ("external_prefix_cache_hits", "Tokens found at the KV connector."),
+}
+_SPEC_COUNTERS = {
+    "num_drafts": ("spec_decode_num_drafts", "Drafts made."),
+    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens drafted."),
+    "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafted tokens accepted."),
+}
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TIMES = {
+    "time_to_first_token_seconds": "Arrival to first token.",
+    "inter_token_latency_seconds": "Between two messages with tokens of one request.",
+    "e2e_request_latency_seconds": "Arrival to end.",
+    "request_time_per_output_token_seconds": "Mean time per token after the first.",
+    "request_queue_time_seconds": "In the waiting queue.",
+    "request_inference_time_seconds": "From first scheduling to last token.",
+    "request_prefill_time_seconds": "From first scheduling to first token.",
+    "request_decode_time_seconds": "From first to last token.",
+}
+_SIZES = {
+    "request_prompt_tokens": "Prompt tokens of finished requests.",
+    "request_generation_tokens": "Generated tokens of finished requests.",
+    "request_params_n": "Completions asked for.",
+    "request_params_max_tokens": "Limit on generated tokens.",
+    "iteration_tokens_total": "Prompt and generated tokens of one step.",
+}
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+def _sizes_up_to(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50 ... up to `limit`."""
+    steps = (m * 10**e for e in range(8) for m in (1, 2, 5))
+    return [float(step) for step in steps if step <= limit]
+
+
+class EngineMetrics:
+    """The metrics of one engine, registered until `close`."""
+
+    def __init__(self, vllm_config: VllmConfig, registry: CollectorRegistry, engine: int) -> None:
+        assert vllm_config.model_config is not None
+        self._registry = registry
+        self._collectors: list[MetricWrapperBase] = []
+        self._values = {
+            "model_name": vllm_config.model_config.served_names[0],
+            "engine": str(engine),
+        }
+        sizes = _sizes_up_to(vllm_config.model_config.max_model_len)
+        self.gauges = {n: self._bound(self._gauge(n, h)) for n, h in _GAUGES.items()}
+        self.times = {n: self._bound(self._histogram(n, h, _SECONDS)) for n, h in _TIMES.items()}
+        self.sizes = {n: self._bound(self._histogram(n, h, sizes)) for n, h in _SIZES.items()}
+        self.scheduler_counters = self._counters(_SCHEDULER_COUNTERS)
+        self.prompt_tokens = self._bound(self._counter("prompt_tokens", "Prompt tokens done."))
+        self.generation_tokens = self._bound(
+            self._counter("generation_tokens", "Tokens generated.")
+        )
+        success = self._counter("request_success", "Finished requests.", ("finished_reason",))
+        self.success = {
+            reason: success.labels(**self._values, finished_reason=str(reason))
+            for reason in FinishReason
+        }
+        self.spec_counters: dict[str, Counter] = {}
+        self._add_speculation(vllm_config)
+        self._add_cache_info(vllm_config)
+
+    # ---- registration --------------------------------------------------------------------------
+
+    def _register(self, metric: M) -> M:
+        self._collectors.append(metric)
+        return metric
+
+    def _gauge(self, name: str, text: str, extra: tuple[str, ...] = ()) -> Gauge:
+        return self._register(
+            Gauge(
+                f"vllm:{name}",
+                text,
+                (*_LABELS, *extra),
+                registry=self._registry,
+                multiprocess_mode="mostrecent",
+            )
+        )
+
+    def _counter(self, name: str, text: str, extra: tuple[str, ...] = ()) -> Counter:
+        return self._register(
+            Counter(f"vllm:{name}", text, (*_LABELS, *extra), registry=self._registry)
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return self._register(
+            Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
+        )
+
+    def _bound(self, metric: M) -> M:
+        return metric.labels(**self._values)
+
+    def _counters(self, table: dict[str, tuple[str, str]]) -> dict[str, Counter]:
+        return {
+            field: self._bound(self._counter(name, text)) for field, (name, text) in table.items()
+        }
+
+    def _add_speculation(self, vllm_config: VllmConfig) -> None:
+        speculative = vllm_config.speculative_config
+        if speculative is None:
+            return
+        self.spec_counters = self._counters(_SPEC_COUNTERS)
+        accepted = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by position in the draft.",
+            ("position",),
+        )
+        self.accepted = [
+            accepted.labels(**self._values, position=str(position))
+            for position in range(speculative.num_speculative_tokens or 0)
+        ]
+
+    def _add_cache_info(self, vllm_config: VllmConfig) -> None:
+        info = vllm_config.cache_config.metrics_info()
+        gauge = self._register(
+            Gauge(
+                "vllm:cache_config_info",
+                "Configuration of state memory, as labels.",
+                ("engine", "model_name", *info),
+                registry=self._registry,
+                multiprocess_mode="mostrecent",
+            )
+        )
+        gauge.labels(**self._values, **info).set(1)
+
+    def close(self) -> None:
+        """Take the metrics out of the registry."""
+        for collector in self._collectors:
+            self._registry.unregister(collector)
+        self._collectors.clear()
+
+    # ---- recording -----------------------------------------------------------------------------
+
+    def record_scheduler(self, stats: SchedulerStats) -> None:
+        self.gauges["num_requests_running"].set(stats.num_running)
+        self.gauges["num_requests_waiting"].set(stats.num_waiting)
+        self.gauges["kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        increments = msgspec.structs.asdict(stats)
+        for field, counter in (*self.scheduler_counters.items(), *self.spec_counters.items()):
+            if increments[field]:
+                counter.inc(increments[field])
+        if self.spec_counters:
+            for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
+                counter.inc(count)
+
+    def record_iteration(self, stats: IterationStats) -> None:
+        self.prompt_tokens.inc(stats.num_prompt_tokens)
+        self.generation_tokens.inc(stats.num_generation_tokens)
+        if total := stats.num_prompt_tokens + stats.num_generation_tokens:
+            self.sizes["iteration_tokens_total"].observe(total)
+        for seconds in stats.times_to_first_token:
+            self.times["time_to_first_token_seconds"].observe(seconds)
+        for seconds in stats.inter_token_latencies:
+            self.times["inter_token_latency_seconds"].observe(seconds)
+        for request in stats.finished:
+            self._record_finished(request)
+
+    def _record_finished(self, request: FinishedRequestStats) -> None:
+        self.success[request.finish_reason].inc()
+        self.sizes["request_prompt_tokens"].observe(request.num_prompt_tokens)
+        self.sizes["request_generation_tokens"].observe(request.num_generation_tokens)
+        self.sizes["request_params_n"].observe(request.n)
+        if request.max_tokens is not None:
+            self.sizes["request_params_max_tokens"].observe(request.max_tokens)
+        for name, seconds in (
+            ("e2e_request_latency_seconds", request.e2e_latency),
+            ("request_time_per_output_token_seconds", request.time_per_output_token),
+            ("request_queue_time_seconds", request.queued_time),
+            ("request_inference_time_seconds", request.inference_time),
+            ("request_prefill_time_seconds", request.prefill_time),
+            ("request_decode_time_seconds", request.decode_time),
+        ):
+            if seconds is not None:
+                self.times[name].observe(seconds)

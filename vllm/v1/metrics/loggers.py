@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where statistics go: the log, and Prometheus."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.engine import SchedulerStats
+from vllm.v1.metrics.engine_metrics import EngineMetrics
+from vllm.v1.metrics.prometheus import REGISTRY
+from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class StatLoggerBase(ABC):
+    """A consumer of statistics."""
+
+    @abstractmethod
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+    ) -> None:
+        """Take one message's statistics."""
+
+    def log(self) -> None:  # noqa: B027 - most loggers have nothing to print
+        """Print what was gathered since the last call."""
+
+
+class LoggingStatLogger(StatLoggerBase):
+    """One line of throughput every `VLLM_LOG_STATS_INTERVAL` seconds while there is traffic."""
+
+    def __init__(self, engine_index: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine_index = engine_index
+        self._clock = clock
+        self._latest = SchedulerStats()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._since = self._clock()
+        self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._queries = self._hits = 0
+        self._drafts = self._accepted = 0
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+    ) -> None:
+        self._num_prompt_tokens += iteration_stats.num_prompt_tokens
+        self._num_generation_tokens += iteration_stats.num_generation_tokens
+        if scheduler_stats is not None:
+            self._latest = scheduler_stats
+            self._queries += scheduler_stats.prefix_queries
+            self._hits += scheduler_stats.prefix_hits
+            self._drafts += scheduler_stats.num_draft_tokens
+            self._accepted += scheduler_stats.num_accepted_tokens
+        if self._clock() - self._since >= envs.VLLM_LOG_STATS_INTERVAL:
+            self.log()
+
+    def log(self) -> None:
+        seconds = max(self._clock() - self._since, 1e-9)
+        hit_rate = self._hits / self._queries if self._queries else 0.0
+        logger.info(
+            "Engine %03d: prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, "
+            "running: %d reqs, waiting: %d reqs, KV cache usage: %.1f%%, prefix cache hit rate: "
+            "%.1f%%%s",
+            self._engine_index,
+            self._num_prompt_tokens / seconds,
+            self._num_generation_tokens / seconds,
+            self._latest.num_running,
+            self._latest.num_waiting,
+            self._latest.kv_cache_usage * 100,
+            hit_rate * 100,
+            f", drafted: {self._drafts}, accepted: {self._accepted}" if self._drafts else "",
+        )
+        self._reset()
+
+
+class PrometheusStatLogger(StatLoggerBase):
+    """Feeds the metrics of one engine until it is collected or closed."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_index: int = 0,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        _close_current(registry)
+        self._metrics = EngineMetrics(vllm_config, registry, engine_index)
+        _current[registry] = self._metrics
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+    ) -> None:
+        if scheduler_stats is not None:
+            self._metrics.record_scheduler(scheduler_stats)
+        self._metrics.record_iteration(iteration_stats)
+
+
+#: the metrics now in a registry: a new engine's replace those of the one before
+_current: weakref.WeakKeyDictionary[CollectorRegistry, EngineMetrics] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _close_current(registry: CollectorRegistry) -> None:
+    previous = _current.pop(registry, None)
+    if previous is not None:
+        previous.close()
+
+
+class StatLoggerManager:
+    """All consumers of one front end."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, loggers: list[StatLoggerBase] | None = None
+    ) -> None:
+        self.loggers: list[StatLoggerBase] = loggers or [
+            LoggingStatLogger(),
+            PrometheusStatLogger(vllm_config),
+        ]
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+    ) -> None:
+        for stat_logger in self.loggers:
+            stat_logger.record(scheduler_stats, iteration_stats)
+
+    def log(self) -> None:
+        for stat_logger in self.loggers:
+            stat_logger.log()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter that captures the target's residual stream and drafts nothing of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.models.extract_hidden_states import (
+    CacheOnlyAttentionLayer,
+    ExtractHiddenStatesModel,
+    aux_layer_ids,
+)
+from vllm.model_executor.models.interfaces import SupportsEagle3
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class ExtractHiddenStatesProposer:
+    """Runs after every target forward, prefill chunks included, so that no row is ever missing.
+
+    Raises ValueError unless `num_speculative_tokens` is 1 and layer ids are configured.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        speculative = vllm_config.speculative_config
+        if speculative is None or speculative.num_speculative_tokens != 1:
+            raise ValueError("extract_hidden_states needs num_speculative_tokens = 1")
+        model_config = vllm_config.model_config
+        assert model_config is not None
+        self.vllm_config = vllm_config
+        self.device = device
+        self.layer_ids = aux_layer_ids(vllm_config)
+        self.hidden_size = model_config.get_hidden_size()
+        #: this step's rows `[max tokens, columns, hidden]`; a fixed address for captured graphs
+        self.hidden_states = torch.zeros(
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            len(self.layer_ids),
+            self.hidden_size,
+            dtype=model_config.dtype,
+            device=device,
+        )
+        self.model: ExtractHiddenStatesModel | None = None
+        self.attn_layer_names: list[str] = []
+        self.kv_cache_gid = -1
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Ask the target for its hidden states and make the caching layer.
+
+        ValueError when the target cannot return them, or has no layer of a configured id.
+        """
+        if not isinstance(target_model, SupportsEagle3):
+            raise ValueError(
+                f"{type(target_model).__name__} cannot return hidden states of its layers "
+                "(SupportsEagle3); extract_hidden_states needs a model that can"
+            )
+        target_model.set_aux_hidden_state_layers(self.layer_ids)
+        self.model = ExtractHiddenStatesModel(vllm_config=self.vllm_config)
+        self.attn_layer_names = [
+            layer.layer_name
+            for layer in self.model.modules()
+            if isinstance(layer, CacheOnlyAttentionLayer)
+        ]
+
+    def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
+        """Find the caching layer's group; ValueError unless one group holds all its layers."""
+        groups = {
+            gid
+            for gid, group in enumerate(kv_cache_config.kv_cache_groups)
+            if set(group.layer_names) & set(self.attn_layer_names)
+        }
+        if len(groups) != 1:
+            raise ValueError(f"layers {self.attn_layer_names} are in state groups {sorted(groups)}")
+        self.kv_cache_gid = groups.pop()
+
+    def propose(self, sampled_token_ids: Tensor, target_hidden_states: list[Tensor]) -> Tensor:
+        """Cache this step's rows; runs inside the step's forward context.
+
+        `target_hidden_states`: one `[tokens, hidden]` per configured id, in the target's order.
+        The draft is `sampled_token_ids` itself, which costs nothing and is rarely accepted.
+        """
+        if self.model is None:
+            raise RuntimeError("load_model() has not been called")
+        if len(target_hidden_states) != len(self.layer_ids):
+            raise ValueError(
+                f"the target returned {len(target_hidden_states)} hidden states for layer ids "
+                f"{self.layer_ids}"
+            )
+        rows = self.hidden_states[: target_hidden_states[0].shape[0]]
+        torch.stack(target_hidden_states, dim=1, out=rows)
+        self.model(rows)
+        return sampled_token_ids
+
+    @staticmethod
+    def prepare_next_token_ids_padded(
+        sampled_token_ids: Tensor, backup_token_ids: Tensor, discard_request_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`(next_token_ids [n], num_valid [n])` of `sampled_token_ids [n, k]`, -1 where rejected.
+
+        The next token is the last valid one; `backup_token_ids [n]` where there is none or where
+        `discard_request_mask [n]` (a request still in its prompt). All on the device.
+        """
+        valid = (sampled_token_ids >= 0) & ~discard_request_mask[:, None]
+        num_valid = valid.sum(dim=1)
+        last = sampled_token_ids.gather(1, (num_valid - 1).clamp(min=0)[:, None]).squeeze(1)
+        return torch.where(num_valid > 0, last, backup_token_ids), num_valid
