@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to conversations, and the choice and inspection of chat templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.entrypoints.fake_engine import CHAT_TEMPLATE, byte_tokenizer
+from vllm.entrypoints.chat_utils import (
+    apply_hf_chat_template,
+    load_chat_template,
+    parse_chat_messages,
+    resolve_hf_chat_template,
+)
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import detect_content_format, resolve_chat_template
+
+LOOPS = (
+    "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+LOOPS_OVER_VARIABLE = (
+    "{% for m in messages %}{% set c = m.content %}"
+    "{% for part in c | list %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+GENERATION = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHAT_TEMPLATE, "string"),
+        (LOOPS, "openai"),
+        (LOOPS_OVER_VARIABLE, "openai"),
+        (GENERATION, "string"),
+        (
+            "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}",
+            "string",
+        ),
+    ],
+)
+def test_content_format_is_seen_in_the_template(template: str, expected: str) -> None:
+    assert detect_content_format(template) == expected
+
+
+def test_broken_template_is_a_clear_error() -> None:
+    with pytest.raises(VLLMValidationError, match="not valid Jinja"):
+        detect_content_format("{% for %}")
+
+
+def test_choice_of_template() -> None:
+    tokenizer = byte_tokenizer()
+    assert resolve_chat_template(tokenizer) == CHAT_TEMPLATE
+    assert resolve_chat_template(tokenizer, chat_template="{{ 1 }}", tools=None) == "{{ 1 }}"
+    assert resolve_chat_template(byte_tokenizer(None), model_config=None) is None
+    assert resolve_hf_chat_template is resolve_chat_template
+    tokenizer.chat_template = {"default": "{{ 'd' }}", "tool_use": "{{ 't' }}"}
+    assert resolve_chat_template(tokenizer) == "{{ 'd' }}"
+    assert resolve_chat_template(tokenizer, "tool_use") == "{{ 't' }}"
+    assert resolve_chat_template(tokenizer, tools=[{"type": "function"}]) == "{{ 't' }}"
+
+
+def test_loading_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ x }}")
+    assert load_chat_template(file) == "{{ x }}" == load_chat_template("{{ x }}")
+    assert load_chat_template(None) is None
+    with pytest.raises(VLLMValidationError, match="no-such.jinja"):
+        load_chat_template("no-such.jinja")
+
+
+def test_contents() -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
+    message = {"role": "user", "content": parts, "name": "n"}
+    (as_text,) = parse_chat_messages([message])
+    assert as_text == {"role": "user", "content": "a\nb\nc", "name": "n"}
+    (as_parts,) = parse_chat_messages([message], "openai")
+    assert as_parts["content"] == [{"type": "text", "text": t} for t in "abc"]
+    (plain,) = parse_chat_messages([{"role": "user", "content": "x"}], "openai")
+    assert plain["content"] == [{"type": "text", "text": "x"}]
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_has_two_names(key: str) -> None:
+    (message,) = parse_chat_messages([{"role": "assistant", "content": "x", key: "because"}])
+    assert message["reasoning"] == message["reasoning_content"] == "because"
+
+
+def test_earlier_tool_calls() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    assistant, tool = parse_chat_messages(messages)
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert assistant["content"] == "" and tool["tool_call_id"] == "1"
+    assert call["function"]["arguments"] == '{"a": 1}'
+
+
+def test_application() -> None:
+    text = apply_hf_chat_template(
+        byte_tokenizer(),
+        [{"role": "user", "content": "hi"}],
+        add_generation_prompt=False,
+        template_kwargs={"extra": "E"},
+    )
+    assert text == "<|im_start|>user\nhi<|im_end|>\nE"
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
+    assert apply_hf_chat_template(byte_tokenizer(), parts, LOOPS) == "ab"
+
+
+def test_conversation_cannot_reach_into_the_template_engine() -> None:
+    with pytest.raises(VLLMValidationError, match="cannot render"):
+        apply_hf_chat_template(
+            byte_tokenizer(), [{"role": "user", "content": "x"}], "{{ ''.__class__.mro() }}"
+        )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm` command: dispatch, flags of `serve`, and the two small clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli import openai_client
+from vllm.entrypoints.cli.collect_env import describe_environment
+from vllm.entrypoints.cli.main import SUBCOMMANDS, load_command, main
+from vllm.entrypoints.cli.serve import choose_model
+from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL, FrontEndArgs, make_arg_parser
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.version import __version__
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out.strip() == __version__
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"]])
+def test_unknown_command_shows_help_and_fails(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) != 0
+    assert "usage: vllm" in capsys.readouterr().err
+
+
+def test_help_imports_next_to_nothing() -> None:
+    code = (
+        "import sys; from vllm.entrypoints.cli.main import main; main(['--help']);"
+        "heavy = {'torch', 'fastapi', 'pydantic', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=20)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("name", list(SUBCOMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0 and name in capsys.readouterr().out
+
+
+def test_the_command_line_spawns_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    assert main(["collect-env"]) == 0
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    main(["collect-env"])
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+def parse(*flags: str) -> tuple[FrontEndArgs, AsyncEngineArgs]:
+    parser = FlexibleArgumentParser()
+    load_command("serve").add_arguments(parser)
+    namespace = parser.parse_args(list(flags))
+    namespace.model = choose_model(namespace.model_tag, namespace.model)
+    return FrontEndArgs.from_cli_args(namespace), AsyncEngineArgs.from_cli_args(namespace)
+
+
+def test_the_flags_that_speculators_passes() -> None:
+    front, engine = parse(
+        *["m", "--port", "8001", "--host", "127.0.0.1", "--max-model-len", "129"],
+        *["--gpu-memory-utilization", "0.8", "--disable-uvicorn-access-log", "--enforce-eager"],
+        *["--data-parallel-size", "1", "-tp", "1", "--trust-remote-code", "--api-key", ""],
+        *["--reasoning-parser", "", "--no-enable-chunked-prefill"],
+        *["--speculative_config", '{"method": "extract_hidden_states"}'],
+        *["--kv_transfer_config", '{"kv_connector": "C", "kv_role": "kv_producer"}'],
+    )
+    assert (front.host, front.port) == ("127.0.0.1", 8001)
+    assert front.disable_uvicorn_access_log and front.api_keys() == []
+    assert engine.model == "m" and engine.max_model_len == 129 and engine.enforce_eager
+    assert engine.enable_chunked_prefill is False
+    assert engine.speculative_config == {"method": "extract_hidden_states"}
+    assert engine.kv_transfer_config["kv_role"] == "kv_producer"
+
+
+def test_defaults_and_lists() -> None:
+    front, engine = parse()
+    assert front.port == 8000 and front.host is None and front.allowed_origins == ["*"]
+    assert engine.model == DEFAULT_MODEL
+    front, engine = parse(
+        *["m", "--served-model-name", "a", "b", "--api-key", "k1", "k2"],
+        *["--allowed-origins", '["http://a"]', "--max-request-body-size", "1K"],
+    )
+    assert engine.served_model_name == ["a", "b"] and front.api_keys() == ["k1", "k2"]
+    assert front.allowed_origins == ["http://a"] and front.max_request_body_size == 1024
+
+
+def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_model(None, None) == DEFAULT_MODEL
+    assert choose_model(None, "flag") == "flag"
+    assert choose_model("positional", "flag") == "positional"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"port": 70000}, "--port"),
+        ({"ssl_keyfile": "k"}, "--ssl-certfile"),
+        ({"reasoning_parser": "qwen3"}, "--reasoning-parser qwen3"),
+        ({"tool_call_parser": "hermes"}, "--tool-call-parser"),
+        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice"),
+        ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+def test_bad_arguments_are_named(fields: dict, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        FrontEndArgs(**fields)
+
+
+def test_errors_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--tool-call-parser", "hermes"]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("vllm serve: error: --tool-call-parser")
+
+
+def test_make_arg_parser_is_public() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert parser.parse_args(["--model", "m"]).model == "m"
+
+
+def test_reports_hide_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "hush")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    shown = dict(describe_environment())
+    assert shown["VLLM_API_KEY"] == "***" and shown["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+class FakeAPI:
+    """Answers like a server and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict] = []
+        self.keys: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.keys.append(request.headers["authorization"])
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        self.bodies.append(json.loads(request.content))
+        if self.bodies[-1].get("prompt") == "fail":
+            return httpx.Response(400, json={"error": {"message": "no such thing"}})
+        chat = request.url.path.endswith("chat/completions")
+        pieces = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
+        pieces += [{"delta": {"content": t}} if chat else {"text": t} for t in ("Hel", "lo")]
+        lines = [json.dumps({"choices": [piece]}) for piece in pieces]
+        lines += [json.dumps({"choices": [], "usage": {}}), "[DONE]"]
+        return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in lines))
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeAPI:
+    fake = FakeAPI()
+    real = openai_client.APIClient
+    monkeypatch.setattr(
+        openai_client, "APIClient", lambda url, key: real(url, key, httpx.MockTransport(fake))
+    )
+    return fake
+
+
+def test_quick_completion(api: FakeAPI, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "-q", "hi", "--max-tokens", "3", "--api-key", "k"]) == 0
+    assert capsys.readouterr().out == "Using model: served\nHello\n"
+    assert api.bodies == [{"model": "served", "prompt": "hi", "max_tokens": 3, "stream": True}]
+    assert set(api.keys) == {"Bearer k"}
+
+
+def test_quick_chat(
+    api: FakeAPI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-env")
+    assert main(["chat", "--quick", "hi", "--system-prompt", "be", "--model-name", "m"]) == 0
+    assert capsys.readouterr().out == "Using model: m\nHello\n"
+    assert [m["role"] for m in api.bodies[0]["messages"]] == ["system", "user"]
+    assert set(api.keys) == {"Bearer from-env"}
+
+
+def test_interactive_chat_remembers(api: FakeAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "", "two"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat"]) == 0
+    assert [m["content"] for m in api.bodies[1]["messages"]] == ["one", "Hello", "two"]
+    assert set(api.keys) == {"Bearer EMPTY"} or "OPENAI_API_KEY" in os.environ
+
+
+def test_server_errors_reach_the_user(api: FakeAPI, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "-q", "fail"]) == 1
+    assert "no such thing" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "-q", "hi", "--url", "http://127.0.0.1:9/v1"]) == 1
+    assert "cannot reach http://127.0.0.1:9/v1" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server process: sockets, signals, exit status; real TCP, fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vllm.entrypoints.launcher import bind
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.exceptions import VLLMValidationError
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A running `fake_server`."""
+
+    def __init__(self, behaviour: str, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "tests.entrypoints.fake_server", "--host", "127.0.0.1"]
+            + ["--port", str(self.port), *flags],
+            env={**os.environ, "FAKE_ENGINE": behaviour},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ready(self) -> Process:
+        for _ in range(600):
+            assert self.popen.poll() is None, self.popen.communicate()[0]
+            try:
+                if httpx.get(self.url + "/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise AssertionError("the server did not become ready")
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def wait(self, timeout_s: float = 15) -> tuple[int, str]:
+        output, _ = self.popen.communicate(timeout=timeout_s)
+        return self.popen.returncode, output
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    processes = []
+
+    def make(behaviour: str = "", *flags: str) -> Process:
+        processes.append(Process(behaviour, *flags))
+        return processes[-1]
+
+    yield make
+    for process in processes:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+def open_stream(process: Process, seen: list[str]) -> threading.Thread:
+    """Read a stream in a thread; it is open when this returns."""
+    first = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": "hi", "stream": True, "max_tokens": 5}
+        try:
+            with httpx.stream(
+                "POST", process.url + "/v1/completions", json=body, timeout=30
+            ) as reply:
+                for line in reply.iter_lines():
+                    seen.append(line)
+                    first.set()
+        except httpx.TransportError as error:
+            seen.append(f"broken: {error}")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert first.wait(10)
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_cleanly(start: Start, number: int) -> None:
+    process = start().ready()
+    reply = httpx.post(process.url + "/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+    assert reply.json()["choices"][0]["text"] == "Gr"
+    process.signal(number)
+    status, output = process.wait()
+    assert status == 0, output
+
+
+def test_running_requests_get_the_shutdown_timeout(start: Start) -> None:
+    process = start("hang", "--shutdown-timeout", "1").ready()
+    seen: list[str] = []
+    thread = open_stream(process, seen)
+    began = time.monotonic()
+    process.signal(signal.SIGTERM)
+    status, output = process.wait()
+    thread.join(10)
+    assert status == 0, output
+    assert 0.9 < time.monotonic() - began < 5
+
+
+def test_second_signal_exits_at_once(start: Start) -> None:
+    process = start("hang", "--shutdown-timeout", "20").ready()
+    seen: list[str] = []
+    thread = open_stream(process, seen)
+    process.signal(signal.SIGTERM)
+    time.sleep(0.5)
+    began = time.monotonic()
+    process.signal(signal.SIGTERM)
+    status, _ = process.wait()
+    thread.join(10)
+    assert status == 130 and time.monotonic() - began < 2
+
+
+def test_signal_while_starting(start: Start) -> None:
+    process = start("slow")
+    assert process.popen.stdout is not None
+    while "starting" not in process.popen.stdout.readline():
+        pass
+    process.signal(signal.SIGTERM)
+    status, _ = process.wait(5)
+    assert status == 128 + signal.SIGTERM
+
+
+def test_engine_death_fails_requests_and_ends_the_process(start: Start) -> None:
+    process = start("die").ready()
+    began = time.monotonic()
+    reply = httpx.post(process.url + "/v1/completions", json={"prompt": "hi"}, timeout=10)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "InternalServerError"
+    assert "dead" in reply.json()["error"]["message"]
+    status, output = process.wait()
+    assert status == 1 and "the engine died" in output
+    assert time.monotonic() - began < 10
+
+
+def test_keep_alive_after_engine_death(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
+    process = start("die").ready()
+    httpx.post(process.url + "/v1/completions", json={"prompt": "hi"}, timeout=10)
+    time.sleep(1)
+    assert httpx.get(process.url + "/health").status_code == 503
+    process.signal(signal.SIGTERM)
+    assert process.wait()[0] == 1
+
+
+def test_failing_start_names_its_cause_last(start: Start) -> None:
+    status, output = start("fail").wait()
+    assert status == 1
+    last = output.strip().splitlines()[-1]
+    assert last == "vllm serve: error: RuntimeError: no such checkpoint; at /nowhere"
+
+
+def test_port_in_use_fails_before_the_engine(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        began = time.monotonic()
+        status, output = start("slow", "--port", str(taken.getsockname()[1])).wait()
+    assert status == 1 and time.monotonic() - began < 30
+    assert "cannot listen on 127.0.0.1" in output.strip().splitlines()[-1]
+    assert "starting" not in output
+
+
+def test_bind_reports_the_address() -> None:
+    sock = bind(FrontEndArgs(host="127.0.0.1", port=0))
+    port = sock.getsockname()[1]
+    sock.listen()
+    with pytest.raises(VLLMValidationError, match=f"127.0.0.1:{port}.*choose another"):
+        bind(FrontEndArgs(host="127.0.0.1", port=port))
+    sock.close()
+    with pytest.raises(VLLMValidationError, match="cannot listen"):
+        bind(FrontEndArgs(host="192.0.2.1", port=0))
+
+
+def test_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = str(tmp_path / "server.sock")
+    process = start("", "--uds", path)
+    client = httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x")
+    for _ in range(600):
+        try:
+            assert client.get("/health").status_code == 200
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    process.signal(signal.SIGTERM)
+    assert process.wait()[0] == 0
+    assert not os.path.exists(path)
+
+
+def test_leaving_over_tcp_aborts(start: Start) -> None:
+    process = start("hang").ready()
+    body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 5}).encode()
+    with socket.create_connection(("127.0.0.1", process.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        assert b"200 OK" in sock.recv(4096)
+        assert httpx.get(process.url + "/load").json() == {"server_load": 1}
+    for _ in range(100):
+        if httpx.get(process.url + "/load").json() == {"server_load": 0}:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the request survived its client")
+
+
+def test_access_log_flags(start: Start) -> None:
+    process = start("", "--disable-access-log-for-endpoints", "/health,/ping").ready()
+    httpx.get(process.url + "/version?x=1")
+    httpx.get(process.url + "/ping?x=1")
+    process.signal(signal.SIGTERM)
+    output = process.wait()[1]
+    assert "GET /version?x=1" in output and "/ping" not in output and "/health" not in output
+    process = start("", "--disable-uvicorn-access-log").ready()
+    process.signal(signal.SIGTERM)
+    assert "GET /health" not in process.wait()[1]

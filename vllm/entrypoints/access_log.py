@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logging of the HTTP server: uvicorn's loggers in our format, some paths left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+
+_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+_ACCESS = "uvicorn.access"
+
+
+class WithoutPaths(logging.Filter):
+    """Drops access log records of the given paths; uvicorn's third argument is path and query."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self.paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not isinstance(record.args, tuple) or len(record.args) < 3:
+            return True
+        return str(record.args[2]).partition("?")[0] not in self.paths
+
+
+def log_config(args: FrontEndArgs) -> dict[str, Any]:
+    """For `logging.config.dictConfig`; raises `VLLMValidationError` for an unreadable file."""
+    if args.log_config_file:
+        try:
+            with open(args.log_config_file, encoding="utf-8") as file:
+                loaded: dict[str, Any] = json.load(file)
+                return loaded
+        except (OSError, ValueError) as error:
+            raise VLLMValidationError(
+                f"--log-config-file {args.log_config_file}: {error}", "log_config_file"
+            ) from None
+    hidden = [p.strip() for p in (args.disable_access_log_for_endpoints or "").split(",")]
+    level = args.uvicorn_log_level.upper()
+    level = "DEBUG" if level == "TRACE" else level
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "filters": {"paths": {"()": WithoutPaths, "paths": [p for p in hidden if p]}},
+        "formatters": {"line": {"format": _FORMAT, "datefmt": "%m-%d %H:%M:%S"}},
+        "handlers": {
+            "server": {"class": "logging.StreamHandler", "formatter": "line"},
+            "access": {
+                "class": "logging.StreamHandler",
+                "formatter": "line",
+                "filters": ["paths"],
+            },
+        },
+        "loggers": {
+            "uvicorn": {"handlers": ["server"], "level": level, "propagate": False},
+            _ACCESS: {"handlers": ["access"], "level": level, "propagate": False},
+        },
+    }

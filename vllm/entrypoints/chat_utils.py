@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI chat messages as the plain conversation that chat templates expect."""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import (
+    ContentFormat,
+    detect_content_format,
+    render_conversation,
+    require_chat_template,
+    resolve_chat_template,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: older name, still imported by clients
+resolve_hf_chat_template = resolve_chat_template
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
+    """The text of a template given as a path or as inline Jinja; None stays None.
+
+    Raises `VLLMValidationError` when it is neither a readable file nor Jinja.
+    """
+    if chat_template is None:
+        return None
+    text = os.fspath(chat_template)
+    if any(mark in text for mark in ("{{", "{%", "{#", "\n")):
+        return text
+    try:
+        with open(text, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise VLLMValidationError(
+            f"chat template {text!r} is neither inline Jinja nor a readable file: {error.strerror}",
+            parameter="chat_template",
+        ) from None
+
+
+def parse_chat_messages(
+    messages: list[dict[str, Any]], content_format: ContentFormat = "string"
+) -> list[dict[str, Any]]:
+    """The conversation for a template that takes contents as one string, or as OpenAI parts.
+
+    Raises `VLLMValidationError` naming the message for anything malformed or not text.
+    """
+    return [
+        _parse_message(f"messages.{index}", message, content_format)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _fail(where: str, message: str) -> VLLMValidationError:
+    return VLLMValidationError(f"{where}: {message}", parameter=where)
+
+
+def _parse_message(
+    where: str, message: dict[str, Any], content_format: ContentFormat
+) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _fail(f"{where}.role", "every message needs a role, a non-empty string")
+    content = message.get("content")
+    tool_calls = message.get("tool_calls")
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if content is None and not tool_calls and not reasoning and role != "assistant":
+        raise _fail(f"{where}.content", f"a {role} message needs content")
+    parsed: dict[str, Any] = {
+        "role": role,
+        "content": _parse_content(f"{where}.content", content, content_format),
+    }
+    if reasoning:
+        if not isinstance(reasoning, str):
+            raise _fail(f"{where}.reasoning", "reasoning must be a string")
+        parsed["reasoning"] = parsed["reasoning_content"] = reasoning
+    for key in ("name", "tool_call_id"):
+        if message.get(key) is not None:
+            parsed[key] = str(message[key])
+    if tool_calls:
+        parsed["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", tool_calls)
+    return parsed
+
+
+def _parse_content(where: str, content: Any, content_format: ContentFormat) -> Any:
+    if content is None:
+        return "" if content_format == "string" else []
+    if isinstance(content, str):
+        return content if content_format == "string" else [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _fail(where, "content must be a string or a list of parts")
+    texts = [_part_text(f"{where}.{index}", part) for index, part in enumerate(content)]
+    if content_format == "string":
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise _fail(where, "a content part must be an object or a string")
+    kind = part.get("type", "text")
+    if kind not in _TEXT_PARTS:
+        raise _fail(where, f"content part type {kind!r} is not supported; only text parts are")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise _fail(where, f"a {kind} part needs the string field {_TEXT_PARTS[kind]!r}")
+    return text
+
+
+def _parse_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
+    """Earlier calls as templates want them: `arguments` an object instead of JSON text."""
+    if not isinstance(tool_calls, list):
+        raise _fail(where, "tool_calls must be a list")
+    parsed = []
+    for index, call in enumerate(tool_calls):
+        at = f"{where}.{index}.function"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _fail(at, "a tool call needs a function with a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise _fail(f"{at}.arguments", "arguments must be JSON text") from None
+        if not isinstance(arguments, dict):
+            raise _fail(f"{at}.arguments", "arguments must be a JSON object")
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
+
+
+def apply_hf_chat_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    content_format: ContentFormat | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    documents: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> str:
+    """Messages to prompt text; `content_format` None asks the template itself."""
+    template = require_chat_template(tokenizer, chat_template, tools)
+    return render_conversation(
+        tokenizer,
+        parse_chat_messages(messages, content_format or detect_content_format(template)),
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        documents=documents,
+        template_kwargs=template_kwargs,
+    )

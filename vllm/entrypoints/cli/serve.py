@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL, make_arg_parser
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+logger = init_logger(__name__)
+
+
+class ServeCommand(CLISubcommand):
+    """Starts the HTTP server."""
+
+    description = "Serve a model over HTTP with the OpenAI API."
+
+    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+        parser.add_argument(
+            "model_tag",
+            nargs="?",
+            metavar="MODEL",
+            help=f"Model path or repository (default: {DEFAULT_MODEL}).",
+        )
+        make_arg_parser(parser)
+        parser.set_defaults(model=None)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from vllm.entrypoints.openai.api_server import run_server
+
+        args.model = choose_model(args.model_tag, args.model)
+        return run_server(args)
+
+
+def choose_model(positional: str | None, flag: str | None) -> str:
+    """The positional model before --model before the default."""
+    if positional is None:
+        if flag is not None:
+            logger.warning("--model is understood, but `vllm serve %s` is the usual form", flag)
+        return flag or DEFAULT_MODEL
+    if flag is not None:
+        logger.warning("both MODEL and --model are given; serving %s, not %s", positional, flag)
+    return positional
+
+
+def command(name: str) -> CLISubcommand:
+    """Factory for the command table."""
+    return ServeCommand()

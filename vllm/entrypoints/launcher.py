@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server process: its socket, its signals, its engine and its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import uvicorn
+import uvloop
+
+from vllm import envs
+from vllm.entrypoints.access_log import log_config
+from vllm.entrypoints.ssl_refresh import refresh_certificates
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: seconds between looks at the engine's health
+_WATCH_INTERVAL_S = 0.25
+#: seconds that failed requests get to send their error after the engine's death
+_DEATH_GRACE_S = 5
+_EXIT_FORCED = 130
+
+
+def bind(args: FrontEndArgs) -> socket.socket:
+    """A bound socket that does not listen yet, so readiness probes fail until the model is loaded.
+
+    Raises `VLLMValidationError` when the address cannot be had.
+    """
+    if args.uds:
+        return _bind_unix(args.uds)
+    family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((args.host or "", args.port))
+    except OSError as error:
+        sock.close()
+        raise VLLMValidationError(
+            f"cannot listen on {args.host or '0.0.0.0'}:{args.port}: {error.strerror or error}; "
+            "choose another --host or --port",
+            "port",
+            args.port,
+        ) from None
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise VLLMValidationError(
+            f"cannot listen on {path}: {error.strerror}; remove the file or choose another --uds",
+            "uds",
+            path,
+        ) from None
+    return sock
+
+
+def serve(
+    sock: socket.socket,
+    args: FrontEndArgs,
+    make_engine: Callable[[], AsyncLLM],
+    make_app: Callable[[AsyncLLM], FastAPI],
+) -> int:
+    """Load the engine, serve on `sock`, and return the exit status.
+
+    The first SIGTERM or SIGINT drains, a second one exits at once. 0 after a clean stop, 1 after
+    the engine's death; a failing start raises.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _stop_starting)
+    try:
+        return uvloop.run(_serve(sock, args, make_engine, make_app))
+    finally:
+        sock.close()
+        if args.uds:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(args.uds)
+
+
+def _stop_starting(number: int, frame: object) -> NoReturn:
+    """Before the event loop handles signals: unwind, so that the engine's children are stopped."""
+    raise SystemExit(128 + number)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would raise the signal again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def _serve(
+    sock: socket.socket,
+    args: FrontEndArgs,
+    make_engine: Callable[[], AsyncLLM],
+    make_app: Callable[[AsyncLLM], FastAPI],
+) -> int:
+    engine = make_engine()
+    try:
+        server = _Server(_uvicorn_config(make_app(engine), args))
+        # What start-up allocated stays for good; collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        _install_signals(server, engine)
+        helpers = [asyncio.create_task(_watch(server, engine))]
+        if args.enable_ssl_refresh and args.ssl_certfile and args.ssl_keyfile:
+            helpers.append(asyncio.create_task(refresh_certificates(server.config)))
+        where = args.uds or f"{args.host or '0.0.0.0'}:{sock.getsockname()[1]}"
+        logger.info("listening on %s", where)
+        await server.serve(sockets=[sock])
+        for task in helpers:
+            task.cancel()
+        return 1 if engine.errored else 0
+    finally:
+        engine.shutdown()
+
+
+def _uvicorn_config(app: FastAPI, args: FrontEndArgs) -> uvicorn.Config:
+    ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_level=args.uvicorn_log_level,
+        log_config=log_config(args),
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(args.shutdown_timeout),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        **ciphers,
+    )
+
+
+def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
+    """Plain handlers, not the loop's: they run even while shutting down blocks the loop."""
+
+    def stop(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if server.should_exit:
+            logger.warning("%s again: exiting at once", name)
+            with contextlib.suppress(Exception):
+                engine.shutdown(timeout=0)
+            os._exit(_EXIT_FORCED)
+        logger.info("%s: finishing running requests, no new ones", name)
+        server.should_exit = True
+
+    for number in _SIGNALS:
+        signal.signal(number, stop)
+
+
+async def _watch(server: uvicorn.Server, engine: AsyncLLM) -> None:
+    """Stop serving soon after the engine's death, when pending requests have had their error."""
+    while not engine.errored:
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+    if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+        logger.error("the engine died; serving errors (VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1)")
+        return
+    logger.error("the engine died, stopping the server: %s", engine.dead_error)
+    server.config.timeout_graceful_shutdown = _DEATH_GRACE_S
+    server.should_exit = True

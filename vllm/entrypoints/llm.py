@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM`: offline generation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tqdm import tqdm
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.batch_defaults import UsageContext
+from vllm.entrypoints.chat_utils import apply_hf_chat_template, load_chat_template
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import PromptType, TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.reader import Metric
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+R = TypeVar("R")
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model that generates for lists of prompts.
+
+    Keywords are the fields of `EngineArgs`; an unknown one is a `TypeError`. Statistics are off
+    unless `disable_log_stats=False`, which `get_metrics` needs. `chat_template`: inline Jinja or a
+    path, instead of the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        chat_template: str | None = None,
+        disable_log_stats: bool = True,
+        data_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        if data_parallel_size > 1:
+            raise ValueError(
+                f"LLM(data_parallel_size={data_parallel_size}) is not supported: run one process "
+                "per replica, each with its own LLM"
+            )
+        args = EngineArgs(model=model, disable_log_stats=disable_log_stats, **kwargs)
+        self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS)
+        self.model_config = self.llm_engine.model_config
+        self._chat_template = load_chat_template(chat_template)
+        self._request_ids = itertools.count()
+        self._default_params: dict[str, Any] | None = None
+
+    # ---- generation ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or a list; results are in the order of the prompts.
+
+        Raises `VLLMValidationError` (a `ValueError`) for a bad prompt or parameter; then nothing
+        runs. A list of parameters, priorities or adapters needs one entry per prompt.
+        """
+        if mm_processor_kwargs:
+            raise VLLMValidationError(
+                "mm_processor_kwargs: multimodal input is not supported", "mm_processor_kwargs"
+            )
+        items = _as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _per_prompt("sampling_params", sampling_params, len(items), SamplingParams)
+        adapters = _per_prompt("lora_request", lora_request, len(items), LoRARequest)
+        priorities = _per_prompt("priority", 0 if priority is None else priority, len(items), int)
+        ids: list[str] = []
+        try:
+            for item, param, adapter, rank in zip(items, params, adapters, priorities, strict=True):
+                ids.append(self._add(item, param, adapter, rank, tokenization_kwargs))
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            self._abandon(ids)
+            raise
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or of each of a list."""
+        if add_generation_prompt and continue_final_message:
+            raise VLLMValidationError(
+                "add_generation_prompt and continue_final_message cannot both be set",
+                "add_generation_prompt",
+            )
+        tokenizer = self.get_tokenizer()
+        template = load_chat_template(chat_template) or self._chat_template
+        prompts: list[PromptType] = []
+        for conversation in _as_conversations(messages):
+            text = apply_hf_chat_template(
+                tokenizer,
+                conversation,
+                template,
+                tools,
+                content_format=(
+                    None if chat_template_content_format == "auto" else chat_template_content_format
+                ),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs,
+            )
+            token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+            prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=text))
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+
+    def _add(
+        self,
+        prompt: PromptType,
+        params: SamplingParams,
+        lora_request: LoRARequest | None,
+        priority: int,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        request_id = str(next(self._request_ids))
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        self.llm_engine.add_request(
+            request_id,
+            prompt,
+            params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+        )
+        return request_id
+
+    def _run(
+        self, ids: list[str], use_tqdm: bool | Callable[..., tqdm[Any]]
+    ) -> list[RequestOutput]:
+        """Step until every request is done; outputs in the order of `ids`."""
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        finished: dict[str, RequestOutput] = {}
+        with make_bar(
+            total=len(ids), desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        bar.update()
+        return [finished[request_id] for request_id in ids]
+
+    def _abandon(self, ids: list[str]) -> None:
+        """After an error: stop what was started, without hiding the error."""
+        try:
+            self.llm_engine.abort_request(ids)
+        except Exception:
+            return
+
+    # ---- what the model is ---------------------------------------------------------------------
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; `ValueError` with `skip_tokenizer_init`."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters with the defaults of the checkpoint's generation config."""
+        if self._default_params is None:
+            self._default_params = self.model_config.get_diff_sampling_param()
+        return SamplingParams.from_optional(**self._default_params)
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the metrics; needs `disable_log_stats=False`."""
+        return self.llm_engine.get_metrics()
+
+    # ---- workers -------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., R],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[R]:
+        """Call a worker method by name, or `method(worker, ...)`; one result per worker.
+
+        A callable is sent to the engine's process only with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        """
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], R]) -> list[R]:
+        """`func(model)` on every worker; the same rule for callables applies."""
+        return self.llm_engine.apply_model(func)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; False if blocks in use stopped it."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def sleep(self, level: int = 1) -> None:
+        raise NotImplementedError("sleeping is not supported; delete the LLM to free its memory")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        raise NotImplementedError("sleeping is not supported, so there is nothing to wake")
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt, in whatever form, becomes a list of one."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    items = list(prompts)
+    if items and type(items[0]) is int:
+        return [items]
+    return items
+
+
+def _as_conversations(messages: Any) -> list[Messages]:
+    items = list(messages)
+    if items and isinstance(items[0], dict):
+        return [items]
+    return items
+
+
+def _per_prompt(name: str, value: Any, count: int, kind: type) -> list[Any]:
+    """One value for all prompts, or a list of `count`."""
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+    return values

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of a streamed chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.serving_engine import Planned, now
+from vllm.entrypoints.openai.stream_usage import StreamUsage
+from vllm.entrypoints.openai.streaming import event
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.serving_chat import ServingChat
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+
+class ChatStream:
+    """Builds chunks as plain dicts: this runs once per token of every stream."""
+
+    def __init__(
+        self, serving: ServingChat, request: ChatCompletionRequest, model: str, planned: Planned
+    ) -> None:
+        self._serving = serving
+        self._request = request
+        self._prompt_ids = planned.prompt.token_ids
+        self._head = {
+            "id": planned.request_id,
+            "object": "chat.completion.chunk",
+            "created": now(),
+            "model": model,
+        }
+        self._usage = StreamUsage(serving, request, [len(self._prompt_ids)])
+
+    async def events(
+        self, source: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The encoded events, without `[DONE]`."""
+        started = False
+        try:
+            async for _, output in source:
+                self._usage.seen(0, output)
+                if not started:
+                    started = True
+                    for index in range(self._request.num_choices):
+                        for chunk in self._opening(index):
+                            yield event(chunk)
+                for completion in output.outputs:
+                    if completion.token_ids or completion.finish_reason is not None:
+                        yield event(self._delta(output, completion))
+        finally:
+            await source.aclose()
+        if self._usage.at_end:
+            yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """The chunk that names the role, and the echoed text if there is one."""
+        role = self._serving.role(self._request)
+        opening = self._chunk(index, {"role": role, "content": ""})
+        if self._request.return_token_ids:
+            opening["prompt_token_ids"] = self._prompt_ids
+        echoed = self._serving.echoed(self._request)
+        return [opening, self._chunk(index, {"content": echoed})] if echoed else [opening]
+
+    def _delta(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        self._usage.generated(len(completion.token_ids))
+        chunk = self._chunk(completion.index, {"content": completion.text})
+        choice = chunk["choices"][0]
+        choice["logprobs"] = self._serving.logprobs(self._request, completion)
+        if self._request.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        if completion.finish_reason is not None:
+            choice["finish_reason"] = completion.finish_reason
+            choice["stop_reason"] = completion.stop_reason
+            if output.kv_transfer_params is not None:
+                chunk["kv_transfer_params"] = output.kv_transfer_params
+        return chunk
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._usage.on_every_chunk:
+            chunk["usage"] = self._usage.as_dict()
+        return chunk

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the HTTP server itself; the engine's come from `AsyncEngineArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ssl
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm import envs
+from vllm.config.base import FlagKind, config, option
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+#: served when no model is named
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+@config
+class FrontEndArgs:
+    """Network, security, logging and reply options of the server."""
+
+    host: str | None = option(default=None, help="Address to listen on; all interfaces if unset.")
+    port: int = option(default=8000, help="TCP port; 0 takes a free one.")
+    uds: str | None = option(default=None, help="Unix socket to listen on instead of host, port.")
+    api_key: list[str] | None = option(
+        default=None,
+        help="Keys of which requests must present one as bearer token; also VLLM_API_KEY. An empty "
+        "string means no authentication.",
+    )
+    root_path: str | None = option(default=None, help="Path prefix that a proxy strips.")
+    allowed_origins: list[str] = option(
+        default_factory=lambda: ["*"], kind=FlagKind.JSON, help="CORS origins, a JSON list."
+    )
+    allowed_methods: list[str] = option(
+        default_factory=lambda: ["*"], kind=FlagKind.JSON, help="CORS methods, a JSON list."
+    )
+    allowed_headers: list[str] = option(
+        default_factory=lambda: ["*"], kind=FlagKind.JSON, help="CORS headers, a JSON list."
+    )
+    allow_credentials: bool = option(default=False, help="CORS: allow credentials.")
+    ssl_keyfile: str | None = option(default=None, help="Private key for HTTPS.")
+    ssl_certfile: str | None = option(default=None, help="Certificate for HTTPS.")
+    ssl_ca_certs: str | None = option(default=None, help="Certificates that sign clients' ones.")
+    ssl_cert_reqs: int = option(
+        default=int(ssl.CERT_NONE), help="Client certificates: 0 none, 1 optional, 2 required."
+    )
+    ssl_ciphers: str | None = option(default=None, help="OpenSSL cipher list.")
+    enable_ssl_refresh: bool = option(
+        default=False, help="Load certificate and key again when their files change."
+    )
+    middleware: list[str] = option(
+        default_factory=list,
+        help="Dotted paths of extra ASGI middleware classes, the first one outermost.",
+    )
+    max_request_body_size: int = option(
+        default=64 * 2**20,
+        kind=FlagKind.HUMAN_INT,
+        help="Largest request body in bytes; larger ones get status 413.",
+    )
+    enable_request_id_headers: bool = option(
+        default=False, help="Send X-Request-Id with every reply."
+    )
+    disable_fastapi_docs: bool = option(default=False, help="No /docs and /openapi.json.")
+    enable_tokenizer_info_endpoint: bool = option(default=False, help="Mount GET /tokenizer_info.")
+
+    chat_template: str | None = option(
+        default=None, help="Chat template, a file or inline Jinja; default: the tokenizer's."
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = option(
+        default="auto",
+        help="How templates see message contents: one string, or OpenAI parts; auto looks.",
+    )
+    trust_request_chat_template: bool = option(
+        default=False, help="Allow requests to bring their own chat template."
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        default=None, help="Template variables that requests may override, a JSON object."
+    )
+    response_role: str = option(default="assistant", help="Role of generated chat messages.")
+    exclude_tools_when_tool_choice_none: bool = option(
+        default=False, help='Do not show tools to the model when tool_choice is "none".'
+    )
+    return_tokens_as_token_ids: bool = option(
+        default=False, help="Show tokens of logprobs as token_id:N."
+    )
+    enable_prompt_tokens_details: bool = option(
+        default=True, help="Report cached prompt tokens in usage."
+    )
+    enable_force_include_usage: bool = option(
+        default=False, help="End every stream with a usage chunk."
+    )
+    enable_server_load_tracking: bool = option(
+        default=True, help="Count the requests in progress for GET /load."
+    )
+    enable_auto_tool_choice: bool = option(default=False, help="Not supported yet; an error.")
+    tool_call_parser: str | None = option(default=None, help="Not supported yet; an error.")
+    reasoning_parser: str = option(
+        default="", help="Not supported yet; anything but an empty string is an error."
+    )
+
+    enable_log_requests: bool = option(default=False, help="Log every request.")
+    enable_log_outputs: bool = option(default=False, help="Log everything generated.")
+    max_log_len: int | None = option(
+        default=None, help="Characters or token ids shown per logged prompt or output."
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        default="info", help="Log level of the HTTP server."
+    )
+    disable_uvicorn_access_log: bool = option(default=False, help="No line per HTTP request.")
+    disable_access_log_for_endpoints: str | None = option(
+        default=None, help="Comma list of paths without an access log line."
+    )
+    log_config_file: str | None = option(
+        default=None, help="JSON file for logging.dictConfig, for the HTTP server's loggers."
+    )
+    log_error_stack: bool = option(default=False, help="Log the trace of every error reply.")
+    shutdown_timeout: float = option(
+        default=20.0, help="Seconds that running requests get to finish after SIGTERM or SIGINT."
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise VLLMValidationError(
+                f"--port must be in [0, 65535], got {self.port}", "port", self.port
+            )
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise VLLMValidationError(
+                "--ssl-keyfile and --ssl-certfile only work together", "ssl_certfile"
+            )
+        for field in ("enable_auto_tool_choice", "tool_call_parser"):
+            if getattr(self, field):
+                flag = "--" + field.replace("_", "-")
+                raise VLLMValidationError(
+                    f"{flag}: tool calls are not supported yet; leave it out", field
+                )
+        if self.reasoning_parser:
+            raise VLLMValidationError(
+                f"--reasoning-parser {self.reasoning_parser}: splitting off reasoning is not "
+                "supported yet; leave it out, the reasoning stays in `content`",
+                "reasoning_parser",
+            )
+        if self.shutdown_timeout < 0 or self.max_request_body_size < 1:
+            raise VLLMValidationError(
+                "--shutdown-timeout and --max-request-body-size must be positive"
+            )
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> FrontEndArgs:
+        """The server's part of a parsed command line."""
+        values = vars(namespace)
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: values[name] for name in names})
+
+    def api_keys(self) -> list[str]:
+        """The keys in force; empty strings do not count."""
+        keys = self.api_key if self.api_key is not None else [envs.VLLM_API_KEY or ""]
+        return [key for key in keys if key]
+
+
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+    """Add the server's and the engine's flags to `parser`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import add_dataclass_flags
+
+    add_dataclass_flags(parser, FrontEndArgs, "Frontend")
+    return AsyncEngineArgs.add_cli_args(parser)

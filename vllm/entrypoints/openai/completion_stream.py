@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of a streamed completion."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.openai import logprobs as lp
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
+from vllm.entrypoints.openai.stream_usage import StreamUsage
+from vllm.entrypoints.openai.streaming import event
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+
+@dataclass
+class _Choice:
+    """What one choice has sent: characters of text, and whether its first chunk is out."""
+
+    offset: int = 0
+    started: bool = False
+
+
+class CompletionStream:
+    """Builds chunks as plain dicts: this runs once per token of every stream."""
+
+    def __init__(
+        self,
+        serving: OpenAIServing,
+        request: CompletionRequest,
+        reply_id: str,
+        model: str,
+        planned: list[Planned],
+        echoed: Sequence[str],
+    ) -> None:
+        self._request = request
+        self._planned = planned
+        self._echoed = echoed
+        self._as_ids = serving.tokens_as_ids(request)
+        self._decode = serving.decode_token
+        self._head = {
+            "id": reply_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": model,
+        }
+        self._choices = [_Choice() for _ in range(len(planned) * request.num_choices)]
+        self._usage = StreamUsage(serving, request, [len(p.prompt.token_ids) for p in planned])
+
+    async def events(
+        self, source: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The encoded events, without `[DONE]`."""
+        try:
+            async for prompt_index, output in source:
+                self._usage.seen(prompt_index, output)
+                for completion in output.outputs:
+                    for chunk in self._chunks(prompt_index, output, completion):
+                        yield event(chunk)
+        finally:
+            await source.aclose()
+        if self._usage.at_end:
+            yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def _chunks(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterator[dict[str, Any]]:
+        index = prompt_index * self._request.num_choices + completion.index
+        state = self._choices[index]
+        token_ids = completion.token_ids
+        scored_only = self._request.max_tokens == 0
+        if not token_ids and completion.finish_reason is None:
+            return
+        if self._request.echo and not state.started:
+            yield self._echo_chunk(index, prompt_index, output)
+        finish_reason = completion.finish_reason
+        if scored_only and finish_reason is None:
+            return
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "" if scored_only else completion.text,
+            "logprobs": None if scored_only else self._logprobs(state, completion),
+            "finish_reason": "length" if scored_only else finish_reason,
+            "stop_reason": None if scored_only else completion.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = [] if scored_only else list(token_ids)
+            if not state.started:
+                choice["prompt_token_ids"] = self._planned[prompt_index].prompt.token_ids
+        state.started = True
+        if not scored_only:
+            self._usage.generated(len(token_ids))
+        yield self._chunk(choice, output, last=finish_reason is not None)
+
+    def _echo_chunk(self, index: int, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
+        state = self._choices[index]
+        prompt_ids = self._planned[prompt_index].prompt.token_ids
+        logprobs = None
+        if self._request.logprobs is not None:
+            reply = lp.completion_logprobs(
+                prompt_ids,
+                output.prompt_logprobs or (),
+                as_ids=self._as_ids,
+                decode=self._decode,
+            )
+            state.offset = sum(map(len, reply.tokens))
+            logprobs = reply.model_dump()
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._echoed[prompt_index],
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = []
+            choice["prompt_token_ids"] = prompt_ids
+        state.started = True
+        return self._chunk(choice, output, last=False)
+
+    def _logprobs(self, state: _Choice, completion: CompletionOutput) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        reply = lp.completion_logprobs(
+            completion.token_ids,
+            completion.logprobs or (),
+            as_ids=self._as_ids,
+            decode=self._decode,
+            start_offset=state.offset,
+        )
+        state.offset += sum(map(len, reply.tokens))
+        return reply.model_dump()
+
+    def _chunk(
+        self, choice: dict[str, Any], output: RequestOutput, *, last: bool
+    ) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if last and output.kv_transfer_params is not None:
+            chunk["kv_transfer_params"] = output.kv_transfer_params
+        if self._usage.on_every_chunk:
+            chunk["usage"] = self._usage.as_dict()
+        return chunk

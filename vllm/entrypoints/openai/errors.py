@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error as the OpenAI error object, from one mapping of exceptions."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+logger = init_logger(__name__)
+
+#: what the client is told when the cause is ours; the cause itself goes to the log
+_INTERNAL = "Internal server error; the server's log has the cause"
+
+
+class APIError(Exception):
+    """An error with its HTTP status and OpenAI error type."""
+
+    def __init__(
+        self, status: HTTPStatus, type_: str, message: str, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type_
+        self.message = message
+        self.param = param
+
+
+class ModelNotFoundError(APIError):
+    """The request names a model that is not served."""
+
+    def __init__(self, name: str) -> None:
+        message = f"The model `{name}` does not exist."
+        super().__init__(HTTPStatus.NOT_FOUND, "NotFoundError", message, "model")
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """Body and status of one error reply."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    def response(self, headers: dict[str, str] | None = None) -> Response:
+        return Response(
+            msgspec.json.encode(self.body()),
+            status_code=self.status,
+            media_type="application/json",
+            headers=headers,
+        )
+
+
+def _describe_validation(error: ValidationError) -> ErrorInfo:
+    """All schema failures in one line; `param` is the dotted location of the first."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = []
+    for detail in details[:5]:
+        where = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        lines.append(f"{where}: {message}" if where else message)
+    if len(details) > 5:
+        lines.append(f"and {len(details) - 5} more")
+    param = ".".join(str(part) for part in details[0]["loc"]) or None
+    return ErrorInfo(HTTPStatus.BAD_REQUEST, "Bad Request", "; ".join(lines), param)
+
+
+def describe(error: BaseException) -> ErrorInfo:
+    """The reply for `error`; anything unexpected is logged and becomes a plain 500."""
+    if isinstance(error, APIError):
+        return ErrorInfo(error.status, error.type, error.message, error.param)
+    if isinstance(error, VLLMValidationError):
+        return ErrorInfo(HTTPStatus.BAD_REQUEST, "BadRequestError", error.message, error.parameter)
+    if isinstance(error, ValidationError):
+        return _describe_validation(error)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        type_ = "NotFoundError" if error.status_code == HTTPStatus.NOT_FOUND else phrase
+        return ErrorInfo(error.status_code, type_, str(error.detail))
+    if isinstance(error, EngineDeadError | EngineGenerateError):
+        message = str(error) or type(error).__name__
+        return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", message)
+    logger.error("request failed", exc_info=error)
+    return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", _INTERNAL)
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """The reply for `error`, its trace logged when the server runs with --log-error-stack."""
+    if request.app.state.log_error_stack:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else None
+    return describe(error).response(headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every exception of a route with an error object."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(request, error)
+
+    for kind in (
+        APIError,
+        VLLMValidationError,
+        ValidationError,
+        HTTPException,
+        EngineDeadError,
+        EngineGenerateError,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)

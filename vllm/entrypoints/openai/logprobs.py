@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logprobs in the two shapes of the OpenAI API."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.protocol.completion import CompletionLogprobs
+from vllm.logprobs import Logprob
+
+#: JSON has no -inf; clients compare with this figure
+_FLOOR = -9999.0
+
+#: one position: token id -> its logprob; the actual token is always among them
+Position = dict[int, Logprob]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) and value > _FLOOR else _FLOOR
+
+
+def token_text(token_id: int, entry: Logprob, as_ids: bool) -> str:
+    """The token's text, or `token_id:N` when asked for or when there is no text."""
+    if as_ids or entry.decoded_token is None:
+        return f"token_id:{token_id}"
+    return entry.decoded_token
+
+
+def _by_text(position: Position, as_ids: bool) -> dict[str, float]:
+    """Several ids may have one text, such as parts of a character; the first one counts."""
+    texts: dict[str, float] = {}
+    for token_id, entry in position.items():
+        texts.setdefault(token_text(token_id, entry, as_ids), _finite(entry.logprob))
+    return texts
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[Position | None],
+    *,
+    as_ids: bool,
+    decode: Callable[[int], str],
+    start_offset: int = 0,
+) -> CompletionLogprobs:
+    """Parallel lists over `token_ids` [n]; `start_offset` counts the characters before them.
+
+    A position without logprobs, such as the first one of a prompt, gets nulls, and its text from
+    `decode`.
+    """
+    reply = CompletionLogprobs()
+    offset = start_offset
+    for token_id, position in zip(token_ids, positions, strict=True):
+        entry = position[token_id] if position else Logprob(0.0, None, decode(token_id))
+        text = token_text(token_id, entry, as_ids)
+        reply.tokens.append(text)
+        reply.text_offset.append(offset)
+        offset += len(text)
+        reply.token_logprobs.append(_finite(entry.logprob) if position else None)
+        reply.top_logprobs.append(_by_text(position, as_ids) if position else None)
+    return reply
+
+
+def _chat_entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    text = token_text(token_id, entry, as_ids)
+    return {
+        "token": text,
+        "logprob": _finite(entry.logprob),
+        "bytes": list(text.encode("utf-8", errors="replace")),
+    }
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[Position],
+    *,
+    num_top: int,
+    as_ids: bool,
+) -> dict[str, Any]:
+    """`{"content": [...]}` with one entry per token [n] and its `num_top` best alternatives.
+
+    `num_top` -1 lists the whole vocabulary.
+    """
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        top = ranked if num_top < 0 else ranked[:num_top]
+        entry = _chat_entry(token_id, position[token_id], as_ids)
+        entry["top_logprobs"] = [_chat_entry(t, e, as_ids) for t, e in top]
+        content.append(entry)
+    return {"content": content}
+
+
+def prompt_logprobs(
+    positions: Sequence[Position | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """Per prompt position null or token id -> `{logprob, rank, decoded_token}`."""
+    if positions is None:
+        return None
+    return [
+        {
+            str(t): {
+                "logprob": _finite(e.logprob),
+                "rank": e.rank,
+                "decoded_token": e.decoded_token,
+            }
+            for t, e in position.items()
+        }
+        if position
+        else None
+        for position in positions
+    ]

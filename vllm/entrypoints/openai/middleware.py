@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware, written against the protocol so that streams and disconnects pass through."""
+
+import hashlib
+import secrets
+import uuid
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm.entrypoints.openai.errors import ErrorInfo
+
+_GUARDED = ("/v1", "/v2", "/inference")
+
+
+def route_path(scope: Scope) -> str:
+    """The request's path below the root path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "").rstrip("/")
+    if root and (path == root or path.startswith(root + "/")):
+        return path[len(root) :]
+    return path
+
+
+class Authentication:
+    """Asks for one of the keys on guarded paths; hashes compare in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def _allowed(self, header: str | None) -> bool:
+        scheme, _, key = (header or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        matches = [secrets.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = (
+            scope["type"] == "http"
+            and scope["method"] != "OPTIONS"
+            and any(
+                route_path(scope) == top or route_path(scope).startswith(top + "/")
+                for top in _GUARDED
+            )
+        )
+        if guarded and not self._allowed(Headers(scope=scope).get("authorization")):
+            reply = JSONResponse({"error": "Unauthorized"}, status_code=HTTPStatus.UNAUTHORIZED)
+            await reply(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+class RequestIdHeader:
+    """Echoes the client's X-Request-Id, or the one that the request got."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope=scope)
+        request_id = headers.setdefault("x-request-id", uuid.uuid4().hex)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BodySizeLimit:
+    """Answers 413 to a body over the limit, declared or counted while it arrives."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdigit() and int(declared) > self.max_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        try:
+            await self.app(scope, self._counting(receive), send)
+        except _BodyTooLargeError:
+            await self._refuse(scope, receive, send)
+
+    def _counting(self, receive: Receive) -> Receive:
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self.max_bytes:
+                    raise _BodyTooLargeError
+            return message
+
+        return counted
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        info = ErrorInfo(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            "RequestEntityTooLarge",
+            f"The request body is larger than {self.max_bytes} bytes (--max-request-body-size).",
+        )
+        # The rest of the body is unread, so the connection cannot carry another request.
+        await info.response({"connection": "close"})(scope, receive, send)
+
+
+class _BodyTooLargeError(BaseException):
+    """Passes the application's own error handling on its way to `BodySizeLimit`."""
+
+
+class LoadCounter:
+    """Counts the requests in progress under the guarded paths, for `/load`."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """`app` with its requests counted."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+                return
+            self.running += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.running -= 1
+
+        return counted

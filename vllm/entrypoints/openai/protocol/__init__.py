@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the HTTP interface, one module per concern."""

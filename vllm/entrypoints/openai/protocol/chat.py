@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of `/v1/chat/completions`."""
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, RequestModel, UsageInfo
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+
+
+class ConversationFields(RequestModel):
+    """What decides how messages become a prompt."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+
+    def check_conversation(self) -> None:
+        """Raise `VLLMValidationError` for contradictory or unsupported fields."""
+        if not self.messages:
+            refuse("messages", "messages must hold at least one message")
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse(
+                "continue_final_message",
+                "add_generation_prompt and continue_final_message cannot both be true; set "
+                "add_generation_prompt to false to continue the last message",
+            )
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            if getattr(self, name):
+                refuse(name, f"{name} concerns images, audio or video; only text is supported")
+
+
+class ChatCompletionRequest(ConversationFields, GenerationRequest):
+    """Body of a chat completion request."""
+
+    logprobs: bool | None = False
+    top_logprobs: Integer | None = None
+    max_completion_tokens: Integer | None = None
+    echo: bool | None = False
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        self.check_conversation()
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse("top_logprobs", "top_logprobs needs logprobs=true")
+
+    def check_tools(self) -> None:
+        """Raise `VLLMValidationError` when the reply would have to hold tool calls."""
+        if self.tools and self.tool_choice != "none":
+            refuse(
+                "tools",
+                'tool calls are not supported; use tool_choice "none" (the tools are then only '
+                "shown to the model) or leave tools out",
+            )
+        if self.tool_choice not in (None, "none", "auto"):
+            refuse("tool_choice", 'tool calls are not supported; use tool_choice "none"')
+
+
+class ChatMessage(ReplyModel):
+    """The generated message; `tool_calls` is left out when empty."""
+
+    role: str
+    content: str | None = None
+    refusal: str | None = None
+    annotations: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    reasoning: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _drop_empty_tool_calls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.tool_calls:
+            fields.pop("tool_calls", None)
+        return fields
+
+
+class ChatChoice(ReplyModel):
+    """One generated message and how it ended."""
+
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(ReplyModel):
+    """Reply of a chat completion request."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    usage: UsageInfo
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that completions and chat completions have in common."""
+
+from typing import Annotated, Any, NoReturn
+
+from pydantic import BeforeValidator
+
+from vllm.entrypoints.openai.protocol.base import (
+    Integer,
+    JsonObject,
+    Number,
+    RequestModel,
+    StreamOptions,
+)
+from vllm.exceptions import VLLMValidationError
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+#: one string or several
+StopStrings = Annotated[list[str] | None, BeforeValidator(_as_list)]
+
+
+class GenerationRequest(RequestModel):
+    """A request that generates text; null means the server's default everywhere."""
+
+    model: str | None = None
+    n: Integer | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    seed: Integer | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    stop: StopStrings = None
+    stop_token_ids: list[Integer] | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    allowed_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    prompt_logprobs: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: JsonObject | None = None
+    vllm_xargs: JsonObject | None = None
+    cache_salt: str | None = None
+    priority: Integer | None = 0
+    request_id: str | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    use_beam_search: bool | None = False
+    length_penalty: Number | None = None
+    thinking_token_budget: Integer | None = None
+    repetition_detection: dict[str, Any] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def check_supported(self) -> None:
+        """Raise `VLLMValidationError` for a field this server cannot honour."""
+        if self.response_format and self.response_format.get("type", "text") != "text":
+            refuse("response_format", 'structured output is not supported; use {"type": "text"}')
+        if self.structured_outputs:
+            refuse("structured_outputs", "structured output is not supported; leave it out")
+        if self.use_beam_search:
+            refuse("use_beam_search", "beam search is not supported; use `n` with sampling")
+        if self.length_penalty not in (None, 1.0):
+            refuse("length_penalty", "length_penalty belongs to beam search, not supported here")
+        if self.thinking_token_budget is not None:
+            refuse("thinking_token_budget", "not supported; bound the output with `max_tokens`")
+        if self.repetition_detection is not None:
+            refuse("repetition_detection", "not supported; use `repetition_penalty`")
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options", "stream_options can only be set together with stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            refuse("prompt_logprobs", "prompt_logprobs are not available with stream=true")
+        if self.cache_salt == "":
+            refuse("cache_salt", "cache_salt must not be empty; leave it out instead")
+
+
+def refuse(parameter: str, message: str) -> NoReturn:
+    """Raise the 400 error that names `parameter`."""
+    raise VLLMValidationError(message, parameter=parameter)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an HTTP request to a serving object and back."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.openai.errors import APIError, error_response
+from vllm.entrypoints.openai.protocol.base import RequestModel
+from vllm.entrypoints.openai.serving_engine import RequestContext
+from vllm.entrypoints.openai.state import server_of
+from vllm.entrypoints.openai.streaming import ClientGoneError, EventStream, until_disconnect
+
+Body = TypeVar("Body", bound=RequestModel)
+Reply = BaseModel | Sequence[BaseModel] | AsyncGenerator[bytes, None]
+
+#: bodies above this many bytes are parsed in a thread
+_LARGE = 256 * 1024
+#: the client closed the connection; nobody sees this status but the access log
+_CLIENT_CLOSED_REQUEST = 499
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI description of a JSON body that `model` parses."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def parse_body(request: Request, model: type[Body]) -> Body:
+    """The validated body; raises pydantic's `ValidationError` or `APIError`."""
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise APIError(
+            HTTPStatus.BAD_REQUEST,
+            "Bad Request",
+            f"Unsupported content type {content_type!r}; only application/json is supported.",
+        )
+    data = await request.body()
+    if len(data) > _LARGE:
+        return await server_of(request).renderer.run(model.model_validate_json, data)
+    return model.model_validate_json(data)
+
+
+def context_of(request: Request) -> RequestContext:
+    """Headers that matter to the engine."""
+    trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+    return RequestContext(request.headers.get("x-request-id"), trace or None)
+
+
+async def respond(
+    request: Request,
+    model: type[Body],
+    handler: Callable[[Body, RequestContext], Awaitable[Reply]],
+) -> Response:
+    """Parse, handle until done or the client leaves, and answer as JSON or as events."""
+
+    async def work() -> Response:
+        body = await parse_body(request, model)
+        reply = await handler(body, context_of(request))
+        if isinstance(reply, AsyncGenerator):
+            return EventStream(await anext(reply), reply)
+        return Response(_as_json(reply), media_type="application/json")
+
+    try:
+        await request.body()
+        return await until_disconnect(request, work())
+    except (ClientGoneError, ClientDisconnect):
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except Exception as error:
+        return error_response(request, error)
+
+
+def _as_json(reply: BaseModel | Sequence[BaseModel]) -> bytes:
+    if isinstance(reply, BaseModel):
+        return reply.model_dump_json().encode()
+    return b"[" + b",".join(item.model_dump_json().encode() for item in reply) + b"]"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the server alive, which release is it, how busy is it, and what did it decide by itself."""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from vllm import decisions
+from vllm.entrypoints.openai.state import server_of
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm.version import __version__
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.api_route("/ping", methods=["GET", "POST"])
+async def health(request: Request) -> Response:
+    """200 while the engine lives, 503 after its death."""
+    try:
+        await server_of(request).engine.check_health()
+    except EngineDeadError:
+        return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+    return Response(status_code=HTTPStatus.OK)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The package's version."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Requests in progress."""
+    return {"server_load": server_of(request).load.running}
+
+
+@router.get("/decisions")
+async def list_decisions() -> list[dict[str, Any]]:
+    """Every automatic choice made since the start, and why."""
+    return decisions.as_dicts()
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    text = await server_of(request).renderer.run(generate_latest, get_prometheus_registry())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.openai import logprobs as lp
+from vllm.entrypoints.openai.completion_stream import CompletionStream
+from vllm.entrypoints.openai.protocol.completion import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Prompt,
+)
+from vllm.entrypoints.openai.rendering import RenderedPrompt
+from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
+from vllm.entrypoints.openai.serving_engine import (
+    OpenAIServing,
+    Planned,
+    RequestContext,
+    now,
+    total_cached,
+)
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+#: what the OpenAI API gives when `max_tokens` is not set
+_DEFAULT_MAX_TOKENS = 16
+
+
+class ServingCompletion(OpenAIServing):
+    """Text or token ids in, text or token ids out; several prompts per request."""
+
+    async def create(
+        self, request: CompletionRequest, context: RequestContext
+    ) -> CompletionResponse | AsyncGenerator[bytes, None]:
+        """The reply, or its stream of events; raises before anything reaches the engine."""
+        model = self.models.check(request.model)
+        base_id = context.base_id(request.request_id)
+        planned = await self.plan(request, base_id)
+        echoed = await self._echoed_texts(request, planned)
+        source = self.generate(planned, request, context)
+        if request.stream:
+            stream = CompletionStream(self, request, f"cmpl-{base_id}", model, planned, echoed)
+            return stream.events(source)
+        created = now()
+        finals: dict[int, RequestOutput] = {}
+        async for index, output in source:
+            finals[index] = output
+        outputs = [finals[index] for index in range(len(planned))]
+        return self._reply(request, f"cmpl-{base_id}", created, model, planned, echoed, outputs)
+
+    async def plan(self, request: CompletionRequest, base_id: str) -> list[Planned]:
+        """Validate, tokenise and give every prompt its parameters and engine-side id."""
+        request.check_supported()
+        prompts = request.prompts
+        if not prompts:
+            raise VLLMValidationError("prompt must not be empty", parameter="prompt")
+        self.check_fan_out(len(prompts), request.num_choices)
+        rendered = await asyncio.gather(*(self._render(request, prompt) for prompt in prompts))
+        return [
+            Planned(f"cmpl-{base_id}-{index}", prompt, self._params(request, prompt))
+            for index, prompt in enumerate(rendered)
+        ]
+
+    async def _render(self, request: CompletionRequest, prompt: Prompt) -> RenderedPrompt:
+        rendered = await self.renderer.completion_prompt(
+            prompt,
+            add_special_tokens=request.add_special_tokens is not False,
+            truncate=request.truncate_prompt_tokens,
+            max_output_tokens=request.max_tokens or 1,
+        )
+        if not rendered.token_ids:
+            raise VLLMValidationError("the prompt has no tokens", parameter="prompt")
+        return rendered
+
+    def _params(self, request: CompletionRequest, prompt: RenderedPrompt) -> SamplingParams:
+        max_tokens = resolve_max_tokens(
+            request.max_tokens,
+            _DEFAULT_MAX_TOKENS,
+            len(prompt.token_ids),
+            self.models.max_model_len,
+            self.options.sampling_defaults.get("max_tokens"),
+        )
+        # The engine always generates; for max_tokens 0 that one token is dropped from the reply.
+        if request.max_tokens == 0:
+            max_tokens = 1
+        prompt_logprobs = request.prompt_logprobs
+        if request.echo and prompt_logprobs is None:
+            prompt_logprobs = request.logprobs
+        return build_sampling_params(
+            request,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            defaults=self.options.sampling_defaults,
+            detokenize=self.renderer.tokenizer is not None,
+        )
+
+    async def _echoed_texts(self, request: CompletionRequest, planned: list[Planned]) -> list[str]:
+        """The prompt texts to put before the outputs; empty strings without `echo`."""
+        if not request.echo:
+            return [""] * len(planned)
+
+        async def text_of(prompt: RenderedPrompt) -> str:
+            if prompt.text is not None and request.truncate_prompt_tokens is None:
+                return prompt.text
+            return await self.renderer.decode(
+                prompt.token_ids, request.skip_special_tokens is not False, "prompt"
+            )
+
+        return list(await asyncio.gather(*(text_of(one.prompt) for one in planned)))
+
+    def _reply(
+        self,
+        request: CompletionRequest,
+        reply_id: str,
+        created: int,
+        model: str,
+        planned: list[Planned],
+        echoed: Sequence[str],
+        outputs: list[RequestOutput],
+    ) -> CompletionResponse:
+        choices = [
+            self._choice(
+                request,
+                index * request.num_choices + completion.index,
+                planned[index].prompt.token_ids,
+                echoed[index],
+                output,
+                completion,
+            )
+            for index, output in enumerate(outputs)
+            for completion in sorted(output.outputs, key=lambda one: one.index)
+        ]
+        generated = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        return CompletionResponse(
+            id=reply_id,
+            created=created,
+            model=model,
+            choices=choices,
+            usage=self.usage(
+                sum(len(one.prompt.token_ids) for one in planned),
+                0 if request.max_tokens == 0 else generated,
+                total_cached(outputs),
+            ),
+            kv_transfer_params=outputs[0].kv_transfer_params,
+        )
+
+    def _choice(
+        self,
+        request: CompletionRequest,
+        index: int,
+        prompt_ids: list[int],
+        echoed: str,
+        output: RequestOutput,
+        completion: CompletionOutput,
+    ) -> CompletionChoice:
+        token_ids, positions = list(completion.token_ids), list(completion.logprobs or ())
+        text, finish_reason, stop_reason = (
+            completion.text,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+        if request.max_tokens == 0:
+            token_ids, positions, text, finish_reason, stop_reason = [], [], "", "length", None
+        logprobs = None
+        if request.logprobs is not None:
+            shown = prompt_ids + token_ids if request.echo else token_ids
+            before = output.prompt_logprobs or () if request.echo else ()
+            where: list[lp.Position | None] = [*before, *positions]
+            logprobs = lp.completion_logprobs(
+                shown, where, as_ids=self.tokens_as_ids(request), decode=self.decode_token
+            )
+        asked_ids = bool(request.return_token_ids)
+        asked_prompt = request.prompt_logprobs is not None
+        return CompletionChoice(
+            index=index,
+            text=echoed + text,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            token_ids=token_ids if asked_ids else None,
+            prompt_token_ids=prompt_ids if asked_ids else None,
+            prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs) if asked_prompt else None,
+        )

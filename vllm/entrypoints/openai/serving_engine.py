@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every serving class needs: options, ids, limits and the way to the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm import envs
+from vllm.entrypoints.openai.protocol.base import PromptTokensDetails, UsageInfo
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
+from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
+from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.serving_models import ServingModels
+from vllm.entrypoints.utils import merge, safe_id
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Flags that shape replies; `sampling_defaults` come from the generation config."""
+
+    response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False
+    prompt_tokens_details: bool = True
+    force_include_usage: bool = False
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    log: RequestLog = RequestLog()
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """What the HTTP layer knows beside the body."""
+
+    request_id: str | None = None
+    trace_headers: Mapping[str, str] | None = None
+
+    def base_id(self, from_body: str | None) -> str:
+        """The body's id before the header's before a random one."""
+        return safe_id(from_body or self.request_id)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One prompt ready for the engine."""
+
+    request_id: str
+    prompt: RenderedPrompt
+    params: SamplingParams
+
+
+class OpenAIServing:
+    """Base of the serving classes; reaches the engine only through `AsyncLLM`'s public methods."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        models: ServingModels,
+        renderer: PromptRenderer,
+        options: ServingOptions,
+    ) -> None:
+        self.engine = engine
+        self.models = models
+        self.renderer = renderer
+        self.options = options
+
+    def tokens_as_ids(self, request: GenerationRequest) -> bool:
+        """Whether logprobs show `token_id:N`; the request's word counts before the server's."""
+        asked = request.return_tokens_as_token_ids
+        return self.options.return_tokens_as_token_ids if asked is None else asked
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token; its id where the server has no tokenizer."""
+        tokenizer = self.renderer.tokenizer
+        if tokenizer is None:
+            return f"token_id:{token_id}"
+        return cast(str, tokenizer.decode([token_id]))
+
+    def include_usage(self, request: GenerationRequest) -> bool:
+        return request.include_usage or self.options.force_include_usage
+
+    def check_fan_out(self, num_prompts: int, n: int) -> None:
+        """Refuse more sequences in one request than VLLM_MAX_N_SEQUENCES."""
+        limit = envs.VLLM_MAX_N_SEQUENCES
+        if num_prompts * max(n, 1) > limit:
+            raise VLLMValidationError(
+                f"{num_prompts} prompts with n={n} make more than {limit} sequences "
+                "(VLLM_MAX_N_SEQUENCES); split the request",
+                parameter="n",
+                value=n,
+            )
+
+    def generate(
+        self, planned: list[Planned], request: GenerationRequest, context: RequestContext
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of all prompts as they come, with the prompt's index."""
+        return merge([self._generate_one(one, request, context) for one in planned])
+
+    async def _generate_one(
+        self, planned: Planned, request: GenerationRequest, context: RequestContext
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.options.log.received(planned.request_id, planned.prompt, planned.params)
+        prompt: TokensPrompt = {"prompt_token_ids": planned.prompt.token_ids}
+        if planned.prompt.text is not None:
+            prompt["prompt"] = planned.prompt.text
+        outputs = self.engine.generate(
+            prompt,
+            planned.params,
+            planned.request_id,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            trace_headers=context.trace_headers,
+        )
+        try:
+            async for output in outputs:
+                for completion in output.outputs:
+                    if completion.finish_reason == "error":
+                        raise EngineGenerateError(f"request {planned.request_id} failed")
+                self.options.log.produced(planned.request_id, output)
+                yield output
+        finally:
+            await outputs.aclose()
+
+    def usage(
+        self, num_prompt: int, num_completion: int, num_cached: int | None = None
+    ) -> UsageInfo:
+        """Token counts of a reply; `num_cached` are the prompt tokens found in the cache."""
+        details = None
+        if self.options.prompt_tokens_details and num_cached is not None:
+            details = PromptTokensDetails(cached_tokens=num_cached)
+        return UsageInfo(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_completion,
+            total_tokens=num_prompt + num_completion,
+            prompt_tokens_details=details,
+        )
+
+
+def total_cached(outputs: Iterable[RequestOutput]) -> int:
+    """Prompt tokens that `outputs` took from the prefix cache."""
+    return sum(max(0, output.num_cached_tokens or 0) for output in outputs)
+
+
+def now() -> int:
+    """Seconds since the epoch, for `created`."""
+    return int(time.time())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything the routes of one server share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from vllm import envs
+from vllm.entrypoints.chat_utils import load_chat_template
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.middleware import LoadCounter
+from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRenderer
+from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.serving_chat import ServingChat
+from vllm.entrypoints.openai.serving_completion import ServingCompletion
+from vllm.entrypoints.openai.serving_engine import ServingOptions
+from vllm.entrypoints.openai.serving_models import ServingModels
+from vllm.entrypoints.openai.serving_render import ServingRender
+from vllm.entrypoints.openai.serving_tokenization import ServingTokenization
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class Server:
+    """The engine and one serving object per concern."""
+
+    engine: AsyncLLM
+    renderer: PromptRenderer
+    models: ServingModels
+    completion: ServingCompletion
+    chat: ServingChat
+    tokenization: ServingTokenization
+    render: ServingRender
+    load: LoadCounter
+
+
+def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
+    """Wire the serving objects to `engine` as `args` says."""
+    model_config = engine.model_config
+    models = ServingModels(
+        model_config.served_names, model_config.model, model_config.max_model_len
+    )
+    content_format = args.chat_template_content_format
+    renderer = PromptRenderer(
+        engine.get_tokenizer(),
+        model_config.max_model_len,
+        model_config.get_vocab_size(),
+        ChatTemplateOptions(
+            chat_template=load_chat_template(args.chat_template),
+            content_format=None if content_format == "auto" else content_format,
+            trust_request_template=args.trust_request_chat_template,
+            default_kwargs=args.default_chat_template_kwargs,
+            hide_tools_when_choice_none=args.exclude_tools_when_tool_choice_none,
+        ),
+    )
+    options = ServingOptions(
+        response_role=args.response_role,
+        return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+        prompt_tokens_details=args.enable_prompt_tokens_details,
+        force_include_usage=args.enable_force_include_usage,
+        sampling_defaults=model_config.get_diff_sampling_param(),
+        log=RequestLog(
+            requests=args.enable_log_requests,
+            outputs=args.enable_log_outputs or envs.VLLM_DEBUG_LOG_API_SERVER_RESPONSE,
+            max_len=args.max_log_len,
+        ),
+    )
+    completion = ServingCompletion(engine, models, renderer, options)
+    chat = ServingChat(engine, models, renderer, options)
+    return Server(
+        engine=engine,
+        renderer=renderer,
+        models=models,
+        completion=completion,
+        chat=chat,
+        tokenization=ServingTokenization(models, renderer),
+        render=ServingRender(completion, chat),
+        load=LoadCounter(),
+    )
+
+
+def server_of(request: Request) -> Server:
+    """The server that a request belongs to."""
+    server: Server = request.app.state.server
+    return server
