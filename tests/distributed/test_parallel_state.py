@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding arithmetic, and the groups of one process."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm import distributed
+from vllm.distributed import parallel_state
+from vllm.distributed.utils import divide, get_pp_indices
+
+
+def test_divide_is_exact() -> None:
+    assert divide(12, 4) == 3
+    with pytest.raises(ValueError, match="13 is not divisible by 4"):
+        divide(13, 4)
+
+
+@given(st.integers(0, 200), st.integers(1, 16))
+def test_pipeline_stages_tile_the_layers(num_layers: int, stages: int) -> None:
+    ranges = [range(*get_pp_indices(num_layers, rank, stages)) for rank in range(stages)]
+    assert [i for r in ranges for i in r] == list(range(num_layers))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def test_a_process_alone_is_its_own_group() -> None:
+    group = parallel_state.get_tp_group()
+    x = torch.ones(3)
+    assert (group.world_size, group.rank_in_group, group.rank) == (1, 0, 0)
+    assert group.is_first_rank and group.is_last_rank
+    assert group.all_reduce(x) is x and group.all_gather(x) is x
+    assert distributed.tensor_model_parallel_all_reduce(x) is x
+    assert distributed.get_tensor_model_parallel_world_size() == 1
+
+
+def test_initialising_a_world_of_one() -> None:
+    parallel_state.init_distributed_environment(world_size=1, rank=0)
+    try:
+        parallel_state.initialize_model_parallel(1, 1)
+        assert parallel_state.model_parallel_is_initialized()
+        assert not torch.distributed.is_initialized()
+        with pytest.raises(ValueError, match="1 is not divisible by 2"):
+            parallel_state.initialize_model_parallel(2, 1)
+    finally:
+        parallel_state.destroy_distributed_environment()
+    assert not parallel_state.model_parallel_is_initialized()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Life and death of a real server: signals, a killed engine, bad starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.remote_server import RemoteServer
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
+LONG = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
+
+
+def in_background(server: RemoteServer, body: dict, replies: list) -> threading.Thread:
+    def ask() -> None:
+        try:
+            replies.append(httpx.post(server.url + "/v1/completions", json=body, timeout=120))
+        except httpx.TransportError as error:
+            replies.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while httpx.get(server.url + "/load").json()["server_load"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return thread
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = 5) -> bool:
+    return not psutil.wait_procs(processes, timeout=timeout_s)[1]
+
+
+def test_sigterm_lets_requests_finish() -> None:
+    with RemoteServer(tiny_model("llama"), *FLAGS) as server:
+        children, replies = server.children(), []
+        assert children
+        thread = in_background(server, {**LONG, "max_tokens": 2000}, replies)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log()
+        thread.join()
+        assert replies[0].json()["usage"]["completion_tokens"] == 2000
+        assert gone(children)
+
+
+def test_sigint_of_the_whole_group_is_bounded() -> None:
+    """As a terminal sends it: to the engine's process too."""
+    with RemoteServer(tiny_model("llama"), *FLAGS, "--shutdown-timeout", "1") as server:
+        children, replies = server.children(), []
+        thread = in_background(server, LONG, replies)
+        began = time.monotonic()
+        for process in [server.process, *children]:
+            process.send_signal(signal.SIGINT)
+        assert server.wait() == 0, server.log()
+        assert time.monotonic() - began < 15
+        thread.join()
+        assert gone(children)
+
+
+def test_killed_engine_fails_requests_and_ends_the_server() -> None:
+    with RemoteServer(tiny_model("llama"), *FLAGS) as server:
+        children, replies = server.children(), []
+        thread = in_background(server, LONG, replies)
+        began = time.monotonic()
+        for process in children:
+            process.kill()
+        thread.join(20)
+        assert replies[0].status_code == 500
+        assert replies[0].json()["error"]["type"] == "InternalServerError"
+        assert server.wait(20) != 0
+        assert time.monotonic() - began < 15
+        assert gone(children)
+
+
+def test_killed_server_takes_its_children_along() -> None:
+    with RemoteServer(tiny_model("llama"), *FLAGS) as server:
+        children = server.children()
+        server.process.kill()
+        assert gone(children, 15)
+
+
+def run_to_failure(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--reasoning-parser", "qwen3"], "--reasoning-parser qwen3"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["--max-model-len", "1000000"], "max-model-len"),
+        (["--chat-template", "/no/such/file"], "/no/such/file"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_bad_flag_is_named_in_the_last_line(flags: list[str], words: str) -> None:
+    status, last = run_to_failure(str(tiny_model("llama")), *flags)
+    assert status not in (0, None) and words in last.replace("_", "-")
+
+
+def test_missing_model_is_named_in_the_last_line(tmp_path: Path) -> None:
+    status, last = run_to_failure(str(tmp_path / "nothing"))
+    assert status == 1 and str(tmp_path / "nothing") in last
+
+
+def test_failing_engine_start_names_its_cause(tmp_path: Path) -> None:
+    """The config is fine, the weights are not: the failure happens in the engine's process."""
+    for file in tiny_model("llama").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    status, last = run_to_failure(str(tmp_path))
+    assert status == 1 and str(tmp_path) in last
+
+
+def test_server_module_is_the_same_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        + ["--model", str(tmp_path / "nothing")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert str(tmp_path / "nothing") in done.stderr.strip().splitlines()[-1]

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector interface.
+
+A connector has two separate instances, usually in different processes. The scheduler-side one
+decides (what to load, what to save, when blocks may be freed) and sends its decisions in
+`KVConnectorMetadata`; the worker-side one moves the bytes. Order of the calls in a step:
+
+- scheduler: `get_num_new_matched_tokens` and `update_state_after_alloc` for each waiting request,
+  `build_connector_meta` at the end of every `schedule()`; `request_finished` (one state group) or
+  `request_finished_all_groups` once per finished or aborted request; `update_connector_output`
+  with what the workers report;
+- worker: `handle_preemptions`, `bind_connector_metadata`, `start_load_kv`, per layer
+  `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`, `get_finished`,
+  `get_block_ids_with_load_errors`, `take_failed_requests`, statistics and events,
+  `clear_connector_metadata`. A step without tokens has no layer calls and no `wait_for_save`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+#: `(src_caches, dst_caches, src_block_ids, dst_block_ids, direction)`
+CopyBlocksOp = Callable[
+    [dict[str, Tensor], dict[str, Tensor], list[int], list[int], Literal["h2d", "d2h"]], None
+]
+
+
+class KVConnectorRole(enum.Enum):
+    """Which of the two instances this is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024
+    """A step's message from the scheduler side to the worker side; must survive pickling."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024
+    """What a worker tells its peers at start-up; must survive pickling."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """A step's message from the worker side to the scheduler side."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Merge another rank's message into this one and return it."""
+
+
+class SupportsHMA(ABC):
+    """A connector that can work with several state groups at once."""
+
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`KVConnectorBase_V1.request_finished` with one block list per group."""
+
+
+class KVConnectorBase_V1(ABC):
+    """Base of all connectors. Raises ValueError without `vllm_config.kv_transfer_config`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        if vllm_config.kv_transfer_config is None:
+            raise ValueError(
+                f"{type(self).__name__} needs vllm_config.kv_transfer_config, which is None"
+            )
+        self._connector_metadata: KVConnectorMetadata | None = None
+        self._vllm_config = vllm_config
+        self._kv_transfer_config: KVTransferConfig = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self._role = role
+
+    @property
+    def role(self) -> KVConnectorRole:
+        return self._role
+
+    # ---- capabilities --------------------------------------------------------------------------
+
+    @classmethod
+    def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether this class, configured like this, can work with several state groups."""
+        return issubclass(cls, SupportsHMA)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether one tensor over all layers suits this connector better than one per layer."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """`"NHD"`, `"HND"` or None for no demand."""
+        if cls is KVConnectorBase_V1:
+            raise TypeError("get_required_kvcache_layout is asked of a connector, not of the base")
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the per-layer calls must also happen in steps that replay a graph."""
+        return False
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:  # noqa: B027
+        """Layer name -> its cache; called once, after allocation."""
+
+    def register_cross_layers_kv_cache(  # noqa: B027
+        self, kv_cache: Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
+        """Instead of `register_kv_caches` when `prefer_cross_layer_blocks`."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
+        """How to copy blocks between the device and host buffers."""
+
+    def handle_preemptions(  # noqa: B027
+        self, kv_connector_metadata: KVConnectorMetadata
+    ) -> None:
+        """Every step, before the metadata is bound and before freed blocks are overwritten."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def _get_connector_metadata(self) -> KVConnectorMetadata:
+        assert self._connector_metadata is not None, "no connector metadata is bound"
+        return self._connector_metadata
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start loading; may run while the first layers compute."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer's loaded state is in its cache (in stream order)."""
+
+    @abstractmethod
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Start saving from a layer's cache, `kv_layer [num_blocks, ...]`."""
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return when the cache may be overwritten (in stream order)."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """`(sending, recving)`: requests whose transfers are complete.
+
+        `finished_req_ids` finished or were aborted before this step.
+        """
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that should have been loaded in this step and were not."""
+        return set()
+
+    def take_failed_requests(self) -> dict[str, str]:
+        """Request id -> reason, and forget them: running requests that this connector cannot serve.
+
+        The engine ends each with an error.
+        """
+        return {}
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any | None:
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Finish outstanding transfers and release everything."""
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:  # noqa: B027
+        """A request joined the waiting queue."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: B027
+        """The allocator's block pool, for connectors that hold blocks by themselves."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens past `num_computed_tokens` that can be loaded for every group.
+
+        `(None, False)`: ask again later; `(k, True)`: the load runs beside the steps;
+        `(k, False)`: the load is part of the step.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Blocks were allocated; `num_external_tokens` (may be 0) are this connector's to load."""
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's message to the workers. Must not change `scheduler_output`."""
+
+    def update_connector_output(  # noqa: B027
+        self, connector_output: KVConnectorOutput
+    ) -> None:
+        """What the workers reported for a step."""
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Once, before the blocks are freed.
+
+        `(True, params)`: the blocks stay until `get_finished` reports the request as sent;
+        `params` goes into the reply as `kv_transfer_params`.
+        """
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping for transfers that no request waits for."""
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """`KVCacheEvent`s since the last call."""
+        return ()
+
+    def get_finished_count(self) -> int | None:
+        """How many workers report a finished transfer; None: all of them."""
+        return None
+
+    def set_xfer_handshake_metadata(  # noqa: B027
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Tensor-parallel rank -> what that worker's `get_handshake_metadata` returned."""
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same by `(pipeline rank, tensor-parallel rank)`."""
+        self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
+
+    def reset_cache(self) -> bool | None:
+        """Drop what the connector stores; None when there is nothing to drop."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any | None:
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any | None:
+        return None
+
+
+def supports_hma(connector: object) -> bool:
+    """Whether a connector class, or a connector as it is configured, handles several groups."""
+    if isinstance(connector, type):
+        return issubclass(connector, SupportsHMA)
+    if isinstance(connector, KVConnectorBase_V1):
+        return type(connector).supports_hma_config(connector._kv_transfer_config)
+    return isinstance(connector, SupportsHMA)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the captured hidden states are among the state groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import (
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+#: part of the layer's name, for configurations that do not show its spec
+LAYER_NAME_MARKER = "cache_only_layers"
+
+
+@dataclass(frozen=True)
+class HiddenStatesGroup:
+    """`index` among the groups, the group's own `block_size`, and the layer in it.
+
+    `layer_name` is None where the scheduler's view of the group does not single the layer out.
+    """
+
+    index: int
+    block_size: int
+    layer_name: str | None
+
+
+def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGroup:
+    """The group that holds captured hidden states, by spec type.
+
+    A sole group is it whatever its spec says, since a scheduler may see only its first member.
+    ValueError when there is no such group or more than one.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    found = [(i, name) for i, group in enumerate(groups) for name in _marked_layers(group)]
+    if len(found) == 1:
+        index, name = found[0]
+        return HiddenStatesGroup(index, groups[index].kv_cache_spec.block_size, name)
+    if not found and len(groups) == 1:
+        names = [n for n in groups[0].layer_names if LAYER_NAME_MARKER in n]
+        layer_name = names[0] if len(names) == 1 else None
+        return HiddenStatesGroup(0, groups[0].kv_cache_spec.block_size, layer_name)
+    raise ValueError(
+        f"expected one layer of captured hidden states in {len(groups)} state group(s), found "
+        f"{len(found)}; extraction needs speculative_config.method extract_hidden_states"
+    )
+
+
+def _marked_layers(group: KVCacheGroupSpec) -> list[str]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, HiddenStateCacheSpec):
+        return list(group.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return [n for n, s in spec.kv_cache_specs.items() if isinstance(s, HiddenStateCacheSpec)]
+    return []

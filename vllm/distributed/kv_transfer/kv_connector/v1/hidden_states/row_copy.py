@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached rows to host memory, without stopping the device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: device memory for rows on their way to the host
+_STAGING_BYTES = 32 * 2**20
+
+
+class CopyEvent(Protocol):
+    """When a copy is complete; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class CompletedCopy:
+    """A copy that was complete when it was made."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+def extract_from_kv_cache(kv_cache: Tensor, slot_mapping: Tensor, num_tokens: int) -> Tensor:
+    """Rows of the first `num_tokens` slots: `[num_tokens, columns, hidden]`.
+
+    `kv_cache [num_blocks, block_size, columns, hidden]` (any block stride), `slot_mapping` int64.
+    """
+    slots = slot_mapping[:num_tokens]
+    block_size = kv_cache.shape[1]
+    return kv_cache[slots // block_size, slots % block_size]
+
+
+class RowCopier:
+    """Copies requests' rows out of one `cache [num_blocks, block_size, columns, hidden]`.
+
+    On CUDA the copy runs on a stream of its own, after the work queued so far.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        self._cache = cache
+        self._block_size = cache.shape[1]
+        self._row_shape = cache.shape[2:]
+        block_bytes = cache[:1].numel() * cache.itemsize
+        self._blocks_per_chunk = max(1, _STAGING_BYTES // block_bytes)
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+
+    @property
+    def row_bytes(self) -> int:
+        return self._row_shape.numel() * self._cache.itemsize
+
+    def copy(self, block_ids: list[int], num_tokens: int) -> tuple[Tensor, CopyEvent]:
+        """Host tensor `[num_tokens, columns, hidden]`, valid once the event is complete.
+
+        ValueError when the blocks hold fewer rows than `num_tokens`.
+        """
+        num_blocks = -(-num_tokens // self._block_size)
+        if len(block_ids) < num_blocks:
+            raise ValueError(
+                f"{num_tokens} rows need {num_blocks} blocks of {self._block_size}, "
+                f"got {len(block_ids)}"
+            )
+        if self._stream is None:
+            ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64)
+            rows = torch.index_select(self._cache, 0, ids).flatten(0, 1)[:num_tokens]
+            return rows, CompletedCopy()
+        return self._copy_from_device(block_ids[:num_blocks], num_tokens, self._stream)
+
+    def _copy_from_device(
+        self, block_ids: list[int], num_tokens: int, stream: torch.cuda.Stream
+    ) -> tuple[Tensor, CopyEvent]:
+        shape = (num_tokens, *self._row_shape)
+        host = torch.empty(shape, dtype=self._cache.dtype, pin_memory=True)
+        host_ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        with torch.cuda.stream(stream):
+            ids = host_ids.to(self._cache.device, non_blocking=True)
+            for first in range(0, len(block_ids), self._blocks_per_chunk):
+                chunk = ids[first : first + self._blocks_per_chunk]
+                row = first * self._block_size
+                rows = torch.index_select(self._cache, 0, chunk).flatten(0, 1)
+                rows = rows[: num_tokens - row]
+                host[row : row + rows.shape[0]].copy_(rows, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return host, event

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side: lock first, copy when finished, write in the background."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock, tensor_file
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
+    CopyEvent,
+    RowCopier,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+#: `(tensors, copy_event, path, lock_fd)`; waits for the event, writes, closes `lock_fd` if given
+WriteTensors = Callable[[dict[str, Tensor], CopyEvent, str, int | None], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running request's file; `lock_fd` holds its lock (None: locks are off)."""
+
+    path: str
+    lock_fd: int | None
+
+
+class HiddenStatesSaver:
+    """Saves rows of one cache. Used from the worker's step thread, writes on others.
+
+    Rows of a finished request stay in the cache until a writer has room for them, so a slow disk
+    makes requests wait for blocks and never fills the host's memory.
+    """
+
+    def __init__(
+        self,
+        copier: RowCopier,
+        write_tensors: WriteTensors,
+        *,
+        num_writer_threads: int,
+        use_lock: bool,
+        reserve_space: bool,
+    ) -> None:
+        self._copier = copier
+        self._write_tensors = write_tensors
+        self._pool = WriterPool(num_writer_threads)
+        self._use_lock = use_lock
+        self._reserve_space = reserve_space
+        self._targets: dict[str, Target] = {}
+        self._waiting: deque[PendingSave] = deque()
+        self._copying: dict[str, CopyEvent] = {}
+        self._failed: dict[str, str] = {}
+
+    def open_new(self, meta: ExampleHiddenStatesConnectorMetadata) -> None:
+        """Lock the files of requests in their first step; what would fail later fails now."""
+        self._failed.update(meta.rejected)
+        for req_id, path in meta.new_req_filenames.items():
+            num_bytes = self._file_bytes(meta.new_req_num_tokens.get(req_id, 0))
+            try:
+                self._targets[req_id] = self._open(path, num_bytes)
+            except OSError as error:
+                reason = f"hidden states cannot be stored: {_describe(error, path)}"
+                logger.error("request %s: %s", req_id, reason)
+                self._failed[req_id] = reason
+
+    def take_failed(self) -> dict[str, str]:
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def step(self, pending: list[PendingSave], finished_req_ids: set[str]) -> set[str]:
+        """Take saves, start copies, drop ended requests; returns those whose copy is complete."""
+        self._waiting.extend(pending)
+        for req_id in finished_req_ids - {save.req_id for save in self._waiting}:
+            self._discard(req_id)
+        unsaved = self._start_copies()
+        sent = {req_id for req_id, event in self._copying.items() if event.query()}
+        for req_id in sent:
+            del self._copying[req_id]
+        return sent | unsaved
+
+    def shutdown(self) -> None:
+        """Store what is finished, discard what is not."""
+        while self._waiting:
+            self._start_copies(wait_for_room=True)
+        self._pool.drain()
+        for req_id in list(self._targets):
+            self._discard(req_id)
+
+    # ---- opening -------------------------------------------------------------------------------
+
+    def _file_bytes(self, num_tokens: int) -> int:
+        if not self._reserve_space:
+            return 0
+        token_id_bytes = torch.int64.itemsize
+        row_bytes = self._copier.row_bytes + token_id_bytes
+        return tensor_file.HEADER_ALLOWANCE + num_tokens * row_bytes
+
+    def _open(self, path: str, num_bytes: int) -> Target:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        lock_fd = file_lock.acquire(path) if self._use_lock else None
+        try:
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"{path} is a directory")
+            tensor_file.reserve(tensor_file.partial_path(path), num_bytes)
+        except OSError:
+            _remove(tensor_file.partial_path(path))
+            file_lock.release(lock_fd)
+            raise
+        return Target(path, lock_fd)
+
+    def _discard(self, req_id: str) -> None:
+        target = self._targets.pop(req_id, None)
+        if target is not None:
+            self._drop(target)
+
+    @staticmethod
+    def _drop(target: Target) -> None:
+        _remove(tensor_file.partial_path(target.path))
+        file_lock.release(target.lock_fd)
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def _start_copies(self, wait_for_room: bool = False) -> set[str]:
+        """Start as many copies as the writers can take; returns requests that cannot be saved."""
+        unsaved = set()
+        while self._waiting and (wait_for_room or self._pool.has_room):
+            save = self._waiting.popleft()
+            target = self._targets.pop(save.req_id, None)
+            if target is None:
+                logger.error("request %s: no file is open for its hidden states", save.req_id)
+                unsaved.add(save.req_id)
+                continue
+            try:
+                rows, event = self._copier.copy(save.block_ids, len(save.token_ids))
+            except (ValueError, RuntimeError):
+                logger.exception("request %s: hidden states were not copied", save.req_id)
+                self._drop(target)
+                unsaved.add(save.req_id)
+                continue
+            self._copying[save.req_id] = event
+            tensors = {"hidden_states": rows, "token_ids": save.token_ids}
+            self._pool.submit(partial(self._write, save.req_id, target, tensors, event))
+        return unsaved
+
+    def _write(
+        self, req_id: str, target: Target, tensors: dict[str, Tensor], event: CopyEvent
+    ) -> None:
+        """On a writer thread. The data gets its name when complete, and before the lock ends."""
+        temporary = tensor_file.partial_path(target.path)
+        try:
+            # The writer closes a duplicate; the lock itself lasts until after the rename.
+            lock_fd = None if target.lock_fd is None else os.dup(target.lock_fd)
+            self._write_tensors(tensors, event, temporary, lock_fd)
+            os.replace(temporary, target.path)
+        except Exception:
+            logger.exception(
+                "request %s: hidden states were not written to %s", req_id, target.path
+            )
+            _remove(temporary)
+        finally:
+            file_lock.release(target.lock_fd)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            logger.error("cannot remove %s: %s", path, error.strerror)
+
+
+def _describe(error: OSError, path: str) -> str:
+    if isinstance(error, BlockingIOError):
+        return f"{path} is in use by another request or a reader"
+    return f"{error.strerror or error}: {error.filename or path}"
+
+
+def write_file(
+    tensors: dict[str, Tensor], event: CopyEvent, filename: str, lock_fd: int | None
+) -> None:
+    """The default `WriteTensors`; ValueError unless every token has exactly one row."""
+    try:
+        event.synchronize()
+        num_rows, num_tokens = len(tensors["hidden_states"]), len(tensors["token_ids"])
+        if num_rows != num_tokens:
+            raise ValueError(f"{num_rows} rows for {num_tokens} tokens")
+        tensor_file.write(filename, tensors)
+    finally:
+        if lock_fd is not None:
+            os.close(lock_fd)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side: which file each request gets, and when its rows are saved."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+)
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+_MAX_STEM_LENGTH = 200
+
+
+class ExtractionScheduler:
+    """Bookkeeping of one engine; knows integers and file names only."""
+
+    def __init__(self, storage_path: str, allow_custom_path: bool, block_size: int) -> None:
+        self._storage_path = storage_path
+        self._allow_custom_path = allow_custom_path
+        self._block_size = block_size
+        self._filenames: dict[str, str] = {}
+        self._pending: dict[str, PendingSave] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether saves wait for the next step's message."""
+        return bool(self._pending)
+
+    def build_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> ExampleHiddenStatesConnectorMetadata:
+        meta = ExampleHiddenStatesConnectorMetadata(pending_saves=list(self._pending.values()))
+        self._pending.clear()
+        for new in scheduler_output.scheduled_new_reqs:
+            try:
+                filename = self._filename(new)
+            except ValueError as error:
+                meta.rejected[new.req_id] = str(error)
+                continue
+            self._filenames[new.req_id] = filename
+            meta.new_req_filenames[new.req_id] = filename
+            meta.new_req_num_tokens[new.req_id] = len(new.prompt_token_ids or ())
+        return meta
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Queue the save; `(False, None)` for requests without rows worth keeping.
+
+        A request with fewer rows than tokens is turned into a failed one.
+        """
+        filename = self._filenames.pop(request.request_id, None)
+        ended_badly = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+        if filename is None or request.status in ended_badly:
+            return False, None
+        params = request.kv_transfer_params or {}
+        if params.get("include_output_tokens", False):
+            # The last token was sampled but never went through the model: it has no row.
+            token_ids = request.all_token_ids[:-1]
+        else:
+            token_ids = request.prompt_token_ids
+        num_tokens = len(token_ids)
+        num_rows = min(request.num_computed_tokens, len(block_ids) * self._block_size)
+        if num_rows < num_tokens:
+            # The reply must not promise a short file: the request ends with an error instead.
+            request.status = RequestStatus.FINISHED_ERROR
+            request.error = f"{num_rows} rows of hidden states for {num_tokens} tokens"
+            logger.error("request %s: %s; nothing is stored", request.request_id, request.error)
+            return False, None
+        self._pending[request.request_id] = PendingSave(
+            req_id=request.request_id,
+            filename=filename,
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            block_ids=list(block_ids),
+        )
+        return True, {"hidden_states_path": filename}
+
+    def _filename(self, new: NewRequestData) -> str:
+        custom = _custom_path(new)
+        if custom is not None and self._allow_custom_path:
+            return os.path.abspath(_checked(custom))
+        if custom is not None:
+            logger.warning(
+                "request %s: hidden_states_path is ignored, allow_custom_save_path is false",
+                new.req_id,
+            )
+        stem = new.req_id
+        if stem != os.path.basename(_checked(stem)) or len(stem) > _MAX_STEM_LENGTH:
+            raise ValueError(f"request id {stem!r} cannot be a file name")
+        return os.path.join(self._storage_path, f"{stem}.safetensors")
+
+
+def _custom_path(new: NewRequestData) -> object:
+    extra = (new.sampling_params.extra_args if new.sampling_params is not None else None) or {}
+    return (extra.get("kv_transfer_params") or {}).get("hidden_states_path")
+
+
+def _checked(path: object) -> str:
+    """`path` as a string; ValueError for what no file can be called."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"hidden_states_path must be a path, got {type(path).__name__}")
+    text = os.fsdecode(path)
+    if not text or "\0" in text or text in (".", ".."):
+        raise ValueError(f"hidden_states_path {text!r} is no file path")
+    return text

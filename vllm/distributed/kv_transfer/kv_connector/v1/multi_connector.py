@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several connectors as one: every child saves, the first one with a match loads.
+
+`kv_connector_extra_config = {"connectors": [<kv_transfer_config>, ...]}`, in order of preference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
+    MultiKVConnectorHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorStats,
+    MultiKVConnectorWorkerMetadata,
+    MultiKVEvents,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+Finished = tuple[bool, dict[str, Any] | None]
+
+
+def child_configs(
+    extra_config: dict[str, Any], engine_id: str | None = None
+) -> list[KVTransferConfig]:
+    """The children's configurations; ValueError when the list is missing or empty.
+
+    A child without an `engine_id` of its own gets the given one.
+    """
+    from vllm.config import KVTransferConfig
+
+    given = extra_config.get("connectors")
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError(
+            "MultiConnector needs kv_connector_extra_config.connectors, a non-empty list of "
+            "kv_transfer_config objects"
+        )
+    common = {} if engine_id is None else {"engine_id": engine_id}
+    return [
+        item if isinstance(item, KVTransferConfig) else KVTransferConfig(**{**common, **item})
+        for item in given
+    ]
+
+
+@dataclass
+class _SchedulerState:
+    """Which child loads a request, and how many further children hold a finished one's blocks."""
+
+    loading: dict[str, int] = field(default_factory=dict)
+    extra_async_saves: dict[str, int] = field(default_factory=dict)
+
+
+class MultiConnector(KVConnectorBase_V1, SupportsHMA):
+    """Forwards every call to its children; see the module docstring for who loads."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._children: list[KVConnectorBase_V1] = []
+        transfer = self._kv_transfer_config
+        for config in child_configs(transfer.kv_connector_extra_config, transfer.engine_id):
+            child_vllm_config = copy.copy(vllm_config)
+            child_vllm_config.kv_transfer_config = config
+            self._children.append(
+                KVConnectorFactory.create_connector(child_vllm_config, role, kv_cache_config)
+            )
+        self._scheduler = _SchedulerState()
+        # Worker side: reports still missing of requests that several children send.
+        self._extra_async_saves: dict[str, int] = {}
+
+    # ---- capabilities --------------------------------------------------------------------------
+
+    @classmethod
+    def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return all(
+            KVConnectorFactory.supports_hma_config(child)
+            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
+        )
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return all(child.prefer_cross_layer_blocks for child in self._children)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The children's common demand; ValueError when they disagree."""
+        assert vllm_config.kv_transfer_config is not None
+        demands: dict[str, str] = {}
+        for config in child_configs(vllm_config.kv_transfer_config.kv_connector_extra_config):
+            child_vllm_config = copy.copy(vllm_config)
+            child_vllm_config.kv_transfer_config = config
+            child_cls = KVConnectorFactory.get_connector_class(config)
+            layout = child_cls.get_required_kvcache_layout(child_vllm_config)
+            if layout is not None:
+                demands[layout] = child_cls.__name__
+        if len(demands) > 1:
+            raise ValueError(f"connectors need different cache layouts: {demands}")
+        return next(iter(demands), None)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return any(
+            KVConnectorFactory.get_connector_class(child).requires_piecewise_for_cudagraph(
+                child.kv_connector_extra_config
+            )
+            for child in child_configs(extra_config)
+        )
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        for child in self._children:
+            child.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
+        for child in self._children:
+            child.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        for child in self._children:
+            child.set_host_xfer_buffer_ops(copy_operation)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, MultiKVConnectorMetadata)
+        for child, metadata in zip(self._children, kv_connector_metadata.metadata, strict=True):
+            child.handle_preemptions(metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, MultiKVConnectorMetadata)
+        super().bind_connector_metadata(connector_metadata)
+        self._extra_async_saves.update(connector_metadata.extra_async_saves)
+        for child, metadata in zip(self._children, connector_metadata.metadata, strict=True):
+            child.bind_connector_metadata(metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        for child in self._children:
+            child.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        for child in self._children:
+            child.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for child in self._children:
+            child.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        for child in self._children:
+            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        for child in self._children:
+            child.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent: set[str] = set()
+        received: set[str] = set()
+        for child in self._children:
+            sending, recving = child.get_finished(finished_req_ids)
+            received |= recving or set()
+            sent |= {req_id for req_id in sending or () if self._last_report(req_id)}
+        return sent or None, received or None
+
+    def _last_report(self, req_id: str) -> bool:
+        """Count one child's report of a sent request; True when no other child holds its blocks."""
+        missing = self._extra_async_saves.pop(req_id, 0)
+        if missing > 1:
+            self._extra_async_saves[req_id] = missing - 1
+        return missing == 0
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set().union(*(c.get_block_ids_with_load_errors() for c in self._children))
+
+    def take_failed_requests(self) -> dict[str, str]:
+        failed: dict[str, str] = {}
+        for child in self._children:
+            failed = {**child.take_failed_requests(), **failed}
+        return failed
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = [child.get_kv_connector_stats() for child in self._children]
+        data = {self._child_key(i): part for i, part in enumerate(stats) if part is not None}
+        return MultiKVConnectorStats(data) if data else None
+
+    def _child_key(self, index: int) -> str:
+        """Two children may be of one class, so the position is part of the key."""
+        return f"{index}:{type(self._children[index]).__name__}"
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        return MultiKVEvents.of(
+            child.get_kv_connector_kv_cache_events() for child in self._children
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return MultiKVConnectorWorkerMetadata.of(
+            child.build_connector_worker_meta() for child in self._children
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        parts = tuple(child.get_handshake_metadata() for child in self._children)
+        return MultiKVConnectorHandshakeMetadata(parts) if any(parts) else None
+
+    def shutdown(self) -> None:
+        """Shut every child down; the first error is raised when all have been asked."""
+        errors = []
+        for child in self._children:
+            try:
+                child.shutdown()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        for child in self._children:
+            child.on_new_request(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        for child in self._children:
+            child.bind_gpu_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        chosen: tuple[int, bool] = (0, False)
+        undecided = False
+        for index, child in enumerate(self._children):
+            # Every child is asked, since some start a lookup that they answer later.
+            num_tokens, runs_beside = child.get_num_new_matched_tokens(
+                request, num_computed_tokens
+            )
+            if num_tokens is None:
+                undecided = True
+            elif num_tokens > 0 and chosen[0] == 0:
+                chosen = (num_tokens, runs_beside)
+                self._scheduler.loading[request.request_id] = index
+        return (None, False) if undecided else chosen
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        loading = self._scheduler.loading.get(request.request_id)
+        nothing = blocks.new_empty()
+        for index, child in enumerate(self._children):
+            if index == loading:
+                child.update_state_after_alloc(request, blocks, num_external_tokens)
+            else:
+                child.update_state_after_alloc(request, nothing, 0)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        extra, self._scheduler.extra_async_saves = self._scheduler.extra_async_saves, {}
+        return MultiKVConnectorMetadata(
+            tuple(child.build_connector_meta(scheduler_output) for child in self._children), extra
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if not isinstance(meta, MultiKVConnectorWorkerMetadata):
+            for child in self._children:
+                child.update_connector_output(connector_output)
+            return
+        for child, part in zip(self._children, meta.parts, strict=True):
+            output = copy.copy(connector_output)
+            output.kv_connector_worker_meta = part
+            child.update_connector_output(output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        return self._finish(request, lambda child: child.request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> Finished:
+        def ask(child: KVConnectorBase_V1) -> Finished:
+            if isinstance(child, SupportsHMA):
+                return child.request_finished_all_groups(request, block_ids)
+            [only_group] = block_ids
+            return child.request_finished(request, only_group)
+
+        return self._finish(request, ask)
+
+    def _finish(self, request: Request, ask: Callable[[KVConnectorBase_V1], Finished]) -> Finished:
+        req_id = request.request_id
+        num_saves, params = 0, None
+        for child in self._children:
+            keep_blocks, child_params = ask(child)
+            num_saves += keep_blocks
+            if child_params is not None and params is not None:
+                raise RuntimeError(
+                    f"request {req_id}: more than one connector returned kv_transfer_params"
+                )
+            params = child_params if params is None else params
+        if num_saves > 1:
+            self._scheduler.extra_async_saves[req_id] = num_saves - 1
+        self._scheduler.loading.pop(req_id, None)
+        return num_saves > 0, params
+
+    def has_pending_push_work(self) -> bool:
+        return any(child.has_pending_push_work() for child in self._children)
+
+    def take_events(self) -> Iterable[Any]:
+        for child in self._children:
+            yield from child.take_events()
+
+    def get_finished_count(self) -> int | None:
+        """The children's common answer; ValueError when they differ."""
+        counts = {child.get_finished_count() for child in self._children}
+        if len(counts) > 1:
+            raise ValueError(f"connectors need reports of different numbers of workers: {counts}")
+        return counts.pop()
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        for index, child in enumerate(self._children):
+            parts = {rank: _part(value, index) for rank, value in metadata.items()}
+            child.set_xfer_handshake_metadata({r: p for r, p in parts.items() if p is not None})
+
+    def reset_cache(self) -> bool | None:
+        answers = [child.reset_cache() for child in self._children]
+        known = [answer for answer in answers if answer is not None]
+        return all(known) if known else None
+
+
+def _part(
+    metadata: KVConnectorHandshakeMetadata, index: int
+) -> KVConnectorHandshakeMetadata | None:
+    assert isinstance(metadata, MultiKVConnectorHandshakeMetadata)
+    return metadata.parts[index]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MultiConnector`'s messages: one part per child, in the children's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+
+@dataclass
+class MultiKVConnectorMetadata(KVConnectorMetadata):
+    """`extra_async_saves`: finished request -> children that hold its blocks, beyond the first."""
+
+    metadata: tuple[KVConnectorMetadata, ...]
+    extra_async_saves: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class MultiKVConnectorHandshakeMetadata(KVConnectorHandshakeMetadata):
+    parts: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+@dataclass
+class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
+    """A child without a message has None."""
+
+    parts: tuple[KVConnectorWorkerMetadata | None, ...]
+
+    @classmethod
+    def of(
+        cls, parts: Iterable[KVConnectorWorkerMetadata | None]
+    ) -> MultiKVConnectorWorkerMetadata | None:
+        """The message, or None when no child has one."""
+        found = tuple(parts)
+        return cls(found) if any(part is not None for part in found) else None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
+        assert isinstance(other, MultiKVConnectorWorkerMetadata)
+        return MultiKVConnectorWorkerMetadata(_join_all(self.parts, other.parts))
+
+
+@dataclass
+class MultiKVEvents:
+    """Cache events per child."""
+
+    parts: tuple[Any | None, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Any | None]) -> MultiKVEvents | None:
+        """The events, or None when no child has any."""
+        found = tuple(parts)
+        return cls(found) if any(part is not None for part in found) else None
+
+    def aggregate(self, other: MultiKVEvents) -> MultiKVEvents:
+        return MultiKVEvents(_join_all(self.parts, other.parts))
+
+
+@dataclass
+class MultiKVConnectorStats(KVConnectorStats):
+    """`data`: child -> its `KVConnectorStats`."""
+
+    def reset(self) -> None:
+        for stats in self.data.values():
+            stats.reset()
+
+    def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
+        for child, stats in other.data.items():
+            mine = self.data.get(child)
+            self.data[child] = stats if mine is None else mine.aggregate(stats)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {
+            f"{child} {name}": value
+            for child, stats in self.data.items()
+            for name, value in stats.reduce().items()
+        }
+
+    def is_empty(self) -> bool:
+        return all(stats.is_empty() for stats in self.data.values())
+
+
+def _join_all(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        b if a is None else a if b is None else a.aggregate(b)
+        for a, b in zip(first, second, strict=True)
+    )

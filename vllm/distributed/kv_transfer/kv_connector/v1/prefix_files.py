@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and files of stored prefixes: one directory per prefix, one file per layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_KEY = "kv_cache"
+
+
+def aligned_length(num_tokens: int, alignment: int) -> int:
+    """Tokens of whole blocks that leave at least one token of the prompt to compute."""
+    return max(num_tokens - 2, 0) // alignment * alignment
+
+
+class PrefixStore:
+    """Prefixes in `directory`; `scope` is everything besides the tokens that fixes the values."""
+
+    def __init__(self, directory: str, scope: dict[str, str]) -> None:
+        self._directory = directory
+        self._scope = json.dumps(scope, sort_keys=True)
+
+    def folder(self, token_ids: Sequence[int], salt: str | None) -> str:
+        """Where the prefix of exactly `token_ids` is or would be stored."""
+        text = json.dumps([self._scope, salt, list(token_ids)])
+        return os.path.join(self._directory, hashlib.sha256(text.encode()).hexdigest())
+
+    @staticmethod
+    def has(folder: str) -> bool:
+        return os.path.isdir(folder)
+
+    @staticmethod
+    def load(folder: str, layer_name: str) -> Tensor:
+        """The layer's blocks, `[blocks, ...]` on the CPU; OSError or ValueError if unreadable."""
+        path = os.path.join(folder, f"{layer_name}.safetensors")
+        try:
+            return load_file(path)[_KEY]
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    @staticmethod
+    def save(folder: str, layers: dict[str, Tensor]) -> None:
+        """Store all layers; the folder appears complete or not at all."""
+        if os.path.isdir(folder):
+            return
+        temporary = f"{folder}.{uuid.uuid4().hex}.partial"
+        os.makedirs(temporary)
+        try:
+            for name, blocks in layers.items():
+                path = os.path.join(temporary, f"{name}.safetensors")
+                save_file({_KEY: blocks.contiguous()}, path)
+            os.rename(temporary, folder)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not os.path.isdir(folder):
+                raise
