@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.kernels.cases import Case, arena_cache, attention_case, check, randn, rope_case, strided
 from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.naive import NaiveKernels
 
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -117,6 +118,17 @@ def test_qk_norm_rope_cache_matches_fp64(
     check(Rows(KERNELS), "qk_norm_rope_cache", case, 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_qk_norm_rope_cache_rounds_like_the_reference(one_plus: bool) -> None:
+    case = rope_case(60, (4, 2, 64), torch.bfloat16, "cpu", one_plus=one_plus)
+    other = {k: v.clone() if isinstance(v, Tensor) else v for k, v in case.items()}
+    out = KERNELS.qk_norm_rope_cache(**case)[:-1]
+    expected = NaiveKernels().qk_norm_rope_cache(**other)[:-1]
+    assert (out != expected).float().mean() < 2e-3
+    keys = (x["kv_cache"].nan_to_num() for x in (case, other))
+    assert torch.ne(*keys).float().mean() < 2e-3
+
+
 def test_qk_norm_rope_cache_without_norms() -> None:
     case = rope_case(37, (4, 2, 32), torch.float32, "cpu", normed=False)
     check(Rows(KERNELS), "qk_norm_rope_cache", case, TOLERANCE[torch.float32])
@@ -129,8 +141,6 @@ class Rows:
         self.kernels = kernels
 
     def qk_norm_rope_cache(self, **case: object) -> Tensor:
-        from vllm.kernels.naive import NaiveKernels
-
         out = self.kernels.qk_norm_rope_cache(**case)
         copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in case.items()}
         out[-1] = NaiveKernels().qk_norm_rope_cache(**copy)[-1]

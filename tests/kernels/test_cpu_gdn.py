@@ -16,6 +16,7 @@ from tests.kernels.cases import (
     gdn_decode_case,
 )
 from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.naive import NaiveKernels
 
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -145,6 +146,34 @@ def test_gdn_decode_matches_fp64(
     case = gdn_decode_case(5, heads, dtype, "cpu", width=width, bias=bias, padding=2)
     # In 16 bits the convolution's result is rounded before the recurrence.
     check(KERNELS, "gdn_decode", case, 2 * TOLERANCE[dtype])
+
+
+def test_padding_sequences_with_tokens_touch_no_state() -> None:
+    case = gdn_case([5, 7], [True, True], (2, 4, 16, 16), torch.float32, "cpu")
+    conv = conv_case([5, 7], [True, True], 40, torch.float32, "cpu")
+    case["ssm_state"].fill_(0.5)
+    conv["conv_state"].fill_(0.5)
+    for op, of_op, state in (
+        (KERNELS.gdn_prefill, case, "ssm_state"),
+        (KERNELS.causal_conv1d, conv, "conv_state"),
+    ):
+        of_op["state_indices"][1] = -1
+        pool, index = of_op[state], 1 + int(of_op["state_indices"][0])
+        before = pool.clone()
+        op(**of_op | {state: pool[1:]})  # block -1 of the slice is block 0 of the pool
+        assert not torch.equal(before[index], pool[index])
+        before[index] = pool[index]
+        assert torch.equal(before.nan_to_num(), pool.nan_to_num())
+
+
+def test_gdn_decode_rounds_the_convolution_like_prefill() -> None:
+    case = gdn_decode_case(8, (2, 4, 64, 64), torch.bfloat16, "cpu")
+    out, conv, state = (case[name].clone() for name in ("out", "conv_state", "ssm_state"))
+    KERNELS.gdn_decode(**case)
+    NaiveKernels().gdn_decode(**case | dict(out=out, conv_state=conv, ssm_state=state))
+    assert (out != case["out"]).float().mean() < 1e-2
+    pool = case["ssm_state"].nan_to_num()
+    assert error_ratio(pool, state.nan_to_num().double()) < 2e-4
 
 
 def test_gdn_decode_with_bf16_state() -> None:

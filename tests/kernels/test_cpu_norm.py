@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.cases import EPS, check, randn, strided
 from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.naive import NaiveKernels
 
 KERNELS = CpuKernels()
 # One rounding to the dtype, plus the norm's extra rounding before the weight.
@@ -82,6 +83,21 @@ def test_gated_rms_norm_matches_fp64(dtype: torch.dtype, n: int, fp32_weight: bo
         eps=EPS,
     )
     check(KERNELS, "gated_rms_norm", case, 1.5 * TOLERANCE[dtype])
+
+
+def test_gated_rms_norm_rounds_like_the_reference() -> None:
+    x, gate = (randn(20, 5, 128, dtype=torch.bfloat16, device="cpu") for _ in range(2))
+    weight = randn(128, dtype=torch.bfloat16, device="cpu")
+    out = KERNELS.gated_rms_norm(x, gate, weight, EPS)
+    differing = (out != NaiveKernels().gated_rms_norm(x, gate, weight, EPS)).float().mean()
+    assert differing < 2e-3
+
+
+def test_a_nan_of_any_payload_stays_nan_in_16_bits() -> None:
+    weight = torch.full((20,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.ones(1, 20, dtype=dtype)
+        assert KERNELS.rms_norm(x, weight, EPS, one_plus=True).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

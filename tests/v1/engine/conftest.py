@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.v1.engine.tokenizer_fixture import make_tokenizer
 
 

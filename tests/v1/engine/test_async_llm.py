@@ -11,8 +11,8 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.v1.engine.fakes import EOS, VOCAB_SIZE, FakeExecutor, expected_tokens, make_vllm_config
 
+from tests.v1.engine.fakes import EOS, VOCAB_SIZE, FakeExecutor, expected_tokens, make_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM

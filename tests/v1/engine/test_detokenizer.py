@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.v1.engine.tokenizer_fixture import make_tokenizer
 
+from tests.v1.engine.tokenizer_fixture import make_tokenizer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import Detokenizer, StreamDecoder, WindowDecoder
 

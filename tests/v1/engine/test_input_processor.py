@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.v1.engine.fakes import EOS, VOCAB_SIZE, make_vllm_config
 
+from tests.v1.engine.fakes import EOS, VOCAB_SIZE, make_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -136,7 +136,8 @@ def test_eos_ids_of_the_generation_config_stop_unless_ignored(processor, tokeniz
     done = process(processor, params=SamplingParams(stop_token_ids=[5])).sampling_params
     assert done.stop_token_ids == [5, 77]
     assert done.all_stop_token_ids == {5, 77, tokenizer.eos_token_id}
-    assert process(processor, params=SamplingParams(ignore_eos=True)).sampling_params.stop_token_ids == []
+    ignoring = process(processor, params=SamplingParams(ignore_eos=True)).sampling_params
+    assert ignoring.stop_token_ids == []
 
 
 def test_max_logprobs_unlimited():

@@ -10,6 +10,7 @@ import signal
 import time
 
 import pytest
+
 from tests.v1.engine.fakes import (
     EOS,
     VOCAB_SIZE,
@@ -18,7 +19,6 @@ from tests.v1.engine.fakes import (
     make_vllm_config,
     next_token,
 )
-
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -132,7 +132,8 @@ def test_eos_ends_with_stop_and_no_reason():
 
 def test_utilities_over_the_process_keep_types(monkeypatch):
     engine = make_engine(True)
-    thread, pid, args, kwargs = engine.collective_rpc("echo", args=((1, {2}),), kwargs={"a": None})[0]
+    (reply,) = engine.collective_rpc("echo", args=((1, {2}),), kwargs={"a": None})
+    _, pid, args, kwargs = reply
     assert pid != os.getpid() and args == ((1, {2}),) and kwargs == {"a": None}
     assert engine.reset_prefix_cache() is True
     with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
@@ -157,7 +158,7 @@ def test_start_up_errors_name_their_cause():
 
 
 def test_max_model_len_auto_shrinks_to_memory_and_is_reported():
-    config = make_vllm_config(max_model_len=512, num_blocks=None, additional_config={"memory": 9216})
+    config = make_vllm_config(num_blocks=None, additional_config={"memory": 9216})
     config.model_config.max_model_len_auto = True
     engine = LLMEngine(config, FakeExecutor, False, True)
     assert config.model_config.max_model_len == 128

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.v1.engine.fakes import fake_logprobs
 
+from tests.v1.engine.fakes import fake_logprobs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor

@@ -45,8 +45,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class WireLogprobs(msgspec.Struct, array_like=True):
-    """`LogprobsLists` as raw little-endian bytes: ids int32 and logprobs fp32 `[rows, width]`, ranks
-    int32 `[rows]`."""
+    """`LogprobsLists` as raw little-endian bytes: ids int32 and logprobs fp32 `[rows, width]`,
+    ranks int32 `[rows]`."""
 
     rows: int
     width: int

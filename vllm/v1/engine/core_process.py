@@ -34,12 +34,18 @@ def start_method() -> str:
     reason = None
     if torch.cuda.is_initialized():
         reason = "CUDA is initialised in this process and cannot be used in a forked one"
-    elif any(not isinstance(t, TMonitor) for t in threading.enumerate()[1:]):
+    elif _other_threads():
         reason = "this process runs threads, whose locks a forked process would inherit"
     if reason is None:
         return asked
     decisions.record("engine core start method", "spawn", reason, instead_of="fork")
     return "spawn"
+
+
+def _other_threads() -> list[threading.Thread]:
+    """Threads besides this one and the monitor of progress bars, which holds no lock of ours."""
+    current = threading.current_thread()
+    return [t for t in threading.enumerate() if t is not current and not isinstance(t, TMonitor)]
 
 
 class CoreProcess:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
 from tests.v1.engine.fakes import BLOCK_SIZE, EOS, expected_tokens, prefix_hash
-
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
@@ -253,6 +253,10 @@ def test_failed_load_ends_the_request_under_policy_fail():
     driver.run()
     expect(driver, "b", prompt_of(1, 20))
     assert driver.scheduler.kv_cache_manager.usage == 0
+    driver.worker.slots.clear()  # what failed to load must not be found by the next request
+    driver.add(make_request("again", prompt_of(0, 60)))
+    driver.run()
+    expect(driver, "again", prompt_of(0, 60))
 
 
 def test_connector_reset_is_part_of_a_cache_reset():

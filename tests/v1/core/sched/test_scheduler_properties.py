@@ -7,9 +7,9 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
 from tests.v1.engine.fakes import EOS, expected_tokens
-
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -38,7 +38,8 @@ def test_traffic(seed, async_scheduling, **options):
     shared = rng.choices(range(20, 1000), k=64)
     requests, aborted = {}, set()
     for i in range(rng.randint(1, 14)):
-        prompt = shared[: rng.choice([0, 16, 33, 64])] + rng.choices(range(9, 1000), k=rng.randint(1, 50))
+        own = rng.choices(range(9, 1000), k=rng.randint(1, 50))
+        prompt = shared[: rng.choice([0, 16, 33, 64])] + own
         request = make_request(
             f"r{i}",
             prompt,

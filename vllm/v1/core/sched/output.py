@@ -46,9 +46,10 @@ class CachedRequestData:
     """Requests the workers already know, as parallel lists.
 
     `new_block_ids[i]`: per group, the blocks appended this step (None: none), or, when
-    `req_ids[i] in resumed_req_ids`, the full replacement. `all_token_ids`: prompt + output tokens of
-    every resumed request (its worker-side history was dropped at preemption).
-    `num_output_tokens[i]` counts sampled tokens, including those still in flight.
+    `req_ids[i] in resumed_req_ids`, the full replacement. `all_token_ids`: prompt + output tokens
+    of every resumed request (its worker-side history was dropped at preemption).
+    `num_output_tokens[i]` counts sampled tokens, including those still in flight. `new_token_ids`
+    stays empty: workers keep the tokens they sampled.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -75,7 +76,8 @@ class SchedulerOutput:
     `num_scheduled_tokens`: request id -> tokens this step. A request samples a token in this step
     iff `num_computed_tokens + num_scheduled_tokens >= ` all its tokens known or in flight; the
     scheduler states it in `sampling_req_ids`, nobody recomputes it. `preempted_req_ids` lost their
-    blocks; workers drop them (they come back in `resumed_req_ids`).
+    blocks or part of their computed tokens; workers drop them (they come back in
+    `resumed_req_ids`, possibly of the same step).
     """
 
     scheduled_new_reqs: list[NewRequestData]

@@ -145,7 +145,7 @@ class Scheduler(SchedulerResults):
     def _add_running(
         self, step: _Step, request: Request, num_tokens: int, new_blocks: KVCacheBlocks
     ) -> None:
-        if request.request_id in self._rewound:
+        if self._rewound and request.request_id in self._rewound:
             self._rewound.remove(request.request_id)
             self.preempted_req_ids.add(request.request_id)
             all_blocks = self.kv_cache_manager.get_block_ids(request.request_id)

@@ -110,7 +110,7 @@ def state_pass(p: ChunkedProblem, w: Tensor, u: Tensor, g: Tensor, k_scale: Tens
     tile = pick(table, p.head_k_dim)
     block_v = min(tile.columns, p.block_v)
     if p.num_seqs * heads * triton.cdiv(dv, block_v) < configs.multiprocessors:
-        block_v = max(16, block_v // 2)
+        block_v = max(32, block_v // 2)
     h = p.v.new_empty(p.num_chunks, heads, p.head_k_dim, dv)
     _state_pass_kernel[(triton.cdiv(dv, block_v), heads, p.num_seqs)](
         p.k,
