@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments of the kernels: validated pointers, sizes and element strides.
+//
+// Activations share `dtype`. A Param carries its own dtype, since norm weights and gate
+// parameters may be kept in fp32 beside a bf16 model.
+#pragma once
+
+#include "types.h"
+
+namespace vllm_cpu {
+
+struct Param {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+};
+
+// Rows addressed by up to three leading dimensions with arbitrary strides.
+struct Rows {
+  const void* data;
+  int64_t sizes[3];
+  int64_t strides[3];
+  int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
+  int64_t offset(int64_t row) const {
+    const int64_t c = row % sizes[2];
+    const int64_t rest = row / sizes[2];
+    return rest / sizes[1] * strides[0] + rest % sizes[1] * strides[1] + c * strides[2];
+  }
+};
+
+struct RmsNormArgs {
+  DType dtype;
+  Rows x;
+  const void* residual = nullptr;  // dense rows, added to x when given
+  int64_t residual_stride = 0;
+  void* sum = nullptr;  // dense rows: x + residual
+  void* out;            // dense rows
+  Param weight;
+  int64_t n;
+  float eps;
+  bool one_plus;
+};
+
+struct GatedArgs {
+  DType dtype;
+  Rows x;
+  Rows gate;
+  Param weight;  // gated_rms_norm only
+  float eps = 0;
+  int64_t n;
+  void* out;  // dense rows
+};
+
+struct SiluMulArgs {
+  DType dtype;
+  const void* gate_up;
+  int64_t stride;
+  int64_t tokens;
+  int64_t n;
+  void* out;
+};
+
+// [num_blocks, 2, block_size, num_kv_heads, head_dim], dense but for the block stride.
+struct KvCache {
+  char* data;
+  int64_t num_blocks;
+  int64_t block_stride;
+  int64_t block_size;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t value_offset() const { return block_size * heads * head_dim; }
+};
+
+struct RopeCacheArgs {
+  DType dtype;
+  const void* qkv;
+  int64_t qkv_stride;
+  int64_t tokens;
+  const int64_t* positions;
+  const float* cos_sin;
+  int64_t cos_sin_stride;
+  int64_t rot;
+  Param q_weight;
+  Param k_weight;
+  KvCache cache;
+  const int64_t* slots;
+  int64_t heads;
+  bool gated;
+  bool one_plus;
+  float eps;
+  void* q_out;  // dense [tokens, heads, head_dim]
+};
+
+// Copies of `row_bytes` to `block * block_stride + offset_in_block * row_bytes`.
+struct WriteRowsArgs {
+  const char* rows;
+  int64_t token_stride;   // bytes
+  int64_t columns;
+  int64_t column_stride;  // bytes
+  int64_t column_bytes;
+  int64_t tokens;
+  char* cache;
+  int64_t block_stride;  // bytes
+  int64_t block_size;
+  const int64_t* slots;
+};
+
+struct AttentionArgs {
+  DType dtype;
+  const void* query;
+  int64_t query_strides[2];
+  void* out;
+  int64_t out_strides[2];
+  KvCache cache;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int32_t* seq_lens;
+  const int32_t* query_start;
+  int64_t num_seqs;
+  int64_t heads;
+  float scale;
+  int64_t window;  // 0: unlimited
+};
+
+// conv_state [num_blocks, width - 1, channels], dense but for the block stride.
+struct ConvArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t channels;
+  int64_t width;
+  Param weight;  // dense [channels, width]
+  Param bias;    // [channels] or null
+  void* state;
+  int64_t state_stride;
+  const int32_t* state_indices;
+  const bool* has_initial_state;
+  const int32_t* query_start;
+  int64_t num_seqs;
+};
+
+struct GdnArgs {
+  DType dtype;
+  const void* qkv;
+  int64_t qkv_stride;
+  const void* a;
+  int64_t a_stride;
+  const void* b;
+  int64_t b_stride;
+  Param A_log;
+  Param dt_bias;
+  void* state;  // [num_blocks, v_heads, v_dim, k_dim], dense but for the block stride
+  DType state_dtype;
+  int64_t state_stride;
+  const int32_t* state_indices;
+  const bool* has_initial_state;  // prefill only
+  const int32_t* query_start;     // prefill only
+  int64_t num_seqs;
+  int64_t k_heads, v_heads, k_dim, v_dim;
+  void* out;
+  int64_t out_strides[2];
+  ConvArgs conv;  // decode only
+};
+
+struct SkinnyLinearArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  const void* weight;
+  int64_t weight_stride;
+  int64_t outputs;
+  int64_t depth;
+  const void* bias;
+  void* out;
+};
+
+}  // namespace vllm_cpu

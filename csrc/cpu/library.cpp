@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Schemas of torch.ops.vllm_cpu.
+#include "ops.h"
+#include "table.h"
+
+namespace vllm_cpu {
+std::string isa() { return kernels().name; }
+}  // namespace vllm_cpu
+
+STABLE_TORCH_LIBRARY(vllm_cpu, m) {
+  m.def("isa() -> str");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor");
+  m.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool one_plus)"
+      " -> (Tensor, Tensor)");
+  m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
+  m.def("silu_and_mul(Tensor gate_up) -> Tensor");
+  m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
+  m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "qk_norm_rope_cache(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm_weight,"
+      " Tensor? k_norm_weight, Tensor(a!) kv_cache, Tensor slot_mapping, int num_heads,"
+      " int num_kv_heads, int head_dim, bool gated, float eps, bool one_plus) -> Tensor");
+  m.def(
+      "write_kv_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
+  m.def("write_rows(Tensor rows, Tensor(a!) cache, Tensor slot_mapping) -> ()");
+  m.def(
+      "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+      " Tensor query_start_loc, float scale, int? sliding_window, Tensor(a!) out) -> ()");
+  m.def(
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state,"
+      " Tensor state_indices, Tensor has_initial_state, Tensor query_start_loc, Tensor(b!) out)"
+      " -> ()");
+  m.def(
+      "gdn_prefill(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
+      " Tensor(a!) ssm_state, Tensor state_indices, Tensor has_initial_state,"
+      " Tensor query_start_loc, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
+      " Tensor(b!) out) -> ()");
+  m.def(
+      "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
+      " Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state,"
+      " Tensor state_indices, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
+      " Tensor(c!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&vllm_cpu::isa));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&vllm_cpu::rms_norm));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&vllm_cpu::fused_add_rms_norm));
+  m.impl("gated_rms_norm", TORCH_BOX(&vllm_cpu::gated_rms_norm));
+  m.impl("silu_and_mul", TORCH_BOX(&vllm_cpu::silu_and_mul));
+  m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
+  m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
+  m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));
+  m.impl("write_kv_cache", TORCH_BOX(&vllm_cpu::write_kv_cache));
+  m.impl("write_rows", TORCH_BOX(&vllm_cpu::write_rows));
+  m.impl("paged_attention", TORCH_BOX(&vllm_cpu::paged_attention));
+  m.impl("causal_conv1d", TORCH_BOX(&vllm_cpu::causal_conv1d));
+  m.impl("gdn_prefill", TORCH_BOX(&vllm_cpu::gdn_prefill));
+  m.impl("gdn_decode", TORCH_BOX(&vllm_cpu::gdn_decode));
+}

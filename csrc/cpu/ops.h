@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Entry points of the ops: validate, fill the kernel's arguments, call the chosen kernel. Shapes
+// and semantics are those of `vllm.kernels.interface.Kernels`.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "check.h"
+
+namespace vllm_cpu {
+
+using OptTensor = std::optional<Tensor>;
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, bool one_plus);
+std::tuple<Tensor, Tensor> fused_add_rms_norm(
+    const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, bool one_plus);
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps);
+Tensor silu_and_mul(const Tensor& gate_up);
+Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
+
+Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
+
+Tensor qk_norm_rope_cache(
+    const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, OptTensor q_norm_weight,
+    OptTensor k_norm_weight, const Tensor& kv_cache, const Tensor& slot_mapping, int64_t num_heads,
+    int64_t num_kv_heads, int64_t head_dim, bool gated, double eps, bool one_plus);
+void write_kv_cache(
+    const Tensor& key, const Tensor& value, const Tensor& kv_cache, const Tensor& slot_mapping);
+void write_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapping);
+void paged_attention(
+    const Tensor& query, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
+    const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
+    const Tensor& out);
+
+void causal_conv1d(
+    const Tensor& x, const Tensor& weight, OptTensor bias, const Tensor& conv_state,
+    const Tensor& state_indices, const Tensor& has_initial_state, const Tensor& query_start_loc,
+    const Tensor& out);
+void gdn_prefill(
+    const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
+    const Tensor& dt_bias, const Tensor& ssm_state, const Tensor& state_indices,
+    const Tensor& has_initial_state, const Tensor& query_start_loc, int64_t num_k_heads,
+    int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim, const Tensor& out);
+void gdn_decode(
+    const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
+    const Tensor& dt_bias, const Tensor& conv_weight, OptTensor conv_bias,
+    const Tensor& conv_state, const Tensor& ssm_state, const Tensor& state_indices,
+    int64_t num_k_heads, int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim,
+    const Tensor& out);
+
+}  // namespace vllm_cpu

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elementary functions of float vectors, within about one unit in the last place.
+#pragma once
+
+#include "vec.h"
+
+namespace vllm_cpu {
+namespace VLLM_ISA {
+
+// e^x: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial for e^r, and 2^n applied in two
+// factors so that subnormal results and overflow come out right. NaN passes through.
+inline vf exp(vf x) {
+  const vf low = set1(-104.0f), high = set1(89.0f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const vf shift = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf shifted = fma(x, set1(1.44269504088896341f), shift);
+  const vf n = shifted - shift;
+  vf r = fma(n, set1(-0.693145751953125f), x);
+  r = fma(n, set1(-1.42860682030941723e-6f), r);
+  vf p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  const vi exponent = (vi)shifted - (vi)shift;
+  const vi half = exponent >> 1;
+  const vf scale_a = (vf)((half + 127) << 23);
+  const vf scale_b = (vf)((exponent - half + 127) << 23);
+  return p * scale_a * scale_b;
+}
+
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+}  // namespace VLLM_ISA
+}  // namespace vllm_cpu
