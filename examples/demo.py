@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,7 +27,8 @@ import httpx
 import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
@@ -71,29 +74,49 @@ def serve_command(model: Path, port: int, layers: list[int], hidden_dir: str) ->
 
 @contextmanager
 def running(command: list[str], base: str, log: Path) -> Iterator[None]:
-    """The server, healthy; stopped with SIGTERM at the end. Raises with its log if it fails."""
+    """The server, healthy; stopped at the end, whatever happens. A failure comes with its log."""
     with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        # In a session of its own, Ctrl-C reaches only this program, which then stops the server.
+        server = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         started = time.monotonic()
-        with tqdm(total=120, desc="starting the server", unit="s", leave=False) as progress:
-            while not healthy(base):
-                if server.poll() is not None or time.monotonic() - started > 120:
-                    raise SystemExit(f"error: the server did not start\n{log.read_text()[-4000:]}")
-                time.sleep(0.2)
-                progress.n = int(time.monotonic() - started)
-                progress.refresh()
+        wait_until_healthy(server, base)
         print(f"server ready after {time.monotonic() - started:.1f} s")
         yield
         if server.poll() is not None:
-            raise SystemExit(f"error: the server died\n{log.read_text()[-4000:]}")
+            raise SystemExit("error: the server died")
+    except (Exception, SystemExit) as error:
+        raise SystemExit(f"{error}\n\nthe server's log ends:\n{log.read_text()[-4000:]}") from error
     finally:
-        if server.poll() is None:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=30)
-    if server.returncode not in (0, -signal.SIGTERM):
+        stop(server)
+    if server.returncode != 0:
         raise SystemExit(f"error: the server exited with {server.returncode}")
     print("server stopped cleanly")
+
+
+def wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+    deadline = time.monotonic() + 120
+    layout = "{desc}: {elapsed}"
+    with tqdm(desc="starting the server", bar_format=layout, leave=False) as progress:
+        while not healthy(base):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("error: the server did not start")
+            time.sleep(0.2)
+            progress.refresh()
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL to what is left; a second Ctrl-C does not get in between."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
+    server.terminate()
+    try:
+        server.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def healthy(base: str) -> bool:
@@ -175,28 +198,39 @@ def show(tensors: dict[str, torch.Tensor], token_ids: list[int], expected: torch
         raise SystemExit("error: the rows differ from transformers' by more than 1e-4")
 
 
+def interrupt(signal_number: int, _: object) -> None:
+    """Leave as for Ctrl-C, so that the server is stopped."""
+    raise KeyboardInterrupt(signal_number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the demo's)")
     model = parser.parse_args().model or find_checkpoint()
-    config = json.loads((model / "config.json").read_text())
-    count = config["num_hidden_layers"]
-    layers = [2, count // 2, count]
+    count = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+    layers = sorted({min(2, count), count // 2, count})
     token_ids = AutoTokenizer.from_pretrained(model)(_PROMPT).input_ids
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as scratch:
         command = serve_command(model, port, layers, scratch)
-        print(f"model {model}\n$ {' '.join(command)}")
+        print(f"model {model}\n$ {shlex.join(command)}")
         with running(command, base, Path(scratch) / "server.log"):
             stream_chat(base)
             tensors = wait_for(extract(base, token_ids))
-            with tqdm(total=1, desc="transformers reference", leave=False) as progress:
-                expected = reference(model, token_ids, layers)
-                progress.update()
+            print("\ncomputing the same with transformers", flush=True)
+            expected = reference(model, token_ids, layers)
             show(tensors, token_ids, expected)
     print("\nall of it worked")
 
 
 if __name__ == "__main__":
-    main()
+    # Its reference implementations are what the comparison wants; no need to warn about them.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

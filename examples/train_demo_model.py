@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import json
 import math
 import platform
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from pathlib import Path
 
 import torch
 from model_card import Sample, write_card
+from python_library import is_held_out, library_files, library_root
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
@@ -54,20 +53,13 @@ class Corpus:
 
 def collect(repo: Path) -> Corpus:
     """Standard library (without its tests) and our docs, split by a hash of the path."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = [
-        path
-        for path in sorted(library.rglob("*.py"))
-        if not skipped & set(path.relative_to(library).parts)
-    ]
+    library = library_root()
+    files = library_files()
     files += sorted((repo / "docs").rglob("*.md")) + sorted((repo / "vllm").rglob("*.py"))
     corpus = Corpus([], [])
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")
-        base = library if path.is_relative_to(library) else repo
-        digest = hashlib.sha256(str(path.relative_to(base)).encode()).digest()
-        held_out = digest[0] % 20 == 0
+        held_out = is_held_out(path.relative_to(library if path.is_relative_to(library) else repo))
         (corpus.held_out if held_out else corpus.train).append(text)
         if not held_out and path.suffix == ".py":
             corpus.train.extend(_chats(text))

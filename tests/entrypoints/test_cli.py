@@ -12,6 +12,7 @@ import time
 import httpx
 import pytest
 
+from vllm import decisions
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli import openai_client
 from vllm.entrypoints.cli.collect_env import describe_environment
@@ -79,11 +80,15 @@ def test_the_flags_that_speculators_passes() -> None:
         *["--gpu-memory-utilization", "0.8", "--disable-uvicorn-access-log", "--enforce-eager"],
         *["--data-parallel-size", "1", "-tp", "1", "--trust-remote-code", "--api-key", ""],
         *["--reasoning-parser", "", "--no-enable-chunked-prefill"],
+        *["--api-server-count", "4", "--renderer-num-workers", "2"],
         *["--speculative_config", '{"method": "extract_hidden_states"}'],
         *["--kv_transfer_config", '{"kv_connector": "C", "kv_role": "kv_producer"}'],
     )
     assert (front.host, front.port) == ("127.0.0.1", 8001)
     assert front.disable_uvicorn_access_log and front.api_keys() == []
+    assert front.api_server_count == 4 and front.renderer_num_workers == 2
+    [choice] = [d for d in decisions.decisions() if d.what == "API server processes"]
+    assert (choice.chosen, choice.instead_of) == ("1", "4")
     assert engine.model == "m" and engine.max_model_len == 129 and engine.enforce_eager
     assert engine.enable_chunked_prefill is False
     assert engine.speculative_config == {"method": "extract_hidden_states"}
@@ -117,6 +122,9 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
         ({"tool_call_parser": "hermes"}, "--tool-call-parser"),
         ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice"),
         ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
+        ({"headless": True}, "--headless"),
+        ({"api_server_count": 0}, "--api-server-count"),
+        ({"renderer_num_workers": 0}, "--renderer-num-workers"),
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )

@@ -128,6 +128,8 @@ def _resolve_graphs(config: VllmConfig) -> None:
         chosen, why = CUDAGraphMode.NONE, "--enforce-eager"
     elif not current_platform.supports_graphs:
         chosen, why = CUDAGraphMode.NONE, f"{current_platform.device_type} has no graphs"
+    elif wanted.uses_graphs and wanted is not CUDAGraphMode.FULL_DECODE_ONLY:
+        chosen, why = CUDAGraphMode.FULL_DECODE_ONLY, "steps with prefills run without graphs"
     if chosen is not wanted:
         decisions.record("cudagraph_mode", chosen.name, why, wanted.name)
     compilation.cudagraph_mode = chosen
@@ -135,9 +137,7 @@ def _resolve_graphs(config: VllmConfig) -> None:
     if ignored:
         why = f"compilation_config keys {', '.join(ignored)} steer a compiler that is not used"
         decisions.record("torch.compile", "none", why)
-    speculative = config.speculative_config
-    tokens_per_request = speculative.tokens_per_request if speculative else 1
-    compilation.resolve_capture_sizes(config.scheduler_config.max_num_seqs * tokens_per_request)
+    compilation.resolve_capture_sizes(config.scheduler_config.max_num_seqs)
 
 
 def _apply_model_rules(config: VllmConfig) -> None:

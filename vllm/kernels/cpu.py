@@ -2,9 +2,12 @@
 """The CPU's kernels: C++ in `csrc/cpu`, vectorised for the instruction set found at run time."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm._extension import load_cpu_ops
+
+#: rows up to which `skinny_linear` beats oneDNN (`benchmarks/cpu_kernels.py`)
+_SKINNY_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}
 
 
 class CpuKernels:
@@ -18,6 +21,10 @@ class CpuKernels:
         load_cpu_ops()
         ops = torch.ops.vllm_cpu
         self.isa: str = ops.isa()
+        # torch multiplies 16-bit matrices by oneDNN but fp32 ones by MKL, half as fast on AMD.
+        self._onednn_linear = None
+        if torch.backends.mkldnn.is_available():
+            self._onednn_linear = torch.ops.mkldnn._linear_pointwise.default
         self._rms_norm = ops.rms_norm.default
         self._fused_add_rms_norm = ops.fused_add_rms_norm.default
         self._gated_rms_norm = ops.gated_rms_norm.default
@@ -48,6 +55,14 @@ class CpuKernels:
 
     def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._mul_sigmoid(x, gate)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Few rows read the weight once (our kernel); many are a matmul (oneDNN)."""
+        if x.shape[0] <= _SKINNY_ROWS[x.dtype]:
+            return self.skinny_linear(x, weight, bias)
+        if x.dtype is torch.float32 and self._onednn_linear is not None:
+            return self._onednn_linear(x, weight, bias, "none", [], "")
+        return nn.functional.linear(x, weight, bias)
 
     def skinny_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x [tokens, k] @ weight [n, k].T + bias [n]`, reading the weight once as stored.

@@ -2,6 +2,7 @@
 """`Kernels` for NVIDIA GPUs, in Triton. Importing this needs Triton but no GPU."""
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from vllm.kernels.triton import activation, attention, cache, gdn, norm, rope
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefill
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefi
 class CudaKernels:
     """Every op is one to three launches whose grids follow from host integers alone."""
 
+    linear = staticmethod(linear)
     rms_norm = staticmethod(norm.rms_norm)
     fused_add_rms_norm = staticmethod(norm.fused_add_rms_norm)
     gated_rms_norm = staticmethod(norm.gated_rms_norm)

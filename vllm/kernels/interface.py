@@ -27,9 +27,11 @@ from torch import Tensor
 class Kernels(Protocol):
     """Operations used by the layers; see the module docstring for the conventions."""
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x [tokens, k] @ weight [n, k].T + bias [n] -> [tokens, n]`, fp32 accumulation."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
         """`x [..., n]` normalised over the last dimension by `rsqrt(mean(x^2) + eps)`.
 
         `one_plus=False`: the normalised value is rounded to `x.dtype`, then times `weight [n]`
@@ -100,9 +102,9 @@ class Kernels(Protocol):
         ...
 
     def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write `rows [tokens, columns, width]` to `cache [num_blocks, block_size, columns, width]`.
+        """Write `rows [tokens, columns, width]`, captured hidden states, to their paged cache.
 
-        Used for captured hidden states.
+        `cache [num_blocks, block_size, columns, width]`, `slot_mapping [tokens]` int64.
         """
         ...
 
@@ -217,7 +219,7 @@ class Kernels(Protocol):
 
 
 def chunk_metadata(query_start_loc: list[int], chunk_size: int = 64) -> tuple[Tensor, Tensor]:
-    """Host-made chunk index of a ragged batch: `(chunk_indices [chunks, 2], chunk_offsets [n + 1])`.
+    """Host-made chunk index of a batch: `(chunk_indices [chunks, 2], chunk_offsets [n + 1])`.
 
     Both are int32 CPU tensors; see `Kernels.gdn_prefill`.
     """

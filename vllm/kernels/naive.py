@@ -2,7 +2,7 @@
 """Reference kernels in plain torch, on any device and in any float dtype."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.kernels import naive_attention, naive_gdn, naive_norm
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
@@ -15,9 +15,10 @@ class NaiveKernels:
     reference for tests, not a serving path.
     """
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
         return naive_norm.rms_norm(x, weight, eps, one_plus).contiguous()
 
     def fused_add_rms_norm(

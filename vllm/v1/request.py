@@ -138,6 +138,13 @@ class Request:
             self.all_token_ids.extend(token_ids)
         self._extend_block_hashes()
 
+    def truncate_output(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` output tokens."""
+        del self.output_token_ids[num_tokens:]
+        del self.all_token_ids[self.num_prompt_tokens + num_tokens :]
+        self.block_hashes.clear()
+        self._extend_block_hashes()
+
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""

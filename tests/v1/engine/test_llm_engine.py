@@ -227,6 +227,20 @@ def test_terminate_signal_ends_the_core_cleanly():
     engine.shutdown()
 
 
+def test_sending_before_the_death_is_known_does_not_hang():
+    """A socket whose peer is gone accepts nothing, and would wait for ever."""
+    engine = make_engine(True)
+    link = engine.engine_core._link
+    link._core.process.kill()
+    link._reader.join(10)
+    death, link.dead = link.dead, None
+    threading.Timer(0.2, lambda: setattr(link, "dead", death)).start()
+    with pytest.raises(EngineDeadError):
+        engine.engine_core.reset_prefix_cache()
+    link.dead = None
+    engine.shutdown()
+
+
 def test_inproc_engine_is_freed_when_forgotten():
     engine = make_engine()
     executor = engine.engine_core.engine_core.executor

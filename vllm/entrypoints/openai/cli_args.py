@@ -8,7 +8,7 @@ import dataclasses
 import ssl
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm import envs
+from vllm import decisions, envs
 from vllm.config.base import FlagKind, config, option
 from vllm.exceptions import VLLMValidationError
 
@@ -65,6 +65,19 @@ class FrontEndArgs:
         default=False, help="Send X-Request-Id with every reply."
     )
     disable_fastapi_docs: bool = option(default=False, help="No /docs and /openapi.json.")
+    api_server_count: int = option(
+        default=1,
+        aliases=("-asc",),
+        help="API processes. One serves, whatever the number (recorded as a decision): templates "
+        "and tokenising, which keep it busy, run in the threads of --renderer-num-workers.",
+    )
+    renderer_num_workers: int | None = option(
+        default=None,
+        help="Threads that apply chat templates and tokenise; one per CPU, at most 8, if unset.",
+    )
+    headless: bool = option(
+        default=False, help="An engine without API; not supported yet, an error."
+    )
     enable_tokenizer_info_endpoint: bool = option(default=False, help="Mount GET /tokenizer_info.")
 
     chat_template: str | None = option(
@@ -143,10 +156,27 @@ class FrontEndArgs:
                 "supported yet; leave it out, the reasoning stays in `content`",
                 "reasoning_parser",
             )
+        self._check_processes()
         if self.shutdown_timeout < 0 or self.max_request_body_size < 1:
             raise VLLMValidationError(
                 "--shutdown-timeout and --max-request-body-size must be positive"
             )
+
+    def _check_processes(self) -> None:
+        if self.headless:
+            raise VLLMValidationError(
+                "--headless: an engine without its API is not supported yet; start one server per "
+                "replica",
+                "headless",
+            )
+        for name in ("api_server_count", "renderer_num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise VLLMValidationError(f"{flag} must be at least 1, got {value}", name, value)
+        if self.api_server_count > 1:
+            why = "templates and tokenising run in threads; see --renderer-num-workers"
+            decisions.record("API server processes", 1, why, self.api_server_count)
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> FrontEndArgs:

@@ -44,7 +44,10 @@ class ChatTemplateOptions:
 
 
 class PromptRenderer:
-    """Owns the tokenizer and its threads; `tokenizer` None serves token ids only."""
+    """Owns the tokenizer and its threads; `tokenizer` None serves token ids only.
+
+    `num_threads`: one per CPU, at most 8, if None.
+    """
 
     def __init__(
         self,
@@ -52,12 +55,13 @@ class PromptRenderer:
         max_model_len: int,
         vocab_size: int,
         options: ChatTemplateOptions,
+        num_threads: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.options = options
-        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "tokenizer")
+        self._pool = ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1), "tokenizer")
         if tokenizer is not None:
             # The first call may reset truncation settings stored in the checkpoint, which is not
             # safe while another thread encodes.

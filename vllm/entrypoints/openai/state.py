@@ -57,6 +57,7 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
             default_kwargs=args.default_chat_template_kwargs,
             hide_tools_when_choice_none=args.exclude_tools_when_tool_choice_none,
         ),
+        args.renderer_num_workers,
     )
     options = ServingOptions(
         response_role=args.response_role,

@@ -132,9 +132,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return _best_tokens(logits, None, None, None)
 
 
-def gumbel_sample(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
-) -> Tensor:
+def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """One draw per row from `softmax(logits / temperature)`; temperature 0 takes the argmax.
 
     `logits [n, vocab]`, `temperature [n]` fp32, `seeds, positions [n]` int64 -> int64 `[n]`.

@@ -32,13 +32,14 @@ from vllm.model_executor.parameter import (
     sections_loader,
 )
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 LinearOutput = Any  # `(Tensor, Tensor | None)`, or a Tensor with `return_bias=False`
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x [..., in] @ weight [out, in].T + bias [out]`: the one matmul entry of every layer."""
-    return nn.functional.linear(x, weight, bias)
+    return current_platform.kernels.linear(x, weight, bias)
 
 
 def resolve_tp(tp_rank: int | None, tp_size: int | None, disable_tp: bool) -> tuple[int, int]:

@@ -16,6 +16,7 @@ class EngineCoreRequestType(enum.Enum):
     ABORT = b"\x01"
     UTILITY = b"\x02"
     SHUTDOWN = b"\x03"
+    STOP = b"\x04"
 
 
 class FinishReason(enum.IntEnum):
@@ -42,6 +43,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_salt: str | None = None
     client_index: int = 0
     trace_headers: dict[str, str] | None = None
+
+
+class StopRequest(msgspec.Struct, array_like=True):
+    """The front end found a stop string: the request ends after `num_output_tokens`."""
+
+    request_id: str
+    num_output_tokens: int
 
 
 class WireLogprobs(msgspec.Struct, array_like=True):

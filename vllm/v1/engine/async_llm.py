@@ -219,6 +219,7 @@ class AsyncLLM:
             outputs.outputs = everything[start : start + _CHUNK]
             processed = self.output_processor.process_outputs(outputs, iteration)
             self.engine_core.abort_requests(processed.aborts)
+            self.engine_core.stop_requests(processed.stops)
             if start + _CHUNK < len(everything):
                 await asyncio.sleep(0)
         if self._loggers is not None and iteration is not None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_link import CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -39,6 +39,10 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    @abstractmethod
+    def stop_requests(self, stops: list[StopRequest]) -> None:
+        """End requests at a stop string; unlike aborted ones, each gets a last message."""
 
     @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
@@ -98,6 +102,9 @@ class InprocClient(EngineCoreClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
 
+    def stop_requests(self, stops: list[StopRequest]) -> None:
+        self.engine_core.stop_requests(stops)
+
     def call_utility(self, method: str, *args: Any) -> Any:
         return self.engine_core.call_utility(method, args)
 
@@ -139,6 +146,10 @@ class SyncMPClient(EngineCoreClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         if request_ids:
             self._link.abort(request_ids)
+
+    def stop_requests(self, stops: list[StopRequest]) -> None:
+        if stops:
+            self._link.stop(stops)
 
     def call_utility(self, method: str, *args: Any) -> Any:
         return self._link.call(method, *args).result()
@@ -215,6 +226,10 @@ class AsyncMPClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         if request_ids:
             self._link.abort(request_ids)
+
+    def stop_requests(self, stops: list[StopRequest]) -> None:
+        if stops:
+            self._link.stop(stops)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._link.call(method, *args))

@@ -18,7 +18,12 @@ import zmq
 
 from vllm import decisions, envs
 from vllm.logger import init_logger
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    StopRequest,
+)
 from vllm.v1.engine.core_proc import CoreAddresses
 from vllm.v1.engine.core_process import CoreProcess
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -34,6 +39,8 @@ logger = init_logger(__name__)
 Sink = Callable[[EngineCoreOutputs | EngineDeadError], None]
 
 _SHUTDOWN_S = 15.0
+_PEER_POLL_MS = 20
+_PEER_TIMEOUT_MS = 1000
 
 
 class CoreLink:
@@ -105,6 +112,9 @@ class CoreLink:
     def abort(self, request_ids: list[str]) -> None:
         self._send(EngineCoreRequestType.ABORT, request_ids)
 
+    def stop(self, stops: list[StopRequest]) -> None:
+        self._send(EngineCoreRequestType.STOP, stops)
+
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Run a utility in the core. The future fails with `EngineGenerateError` when the utility
         does, with `EngineDeadError` when the engine dies first."""
@@ -126,6 +136,10 @@ class CoreLink:
         with self._send_lock:
             if self._closed:
                 raise EngineDeadError("it was shut down")
+            # Without its peer the socket would wait for another one, which never comes.
+            while not self._requests.poll(_PEER_POLL_MS, zmq.POLLOUT):
+                if self.dead is not None:
+                    raise EngineDeadError(self.dead.cause)
             self._requests.send_multipart((kind.value, frame))
 
     # ---- receiving (reader thread) -------------------------------------------------------------
@@ -195,7 +209,9 @@ class CoreLink:
             if started and self.dead is None:
                 with contextlib.suppress(zmq.ZMQError):
                     self._requests.setsockopt(zmq.LINGER, 1000)
-                    self._requests.send_multipart((EngineCoreRequestType.SHUTDOWN.value, b"\xc0"))
+                    frames = (EngineCoreRequestType.SHUTDOWN.value, b"\xc0")
+                    if self._requests.poll(_PEER_TIMEOUT_MS, zmq.POLLOUT):
+                        self._requests.send_multipart(frames)
         atexit.unregister(self.close)
         if self._reader.ident is not None:
             os.write(self._stop_write, b"x")

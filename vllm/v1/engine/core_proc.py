@@ -27,6 +27,7 @@ from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
+    StopRequest,
     UtilityOutput,
 )
 from vllm.v1.engine.core import EngineCore
@@ -135,6 +136,8 @@ class EngineCoreProc:
                 self._outputs.put(EngineCoreOutputs(outputs=[refused], timestamp=time.monotonic()))
         elif kind is EngineCoreRequestType.ABORT:
             self._core.abort_requests(payload)
+        elif kind is EngineCoreRequestType.STOP:
+            self._core.stop_requests(payload)
         elif kind is EngineCoreRequestType.UTILITY:
             self._outputs.put(EngineCoreOutputs(utility_output=self._call_utility(*payload)))
         else:
@@ -182,6 +185,7 @@ class EngineCoreProc:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._addresses.requests)
         requests = MsgpackDecoder(EngineCoreRequest)
+        stops = MsgpackDecoder(list[StopRequest])
         anything: MsgpackDecoder[Any] = MsgpackDecoder(object)
         while True:
             kind_frame, payload_frame = socket.recv_multipart()
@@ -189,6 +193,8 @@ class EngineCoreProc:
             payload: Request | Any
             if kind is EngineCoreRequestType.ADD:
                 payload = self._core.make_request(requests.decode(payload_frame))
+            elif kind is EngineCoreRequestType.STOP:
+                payload = stops.decode(payload_frame)
             else:
                 payload = anything.decode(payload_frame)
             self._inputs.put((kind, payload))

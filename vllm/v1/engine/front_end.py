@@ -27,7 +27,9 @@ class FrontEnd:
         self.tokenizer = _load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
         self.output_processor = OutputProcessor(
-            self.tokenizer, vllm_config.scheduler_config.stream_interval
+            self.tokenizer,
+            vllm_config.scheduler_config.stream_interval,
+            core_sees_stops=vllm_config.kv_transfer_config is not None,
         )
 
     def make_stat_loggers(self) -> StatLoggerManager | None:

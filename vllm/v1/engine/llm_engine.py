@@ -116,6 +116,7 @@ class LLMEngine:
         iteration = IterationStats() if self._loggers is not None else None
         processed = self.output_processor.process_outputs(outputs, iteration)
         self.engine_core.abort_requests(processed.aborts)
+        self.engine_core.stop_requests(processed.stops)
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration)
         if not self.has_unfinished_requests():

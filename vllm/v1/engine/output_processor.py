@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    StopRequest,
+)
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import LogprobsCollector, TokenTexts
 from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
@@ -26,22 +32,31 @@ logger = init_logger(__name__)
 
 @dataclass
 class ProcessedOutputs:
-    """`request_outputs`: those of requests without a sink. `aborts`: engine ids that stopped at a
-    stop string, which only the front end can see."""
+    """`request_outputs`: those of requests without a sink. `aborts`, `stops`: requests that reached
+    a stop string, which only the front end can see, to be aborted or stopped in the core."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    stops: list[StopRequest] = field(default_factory=list)
 
 
 class OutputProcessor:
-    """Holds a `RequestState` per engine request until it is finished."""
+    """Holds a `RequestState` per engine request until it is finished.
+
+    `core_sees_stops`: a request that reaches a stop string waits for the core's last message, which
+    carries what the KV connector has for the client. Otherwise it is aborted there.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, stream_interval: int = 1
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stream_interval: int = 1,
+        core_sees_stops: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         self._stream_interval = stream_interval
+        self._core_sees_stops = core_sees_stops
         self.request_states: dict[str, RequestState] = {}
         self._internal_ids: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -104,13 +119,18 @@ class OutputProcessor:
     ) -> None:
         before = state.num_tokens
         stop = state.update(output)
+        num_new = state.num_tokens - before
+        if iteration is not None:
+            iteration.add_tokens(state.stats, num_new, timestamp, output.times)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        if stop is not None:
+        if stop is not None and finish_reason is not FinishReason.ERROR:
             if finish_reason is None:
+                if self._core_sees_stops:
+                    if num_new:
+                        processed.stops.append(StopRequest(output.request_id, state.num_tokens))
+                    return
                 processed.aborts.append(output.request_id)
             finish_reason, stop_reason = FinishReason.STOP, stop
-        if iteration is not None:
-            iteration.add_tokens(state.stats, state.num_tokens - before, timestamp, output.times)
         self._emit(state, finish_reason, stop_reason, output.kv_transfer_params, processed)
         if finish_reason is not None:
             self._forget(state, finish_reason, timestamp, iteration)

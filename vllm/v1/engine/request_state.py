@@ -48,6 +48,7 @@ class RequestState:
             num_prompt_tokens=len(request.prompt_token_ids),
         )
         self.error: str | None = None
+        self._stop: str | None = None
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._detokenizer = detokenizer
@@ -69,19 +70,21 @@ class RequestState:
         return self._parent.n if self._parent is not None else 1
 
     def update(self, output: EngineCoreOutput) -> str | None:
-        """Take in new tokens; returns the stop string they complete, if any."""
+        """Take in new tokens, none after a stop string; returns the stop string once there is one."""
         self._num_cached_tokens = output.num_cached_tokens
         self.error = output.error
+        if self._stop is not None:
+            return self._stop
         if output.new_prompt_logprobs is not None:
             self._logprobs.add_prompt(output.new_prompt_logprobs)
         before = len(self._detokenizer.token_ids)
-        stop = self._detokenizer.update(
+        self._stop = self._detokenizer.update(
             output.new_token_ids, output.finish_reason is FinishReason.STOP
         )
         added = len(self._detokenizer.token_ids) - before
         if output.new_logprobs is not None:
             self._logprobs.add_sample(output.new_logprobs, added)
-        return stop
+        return self._stop
 
     def make_output(
         self,

@@ -22,7 +22,9 @@ def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     if logits.device.type == "cuda":
         from vllm.kernels.triton.sampling import gumbel_sample as sample_on_device
 
-        return sample_on_device(logits, temperature, seeds, positions)
+        # The kernel divides by the temperature, which the filters needed done before.
+        divided = temperature.masked_fill(temperature > 0, 1.0)
+        return sample_on_device(logits, divided, seeds, positions)
     noisy = logits.clone()
     rows = zip(temperature.tolist(), seeds.tolist(), positions.tolist(), strict=True)
     for row, (row_temperature, seed, position) in enumerate(rows):

@@ -21,12 +21,16 @@ def sample(
     positions: Tensor,
     adjustments: Sequence[tuple[int, Adjustments, int]],
 ) -> SamplerOutput:
-    """Sample one token per row of `logits [n, vocab]` fp32.
+    """Sample one token per row of `logits [n, vocab]` (changed in place by adjustments).
 
     `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
     adjustments, output tokens so far) of the rows that have any. Logprobs are those of the
     unprocessed logits.
     """
+    if metadata.num_logprobs is None and metadata.temperature is None and not adjustments:
+        # The order of 16-bit logits is that of their fp32 values.
+        return SamplerOutput(greedy(logits))
+    logits = logits.float()
     raw = logits.clone() if adjustments and metadata.num_logprobs is not None else logits
     for row, adjustment, num_output_tokens in adjustments:
         adjustment.apply(logits[row], num_output_tokens)
@@ -38,10 +42,19 @@ def sample(
     return SamplerOutput(token_ids, gather_logprobs(raw, token_ids, metadata.num_logprobs))
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64."""
+    if logits.device.type == "cuda":
+        from vllm.kernels.triton.sampling import argmax_rows
+
+        return argmax_rows(logits)
+    return logits.argmax(dim=-1)
+
+
 def _draw(logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
     temperature, seeds = metadata.temperature, metadata.seeds
     if temperature is None or seeds is None:
-        return logits.argmax(dim=-1)
+        return greedy(logits)
     divisor = temperature.masked_fill(temperature == 0, 1.0)
     scaled = logits / divisor.unsqueeze(1)
     if metadata.min_p is not None:

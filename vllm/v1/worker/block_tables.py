@@ -45,9 +45,16 @@ class GroupBlockTable:
         n = len(rows)
         width = max(int(self.num_blocks[rows].max(initial=1)), 1)
         host = self.staged.next()
-        np.take(self.table[:, :width], rows, axis=0, out=host[:n, :width])
+        host[:n, :width] = self.table[rows, :width]
         host[n:padded_rows, :width] = -1
-        return self.staged.upload(padded_rows, width), host[:n, :width]
+        # Whole rows: a contiguous copy is one asynchronous transfer.
+        return self.staged.upload(padded_rows)[:, :width], host[:n, :width]
+
+    def padding(self, size: int) -> tuple[Tensor, np.ndarray]:
+        """Tables of `size` padded rows at full width, for graph capture."""
+        host = self.staged.next()
+        host[:size] = -1
+        return self.staged.upload(size), host[:size]
 
     def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
         """Slots of `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""

@@ -35,8 +35,8 @@ class RequestState:
 class StepOrder:
     """One step's requests, decodes first.
 
-    All arrays are `[num_reqs]`: `rows`, tokens scheduled, tokens computed before the step.
-    `sampling [n]`: positions in this order of the requests that sample a token.
+    All arrays are `[num_reqs]`: `rows`, tokens scheduled, tokens computed before the step, tokens
+    the host knows. `sampling [n]`: positions in this order of the requests that sample a token.
     """
 
     req_ids: list[str]
@@ -44,6 +44,7 @@ class StepOrder:
     rows: np.ndarray
     num_scheduled: np.ndarray
     num_computed: np.ndarray
+    num_known: np.ndarray
     num_decodes: int
     sampling: np.ndarray
 
@@ -51,12 +52,18 @@ class StepOrder:
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
+    @property
+    def decode_only(self) -> bool:
+        return self.num_decodes == len(self.req_ids)
+
 
 class InputBatch:
     """Rows by request id; free rows are reused smallest first."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
+        #: tokens of each row that the host knows
+        self.known_tokens = np.zeros(max_rows, dtype=np.int64)
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -80,6 +87,7 @@ class InputBatch:
             len(token_ids) - num_prompt_tokens,
         )
         self.requests[req_id] = state
+        self.known_tokens[state.row] = len(token_ids)
         return state
 
     def remove(self, req_id: str) -> RequestState | None:
@@ -98,10 +106,12 @@ class InputBatch:
             (decodes if decode else prefills).append(state)
         states = decodes + prefills
         req_ids = [state.req_id for state in states]
+        rows = np.array([s.row for s in states], dtype=np.int64)
         return StepOrder(
             req_ids=req_ids,
             states=states,
-            rows=np.array([s.row for s in states], dtype=np.int64),
+            rows=rows,
+            num_known=self.known_tokens[rows],
             num_scheduled=np.array([num_scheduled[r] for r in req_ids], dtype=np.int64),
             num_computed=np.array([s.num_computed_tokens for s in states], dtype=np.int64),
             num_decodes=len(decodes),

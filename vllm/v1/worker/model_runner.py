@@ -8,13 +8,16 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -39,6 +42,7 @@ from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesPropose
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.decode_graphs import DecodeGraphs, graphs_forbidden
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.prompt_logprobs import PromptScorer
@@ -84,6 +88,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._prompts: dict[str, Prompt] = {}
         self.adjustments: dict[str, Adjustments] = {}
         self.groups: list[StateGroup] = []
+        self.graphs = DecodeGraphs([], self.max_rows)
         self.model: nn.Module
         self.proposer: ExtractHiddenStatesProposer | None = None
         self._sampling_key: list[str] | None = None
@@ -130,6 +135,54 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             )
             self.groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
 
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Capture decode steps of the configured sizes, unless a backend or connector forbids."""
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
+        reason = graphs_forbidden(self.vllm_config, backends)
+        if sizes and reason is not None:
+            decisions.record("decode graphs", "none", reason, f"{len(sizes)} sizes")
+            return
+        self.graphs = DecodeGraphs(sizes, self.max_rows)
+        self.graphs.capture(self._decode_of_padding)
+
+    def _decode_of_padding(self, size: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
+        """The decode step of `size` requests as a graph records it: every row is padding."""
+        inputs = self.inputs.padding(size)
+        context = ForwardContext(no_compile_layers=self.layers, attn_metadata={}, num_tokens=size)
+        empty = np.zeros(0, dtype=np.int64)
+        for group, table in zip(self.groups, self.block_tables.groups, strict=True):
+            block_table, block_table_cpu = table.padding(size)
+            metadata = group.builder.build(
+                CommonAttentionMetadata(
+                    num_reqs=size,
+                    num_tokens=size,
+                    num_decodes=size,
+                    max_query_len=1,
+                    max_seq_len=self.model_config.max_model_len,
+                    query_start_loc=inputs.query_start_loc,
+                    query_start_loc_cpu=inputs.query_start_loc_cpu,
+                    seq_lens=inputs.seq_lens,
+                    seq_lens_cpu=inputs.seq_lens_cpu,
+                    num_computed_tokens_cpu=empty,
+                    prefill_query_start_loc=inputs.prefill_query_start_loc,
+                    prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
+                    block_table=block_table,
+                    slot_mapping=table.slot_mapping(empty, empty, size),
+                    block_table_cpu=block_table_cpu,
+                )
+            )
+            for name in group.layer_names:
+                context.attn_metadata[name] = metadata
+
+        def run() -> tuple[Tensor, list[Tensor]]:
+            with set_forward_context(context):
+                hidden, aux = self._forward(inputs.input_ids, inputs.positions)
+            return self.compute_logits(hidden), aux
+
+        return run
+
     def release_kv_cache(self) -> None:
         """Drop the arena (after a profiling run)."""
         for layer in self.layers.values():
@@ -147,7 +200,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             dtype=self.model_config.dtype,
             device=self.device,
         )
-        logits = self.compute_logits(hidden).float()
+        logits = self.compute_logits(hidden)
         metadata = SamplingMetadata.build([params] * self.max_rows, self.vocab_size, self.device)
         positions = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
         sample(logits, metadata, positions, [])
@@ -157,6 +210,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         for layer in self.layers.values():
             layer.kv_cache = torch.empty(0)
         self.layers.clear()
+        self.graphs = DecodeGraphs([], self.max_rows)
         for name in ("model", "arena", "block_tables", "proposer"):
             self.__dict__.pop(name, None)
 
@@ -186,19 +240,32 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         order = self.batch.order(
             scheduler_output.num_scheduled_tokens, scheduler_output.sampling_req_ids
         )
-        inputs = self.inputs.build(order)
-        context = self._forward_context(order, inputs)
+        size = self.graphs.size_for(order.num_reqs) if order.decode_only else None
+        inputs = self.inputs.build(order, size)
+        context = self._forward_context(order, inputs, replayed=size is not None)
         connector = (
             self.maybe_get_kv_connector_output(scheduler_output, context)
             if use_connector
             else nullcontext(None)
         )
+        hidden: Tensor | None = None
         with set_forward_context(context), connector as kv_connector_output:
-            hidden, aux = self._forward(inputs)
-            sampled = self._sample(order, inputs, hidden)
+            if size is None:
+                hidden, aux = self._forward(inputs.input_ids, inputs.positions)
+                logits = self._logits_to_sample(order, inputs, hidden)
+            else:
+                replayed = self.graphs.replay(size)
+                aux = [stream[: inputs.num_tokens] for stream in replayed.aux]
+                logits = replayed.logits[: inputs.num_tokens]
+                if len(order.sampling) < order.num_reqs:
+                    logits = logits.index_select(0, inputs.sample_indices)
+            sampled = self._sample(order, inputs, logits)
             if self.proposer is not None:
                 self._propose(sampled, aux)
-        prompt_logprobs = self.scorer.score(order, hidden, self.compute_logits)
+        # A graph runs decodes only, and a decode scores no prompt position.
+        prompt_logprobs = (
+            [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
+        )
         for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
             state.num_computed_tokens += count
         sampling = order.sampling.tolist()
@@ -236,18 +303,22 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         asked = order.states[i].sampling_params.logprobs
         return self.vocab_size if asked == -1 else asked
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, list[Tensor]]:
-        result = self.model(inputs.input_ids, inputs.positions)
+    def _forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
+        result = self.model(input_ids, positions)
         return (result, []) if isinstance(result, Tensor) else result
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""
         return cast(VllmModel, self.model).compute_logits(hidden)
 
-    def _sample(self, order: StepOrder, inputs: StepInputs, hidden: Tensor) -> SamplerOutput | None:
+    def _logits_to_sample(self, order: StepOrder, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        if not len(order.sampling):
+            return hidden.new_empty(0, self.vocab_size)
+        return self.compute_logits(hidden.index_select(0, inputs.sample_indices))
+
+    def _sample(self, order: StepOrder, inputs: StepInputs, logits: Tensor) -> SamplerOutput | None:
         if not len(order.sampling):
             return None
-        logits = self.compute_logits(hidden.index_select(0, inputs.sample_indices)).float()
         chosen = [order.states[i] for i in order.sampling.tolist()]
         adjusted = [
             (row, self.adjustments[state.req_id], state.num_output_tokens)
@@ -269,17 +340,24 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self._sampling_key = key
         return self._sampling
 
-    def _forward_context(self, order: StepOrder, inputs: StepInputs) -> ForwardContext:
+    def _forward_context(
+        self, order: StepOrder, inputs: StepInputs, replayed: bool
+    ) -> ForwardContext:
+        """Upload every group's tables; metadata only for layers that run outside a graph."""
         context = ForwardContext(
             no_compile_layers=self.layers, attn_metadata={}, num_tokens=inputs.num_tokens
         )
+        padded_reqs = len(inputs.seq_lens)
+        outside = set(self.proposer.attn_layer_names) if self.proposer is not None else set()
         max_query_len = int(order.num_scheduled.max())
         max_seq_len = int(inputs.seq_lens_cpu.max())
         for group, table in zip(self.groups, self.block_tables.groups, strict=True):
-            block_table, block_table_cpu = table.gather(order.rows, order.num_reqs)
+            block_table, block_table_cpu = table.gather(order.rows, padded_reqs)
             slots = table.slot_mapping(
-                inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_tokens
+                inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded
             )
+            if replayed and outside.isdisjoint(group.layer_names):
+                continue
             metadata = group.builder.build(
                 CommonAttentionMetadata(
                     num_reqs=order.num_reqs,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: tokens per warm-up prompt: one chunk of the gated delta rule, which is also its output tile
 _CHUNK = 64
+#: sequences that occupy every multiprocessor of any supported GPU
+_MANY = 64
 
 
 def profile_peak_bytes(runner: ModelRunner) -> int:
@@ -29,7 +31,7 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
     runner.initialize_kv_cache(KVCacheConfig(0, [], groups, plan_arena(groups, num_pages=2)))
     torch.cuda.reset_peak_memory_stats(runner.device)
     resident = torch.cuda.memory_allocated(runner.device)
-    _run_prefill(runner, _prefill_lengths(runner))
+    _run_prefill(runner, _prefill_lengths(runner), SamplingParams(temperature=0.0, max_tokens=2))
     runner.sample_dummy()
     torch.cuda.synchronize(runner.device)
     peak_activations = torch.cuda.max_memory_allocated(runner.device) - resident
@@ -40,10 +42,25 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run a prefill of one chunk and a decode, so that no kernel compiles while serving."""
+    """Compile every kernel by running it on its shapes; capture the graphs.
+
+    Kernels differ by tile, and tiles follow from whether few or many sequences share the device
+    and from whether queries are long or short, so each combination runs once. CUDA only.
+    """
     if runner.device.type != "cuda":
         return
-    _run_prefill(runner, [min(_CHUNK, _longest(runner))], then_decode=True)
+    longest = _longest(runner)
+    many = min(runner.max_rows, _MANY)
+    greedy = SamplingParams(temperature=0.0, max_tokens=2)
+    filtered = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tokens=2)
+    for params, lengths in (
+        (greedy, [min(_CHUNK, longest)]),
+        (filtered, [min(2, longest)]),
+        (greedy, [max(1, min(_CHUNK, runner.max_tokens // many, longest))] * many),
+        (filtered, [1] * min(many, runner.max_tokens)),
+    ):
+        _run_prefill(runner, lengths[: runner.max_tokens], params, then_decode=True)
+    runner.capture_graphs()
     torch.cuda.synchronize(runner.device)
 
 
@@ -57,9 +74,10 @@ def _prefill_lengths(runner: ModelRunner) -> list[int]:
     return [longest] * count
 
 
-def _run_prefill(runner: ModelRunner, lengths: list[int], then_decode: bool = False) -> None:
+def _run_prefill(
+    runner: ModelRunner, lengths: list[int], params: SamplingParams, then_decode: bool = False
+) -> None:
     """Steps of made-up requests whose every block is null; nothing they write is ever read."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tokens=2)
     requests = [
         NewRequestData(
             req_id=f"warm-up-{i}",

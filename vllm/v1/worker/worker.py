@@ -57,6 +57,8 @@ class Worker:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
+            # Captures need a stream of their own; everything runs there, so order is implied.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
         torch.manual_seed(self.model_config.seed)
         self.model_runner = ModelRunner(self.vllm_config, self.device)
 

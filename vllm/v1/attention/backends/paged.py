@@ -18,13 +18,18 @@ from vllm.v1.attention.backend import (
 
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
-    """One step of a paged group; decodes first (see `CommonAttentionMetadata`)."""
+    """One step of a paged group; decodes first (see `CommonAttentionMetadata`).
+
+    `max_decode_len` is the model's bound, not the batch's: kernels size their work by it, so a
+    decode's bits depend neither on its neighbours' lengths nor on graph replay.
+    """
 
     num_tokens: int
     num_reqs: int
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    max_decode_len: int
     query_start_loc: Tensor
     prefill_query_start_loc: Tensor
     seq_lens: Tensor
@@ -42,6 +47,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             num_decodes=common.num_decodes,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
+            max_decode_len=self.vllm_config.model_config.max_model_len,
             query_start_loc=common.query_start_loc,
             prefill_query_start_loc=common.prefill_query_start_loc,
             seq_lens=common.seq_lens,
@@ -107,7 +113,7 @@ class PagedAttentionImpl:
             metadata.seq_lens[first:last],
             query_start_loc[: last - first + 1],
             max_query_len=max_query_len,
-            max_seq_len=metadata.max_seq_len,
+            max_seq_len=metadata.max_decode_len if max_query_len == 1 else metadata.max_seq_len,
             scale=self.scale,
             sliding_window=self.sliding_window,
             out=out[tokens],

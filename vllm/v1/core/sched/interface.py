@@ -51,6 +51,13 @@ class SchedulerInterface(ABC):
         """End requests from outside (None: all of them); unknown or finished ids are ignored."""
 
     @abstractmethod
+    def stop_request(self, request_id: str, num_output_tokens: int) -> None:
+        """End a request after a token it has produced already; later ones are forgotten.
+
+        Its last message follows with the next outputs. Unknown or finished ids are ignored.
+        """
+
+    @abstractmethod
     def has_requests(self) -> bool:
         """Whether the engine must keep stepping: work, workers to tell, or transfers to await."""
 

@@ -152,6 +152,23 @@ class SchedulerState(SchedulerInterface):
         for request in ending:
             self._finish(request)
 
+    def stop_request(self, request_id: str, num_output_tokens: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished:
+            return
+        if request.status is not RequestStatus.RUNNING:
+            # Preempted: a connector may want the state that went with its blocks. It is computed
+            # again, up to the last token, which is sampled again.
+            request.truncate_output(num_output_tokens - 1)
+            request.max_tokens = num_output_tokens
+            return
+        request.truncate_output(num_output_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.status = RequestStatus.FINISHED_STOPPED
+        self._leave_queues([request])
+        params = self._finish(request)
+        self._late_outputs.append((request.client_index, finish_output(request, params)))
+
     def _leave_queues(self, requests: list[Request]) -> None:
         """Take finished requests out of `running` and, if they were there, `waiting`."""
         if not requests:

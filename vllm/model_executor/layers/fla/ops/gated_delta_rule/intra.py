@@ -97,9 +97,7 @@ def intra_chunk(p: ChunkedProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w = p.v.new_empty(tokens, heads, p.head_k_dim)
     u = p.v.new_empty(tokens, heads, dv)
     g, k_scale = torch.empty(2, tokens, heads, dtype=torch.float32, device=p.v.device)
-    scratch = torch.empty(
-        p.num_chunks, heads, CHUNK, CHUNK, dtype=torch.float32, device=p.v.device
-    )
+    scratch = torch.empty(p.num_chunks, heads, CHUNK, CHUNK, dtype=torch.float32, device=p.v.device)
     _intra_chunk_kernel[(p.num_chunks, heads)](
         p.k,
         p.v,

@@ -88,9 +88,7 @@ def _state_pass_kernel(
         rounded = S.to(dtype)
         tl.store(h, rounded, mask=in_state)
         v_new = u.to(tl.float32) - tl.dot(w, rounded, input_precision="tf32x3")
-        tl.store(
-            u_ptr + row[:, None] * DV + v[None, :], v_new, mask=valid[:, None] & in_v[None, :]
-        )
+        tl.store(u_ptr + row[:, None] * DV + v[None, :], v_new, mask=valid[:, None] & in_v[None, :])
         v_new = (v_new * (k_scale * tl.exp(g_last - g))[:, None]).to(dtype)
         S = tl.dot(tl.trans(k), v_new, S * tl.exp(g_last), input_precision="tf32x3")
         u, g, k_scale, g_last = next_u, next_g, next_scale, next_last

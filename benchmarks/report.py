@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the measured tables into the docs from the benchmarks' own output.
+
+    python benchmarks/report.py
+
+Reads `docs/measurements/*.json`; replaces what stands between `<!-- table NAME -->` and
+`<!-- end -->` in README.md and docs/performance.md. A test checks that nobody edited a table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs" / "measurements"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+#: vLLM 0.24.0 on the same workloads and chip (recorded once, see docs/performance.md)
+_PEER = {
+    "start": 193.0,
+    "bs1_128_256": 3.69,
+    "bs8_128_256": 1977,
+    "bs256_128_256": 17313,
+    "prefill_64x4096": 65469,
+    "mixed_512": 21.05,
+    "long_32x12000_64": 6.78,
+    "extract_256x2048": 65266,
+}
+
+
+def _load(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((DATA / name).read_text())
+    return data
+
+
+def _row(what: str, unit: str, ours: float, peer: float, higher_is_better: bool) -> str:
+    ratio = ours / peer if higher_is_better else peer / ours
+    digits = 0 if max(ours, peer) >= 1000 else 2
+    return f"| {what} | {ours:,.{digits}f} {unit} | {peer:,.{digits}f} {unit} | {ratio:.2f} × |"
+
+
+def gpu_table() -> str:
+    """Whole-engine figures on one H200 beside the peer's."""
+    serve, extract = _load("h200_serve.json"), _load("h200_extract.json")
+
+    def last(name: str) -> dict[str, float]:
+        found = [serve[key] for key in sorted(serve) if key.startswith(name)]
+        result: dict[str, float] = found[-1]
+        return result
+
+    rows = [
+        "| workload, 4B Qwen3.5 dimensions, bf16, one H200 | here | vLLM 0.24.0 | ratio |",
+        "|---|---|---|---|",
+        _row("start, import included", "s", serve["import_s"] + serve["init_s"], 193.0, False),
+        _row("1 request, 128 in, 256 out: time per token", "ms",
+             1e3 * last("bs1_128_256")["s"] / 256, _PEER["bs1_128_256"], False),
+    ]  # fmt: skip
+    for name, what in (
+        ("bs8_128_256", "8 requests, 128 in, 256 out"),
+        ("bs256_128_256", "256 requests, 128 in, 256 out"),
+    ):
+        rows.append(_row(what, "tok/s out", last(name)["out_per_s"], _PEER[name], True))
+    name = "prefill_64x4096"
+    rows.append(_row("prefill, 64 × 4,096", "tok/s", last(name)["in_per_s"], _PEER[name], True))
+    for name, what in (
+        ("mixed_512", "512 mixed requests"),
+        ("long_32x12000_64", "32 × 12,000 in, 64 out"),
+    ):
+        rows.append(_row(what, "s", last(name)["s"], _PEER[name], False))
+    rate = extract["extract_256x2048_1"]["in_per_s"]
+    name = "extract_256x2048"
+    rows.append(_row("extraction, 256 × 2,048, 4 layers", "tok/s", rate, _PEER[name], True))
+    return "\n".join(rows)
+
+
+def cpu_table() -> str:
+    """CPU figures beside transformers', from the same run."""
+    rows = [
+        "| random 120M Qwen3.5 on 2 CPU cores | here | transformers | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name in ("cpu_bfloat16.json", "cpu_float32.json"):
+        data = _load(name)
+        for key, what in (
+            ("decode", "decode step, batch 8"),
+            ("prefill", "prefill of 2,048 tokens"),
+        ):
+            pair = data["decode_step_ms" if key == "decode" else "prefill_2048_ms"]
+            label = f"{what}, {data['dtype']}"
+            rows.append(_row(label, "ms", pair["ours"], pair["transformers"], False))
+    return "\n".join(rows)
+
+
+TABLES = {"gpu": gpu_table, "cpu": cpu_table}
+
+
+def rendered(text: str) -> str:
+    """`text` with every marked table made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", replace, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
+        print(f"wrote {page.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

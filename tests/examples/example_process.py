@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An example as its user runs it: a program of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINED = ROOT / "examples" / "models" / "tiny-qwen3_5-code"
+
+
+def start(name: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """`python examples/NAME.py ARGUMENTS`, its output in `stdout` and `stderr`."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start(name, *arguments)
+    out, err = process.communicate(timeout=200)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Poll often, so that the caller acts within milliseconds; fails if the process ends first."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited for two minutes"
+        time.sleep(0.001)
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """All of them end soon."""
+    assert processes
+    alive = psutil.wait_procs(processes, timeout=20)[1]
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter dataset: killed and continued, checked, compared, and read by speculators."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import extract_hidden_states
+import pytest
+import torch
+from drafter_dataset import DrafterDataset
+from example_process import TRAINED, assert_gone, children, run, start, wait_for
+from extraction_engines import extraction_config
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.remote_server import RemoteServer
+from tests.tiny_models import hf_residual_streams
+
+pytestmark = pytest.mark.extraction
+
+SAMPLES = 20
+LAYERS = [2, 4, 5, 8]
+HIDDEN = 256
+MEMORY = 64 << 20
+RELATIVE_ERROR = 1e-4
+
+
+def flags(path: Path, in_flight: int = 8) -> list[str]:
+    return [
+        *("--output", str(path), "--samples", str(SAMPLES), "--seq-length", "192"),
+        *("--dtype", "float32", "--kv-cache-memory-bytes", str(MEMORY)),
+        *("--in-flight", str(in_flight)),
+    ]
+
+
+def finished(path: Path) -> dict[str, int]:
+    """Names of the samples' files, with the times they were written."""
+    files = (path / "hidden_states").glob("hs_*.safetensors")
+    return {file.name: file.stat().st_mtime_ns for file in files}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after its first samples, and then continued."""
+    path = tmp_path_factory.mktemp("drafter") / "dataset"
+    process = start("extract_hidden_states", *flags(path, in_flight=1))
+    wait_for(lambda: len(finished(path)) >= 3, process)
+    engine = children(process)
+    process.kill()
+    process.communicate()
+    assert_gone(engine)
+    before = finished(path)
+    assert 3 <= len(before) < SAMPLES, "the run was over: the test shows nothing"
+    status = run("extract_hidden_states", "--output", str(path), "--verify")
+    assert status.returncode == 1
+    assert f"{SAMPLES - len(before)} bad or missing" in status.stdout
+    continued = run("extract_hidden_states", *flags(path))
+    assert continued.returncode == 0, continued.stderr
+    assert f"{len(before)} of {SAMPLES} samples are there" in continued.stdout
+    assert f"{SAMPLES - len(before)} samples, " in continued.stdout
+    after = finished(path)
+    assert {name: after[name] for name in before} == before, "finished samples were redone"
+    assert len(after) == SAMPLES
+    return path
+
+
+@pytest.fixture
+def copy(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "copy"))
+
+
+def test_nothing_is_left_behind(dataset: Path) -> None:
+    assert not (dataset / "hidden_states" / ".staging").exists()
+    assert len(list((dataset / "hidden_states").iterdir())) == SAMPLES
+
+
+def test_finished_dataset_starts_no_engine(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extract_hidden_states, "engine_for", None)
+    assert extract_hidden_states.main(flags(dataset)) == 0
+    assert f"{SAMPLES} of {SAMPLES} samples are there" in capsys.readouterr().out
+
+
+def test_rows_are_the_residual_streams(dataset: Path) -> None:
+    samples = DrafterDataset(dataset)
+    for index in (0, 7, SAMPLES - 1):
+        token_ids = samples.token_ids(index)
+        rows = load_file(samples.file_of(index))["hidden_states"]
+        assert rows.shape == (len(token_ids), len(LAYERS), HIDDEN)
+        streams = hf_residual_streams(TRAINED, token_ids)
+        for column, layer in enumerate(LAYERS):
+            error = (rows[:, column] - streams[layer]).norm() / streams[layer].norm()
+            assert error < RELATIVE_ERROR, f"sample {index}, layer {layer}: {error:.1e}"
+
+
+def test_speculators_reads_it(dataset: Path) -> None:
+    data = pytest.importorskip("speculators.train.data")
+    samples = data.ArrowDataset(max_len=256, datapath=str(dataset), on_missing="raise")
+    assert len(samples) == SAMPLES
+    ours = DrafterDataset(dataset)
+    for index, length in enumerate(samples.approx_lengths):
+        item = samples[index]
+        assert item["input_ids"].tolist() == ours.token_ids(index)
+        assert item["hidden_states"].shape == (length, (len(LAYERS) - 1) * HIDDEN)
+        assert item["verifier_last_hidden_states"].shape == (length, HIDDEN)
+        assert item["loss_mask"].tolist() == [1] * length
+    batch = data.CollateFn(256, HIDDEN, len(LAYERS) - 1, torch.float32)([samples[0]])
+    assert batch["hidden_states"].shape == (1, 256, (len(LAYERS) - 1) * HIDDEN)
+    train = data.ArrowDataset(256, str(dataset), train_ratio=0.9, on_missing="raise")
+    held = data.ArrowDataset(256, str(dataset), train_ratio=0.9, split="val", on_missing="raise")
+    assert (len(train), len(held)) == (18, 2)
+    assert held[0]["input_ids"].tolist() == ours.token_ids(18)
+
+
+def test_speculators_counts_tokens_alike(dataset: Path, tmp_path: Path) -> None:
+    mapping = pytest.importorskip("speculators.train.vocab_mapping")
+    rows = pytest.importorskip("datasets").load_from_disk(str(dataset))
+    mapping.save_token_frequency_distribution(rows, tmp_path / "theirs.pt")
+    theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    assert torch.load(dataset / "token_freq.pt", weights_only=True) == theirs
+
+
+def test_good_dataset_is_verified(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert extract_hidden_states.main(["--output", str(dataset), "--verify"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert f"{SAMPLES} of {SAMPLES} samples are good, 0 bad or missing" in line
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_a_row(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({**tensors, "hidden_states": tensors["hidden_states"][:-1].clone()}, file)
+
+
+def lose_a_value(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["hidden_states"][3, 1, 5] = float("nan")
+    save_file(tensors, file)
+
+
+def swap_tokens(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["token_ids"] = tensors["token_ids"].flip(0)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (truncate, "cannot be opened"),
+        (lose_a_row, "rows of shape"),
+        (lose_a_value, "not finite"),
+        (swap_tokens, "token ids differ"),
+        (Path.unlink, "missing"),
+    ],
+)
+def test_damage_is_found(
+    copy: Path, capsys: pytest.CaptureFixture[str], damage: object, reason: str
+) -> None:
+    assert callable(damage)
+    file = copy / "hidden_states" / "hs_4.safetensors"
+    damage(file)
+    assert extract_hidden_states.main(["--output", str(copy), "--verify"]) == 1
+    captured = capsys.readouterr()
+    assert str(file) in captured.err and reason in captured.err
+    [line] = captured.out.splitlines()
+    assert f"{SAMPLES - 1} of {SAMPLES} samples are good, 1 bad or missing" in line
+
+
+def test_truncated_file_is_made_again(copy: Path, dataset: Path) -> None:
+    truncate(copy / "hidden_states" / "hs_4.safetensors")
+    assert extract_hidden_states.main(flags(copy)) == 0
+    name = "hidden_states/hs_4.safetensors"
+    again, first = load_file(copy / name), load_file(dataset / name)
+    torch.testing.assert_close(again, first, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        (["--seq-length", "100"], "was started with seq_length 192, not 100"),
+        (["--layers", "2", "8"], r"was started with layers \[2, 4, 5, 8\]"),
+        (["--layers", "2", "4"], "the number of layers"),
+        (["--layers", "4", "2", "8"], "must ascend"),
+    ],
+)
+def test_settings_that_do_not_fit(dataset: Path, changed: list[str], reason: str) -> None:
+    with pytest.raises(SystemExit, match=reason):
+        extract_hidden_states.main([*flags(dataset), *changed])
+
+
+def test_interrupt_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "dataset"
+    process = start("extract_hidden_states", *flags(path, in_flight=1))
+    wait_for(lambda: len(finished(path)) >= 1, process)
+    engine = children(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command continues from here" in err and "Traceback" not in err
+    assert_gone(engine)
+    assert not (path / "hidden_states" / ".staging").exists()
+
+
+def test_two_runs_do_not_share_a_directory(copy: Path) -> None:
+    with DrafterDataset(copy).writing():
+        with pytest.raises(SystemExit, match="another run is writing"):
+            extract_hidden_states.main(flags(copy))
+
+
+def test_verify_needs_a_dataset(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is not a dataset"):
+        extract_hidden_states.main(["--output", str(tmp_path), "--verify"])
+
+
+@pytest.mark.e2e
+def test_with_a_server(tmp_path: Path) -> None:
+    """Conversations with masks, through a running server; the same rows as transformers'."""
+    rows = [
+        {"input_ids": list(range(10 * n, 10 * n + 40)), "loss_mask": [0] * 30 + [1] * 10}
+        for n in range(5)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    config = extraction_config([1, 8], tmp_path / "server")
+    server_flags = ["--dtype", "float32", "--max-model-len", "256"]
+    for name, value in config.items():
+        server_flags += ["--" + name.replace("_", "-"), json.dumps(value)]
+    output = tmp_path / "dataset"
+    with RemoteServer(TRAINED, *server_flags) as server:
+        arguments = ["--output", str(output), "--server", server.url, str(tmp_path / "rows.jsonl")]
+        assert extract_hidden_states.main(arguments) == 0
+    assert not list((tmp_path / "server").iterdir()), "files or locks were left to the server"
+    samples = DrafterDataset(output)
+    assert sorted(map(samples.token_ids, range(5))) == [row["input_ids"] for row in rows]
+    assert all(problem is None for _, problem in samples.problems())
+    streams = hf_residual_streams(TRAINED, samples.token_ids(2))
+    found = load_file(samples.file_of(2))["hidden_states"]
+    expected = torch.stack([streams[1], streams[8]], dim=1)
+    assert (found - expected).norm() / expected.norm() < RELATIVE_ERROR
+
+
+@pytest.mark.e2e
+def test_server_without_extraction(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def read_lines(path):\n    return open(path)\n" * 4)
+    with RemoteServer(TRAINED, "--max-model-len", "1024") as server:
+        arguments = ["--output", str(tmp_path / "dataset"), "--server", server.url]
+        with pytest.raises(SystemExit, match="answered without hidden states"):
+            extract_hidden_states.main([*arguments, str(tmp_path / "text.txt")])
+    with pytest.raises(SystemExit, match="no answer from"):
+        extract_hidden_states.main([*arguments, str(tmp_path / "text.txt")])
