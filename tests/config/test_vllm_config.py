@@ -150,10 +150,10 @@ def test_graphs_are_off_on_the_cpu() -> None:
     ("level", "given", "eager", "result"),
     [
         (0, None, False, "NONE"),
-        (1, None, False, "PIECEWISE"),
-        (2, None, False, "FULL_AND_PIECEWISE"),
-        (3, None, False, "FULL_AND_PIECEWISE"),
-        (0, "FULL", False, "FULL"),
+        (1, None, False, "FULL_DECODE_ONLY"),
+        (2, None, False, "FULL_DECODE_ONLY"),
+        (3, None, False, "FULL_DECODE_ONLY"),
+        (0, "FULL", False, "FULL_DECODE_ONLY"),
         (2, "FULL_DECODE_ONLY", False, "FULL_DECODE_ONLY"),
         (2, "FULL", True, "NONE"),
     ],
@@ -168,6 +168,9 @@ def test_graph_mode(llama: str, level: int, given: Any, eager: bool, result: str
     compilation = config.compilation_config
     assert compilation.cudagraph_mode is not None
     assert compilation.cudagraph_mode.name == result
+    if given not in (None, result):
+        made = record("cudagraph_mode")
+        assert made is not None and made.instead_of == given
     assert bool(compilation.cudagraph_capture_sizes) == (result != "NONE")
 
 
@@ -183,7 +186,8 @@ def test_capture_sizes_never_exceed_a_decode_batch(llama: str) -> None:
         speculative_config=extraction(model),
         kv_transfer_config=TRANSFER,  # type: ignore[arg-type]
     )
-    assert both.compilation_config.max_cudagraph_capture_size == 40
+    # Extraction verifies no draft, so its decodes are one token per request too.
+    assert both.compilation_config.max_cudagraph_capture_size == 20
 
 
 def test_default_capture_sizes() -> None:

@@ -20,6 +20,8 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.e2e
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
+#: what clients allow a server to take, from the signal or the failure to the last process's end
+EXIT_LIMIT_S = 30
 LONG = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -32,14 +34,14 @@ def in_background(server: RemoteServer, body: dict, replies: list) -> threading.
 
     thread = threading.Thread(target=ask)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while httpx.get(server.url + "/load").json()["server_load"] == 0:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return thread
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 5) -> bool:
+def gone(processes: list[psutil.Process], timeout_s: float = EXIT_LIMIT_S) -> bool:
     return not psutil.wait_procs(processes, timeout=timeout_s)[1]
 
 
@@ -47,11 +49,11 @@ def test_sigterm_lets_requests_finish() -> None:
     with RemoteServer(tiny_model("llama"), *FLAGS) as server:
         children, replies = server.children(), []
         assert children
-        thread = in_background(server, {**LONG, "max_tokens": 2000}, replies)
+        thread = in_background(server, {**LONG, "max_tokens": 1000}, replies)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0, server.log()
         thread.join()
-        assert replies[0].json()["usage"]["completion_tokens"] == 2000
+        assert replies[0].json()["usage"]["completion_tokens"] == 1000
         assert gone(children)
 
 
@@ -64,7 +66,7 @@ def test_sigint_of_the_whole_group_is_bounded() -> None:
         for process in [server.process, *children]:
             process.send_signal(signal.SIGINT)
         assert server.wait() == 0, server.log()
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < EXIT_LIMIT_S
         thread.join()
         assert gone(children)
 
@@ -76,11 +78,11 @@ def test_killed_engine_fails_requests_and_ends_the_server() -> None:
         began = time.monotonic()
         for process in children:
             process.kill()
-        thread.join(20)
+        thread.join(EXIT_LIMIT_S)
         assert replies[0].status_code == 500
         assert replies[0].json()["error"]["type"] == "InternalServerError"
-        assert server.wait(20) != 0
-        assert time.monotonic() - began < 15
+        assert server.wait() != 0
+        assert time.monotonic() - began < EXIT_LIMIT_S
         assert gone(children)
 
 
@@ -88,7 +90,7 @@ def test_killed_server_takes_its_children_along() -> None:
     with RemoteServer(tiny_model("llama"), *FLAGS) as server:
         children = server.children()
         server.process.kill()
-        assert gone(children, 15)
+        assert gone(children)
 
 
 def run_to_failure(*arguments: str) -> tuple[int, str]:
@@ -96,7 +98,7 @@ def run_to_failure(*arguments: str) -> tuple[int, str]:
         [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
@@ -137,7 +139,7 @@ def test_server_module_is_the_same_command(tmp_path: Path) -> None:
         + ["--model", str(tmp_path / "nothing")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 1
     assert str(tmp_path / "nothing") in done.stderr.strip().splitlines()[-1]

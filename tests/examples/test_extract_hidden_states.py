@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import datasets
 import extract_hidden_states
 import pytest
 import torch
@@ -222,7 +223,7 @@ def test_verify_needs_a_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_with_a_server(tmp_path: Path) -> None:
-    """Conversations with masks, through a running server; the same rows as transformers'."""
+    """Rows with masks, through a running server; the same rows as transformers'."""
     rows = [
         {"input_ids": list(range(10 * n, 10 * n + 40)), "loss_mask": [0] * 30 + [1] * 10}
         for n in range(5)
@@ -239,6 +240,8 @@ def test_with_a_server(tmp_path: Path) -> None:
     assert not list((tmp_path / "server").iterdir()), "files or locks were left to the server"
     samples = DrafterDataset(output)
     assert sorted(map(samples.token_ids, range(5))) == [row["input_ids"] for row in rows]
+    masks = datasets.load_from_disk(str(output)).with_format(None)["loss_mask"]
+    assert list(masks) == [row["loss_mask"] for row in rows]
     assert all(problem is None for _, problem in samples.problems())
     streams = hf_residual_streams(TRAINED, samples.token_ids(2))
     found = load_file(samples.file_of(2))["hidden_states"]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Kernels` for NVIDIA GPUs, in Triton. Importing this needs Triton but no GPU."""
 
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
 
 from vllm.kernels.triton import activation, attention, cache, gdn, norm, rope
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefill
@@ -11,7 +10,6 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefi
 class CudaKernels:
     """Every op is one to three launches whose grids follow from host integers alone."""
 
-    linear = staticmethod(linear)
     rms_norm = staticmethod(norm.rms_norm)
     fused_add_rms_norm = staticmethod(norm.fused_add_rms_norm)
     gated_rms_norm = staticmethod(norm.gated_rms_norm)
@@ -23,6 +21,9 @@ class CudaKernels:
     paged_attention = staticmethod(attention.paged_attention)
     gdn_prefill = staticmethod(gdn.gdn_prefill)
     gdn_decode = staticmethod(gdn.gdn_decode)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
 
     def causal_conv1d(
         self,

@@ -27,6 +27,10 @@ class WeightShapeError(ValueError):
 
     def __init__(self, expected: Sequence[int], found: Sequence[int]) -> None:
         super().__init__(f"expected shape {list(expected)}, found {list(found)}")
+        self.shapes = tuple(expected), tuple(found)
+
+    def __reduce__(self) -> tuple[type[WeightShapeError], tuple[tuple[int, ...], ...]]:
+        return type(self), self.shapes
 
 
 @dataclass(frozen=True)

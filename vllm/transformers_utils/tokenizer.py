@@ -40,7 +40,7 @@ def get_tokenizer(
         )
     kwargs.setdefault("use_fast", _MODES[tokenizer_mode])
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(tokenizer_name),
             *args,
             trust_remote_code=trust_remote_code,
@@ -50,9 +50,17 @@ def get_tokenizer(
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise VLLMValidationError(
-            f"no tokenizer can be loaded from {str(tokenizer_name)!r}: {reason}; give one with "
-            "--tokenizer, or use --skip-tokenizer-init and send token ids",
-            parameter="tokenizer",
-            value=str(tokenizer_name),
-        ) from error
+        raise _no_tokenizer(tokenizer_name, reason) from error
+    if not tokenizer.encode("a", add_special_tokens=False):
+        # transformers makes an empty tokenizer of the model's class where the files are missing
+        raise _no_tokenizer(tokenizer_name, "its files are missing or hold no vocabulary")
+    return tokenizer
+
+
+def _no_tokenizer(name: str | Path, reason: str) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"no tokenizer can be loaded from {str(name)!r}: {reason}; give one with --tokenizer, or "
+        "use --skip-tokenizer-init and send token ids",
+        parameter="tokenizer",
+        value=str(name),
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,7 @@ def test_core_ends_with_its_parent(tmp_path, monkeypatch, method, end):
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     done = subprocess.run(
         [sys.executable, str(script), end], capture_output=True, text=True, timeout=120
     )

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest

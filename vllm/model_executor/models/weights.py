@@ -31,6 +31,10 @@ class WeightsError(ValueError):
         )
         self.problems = tuple(problems)
 
+    def __reduce__(self) -> tuple[type[WeightsError], tuple[tuple[str, ...]]]:
+        """Between processes; the default would pass the message as the problems."""
+        return type(self), (self.problems,)
+
 
 @dataclass
 class WeightsMapper:
