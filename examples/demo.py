@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 _ROOT = Path(__file__).resolve().parent.parent
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
 
 
@@ -75,12 +76,19 @@ def serve_command(model: Path, port: int, layers: list[int], hidden_dir: str) ->
 @contextmanager
 def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     """The server, healthy; stopped at the end, whatever happens. A failure comes with its log."""
+    # Held back until the server is known, and thus can be stopped.
+    arrived: list[int] = []
+    handlers = {n: signal.signal(n, lambda got, _: arrived.append(got)) for n in _INTERRUPTS}
     with log.open("w") as out:
-        # In a session of its own, Ctrl-C reaches only this program, which then stops the server.
+        # In a session of its own, Ctrl-C reaches only this program.
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            interrupt(arrived[0], None)
         started = time.monotonic()
         wait_until_healthy(server, base)
         print(f"server ready after {time.monotonic() - started:.1f} s")
@@ -90,7 +98,10 @@ def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise SystemExit(f"{error}\n\nthe server's log ends:\n{log.read_text()[-4000:]}") from error
     finally:
-        stop(server)
+        try:
+            stop(server)
+        except KeyboardInterrupt:
+            stop(server)
     if server.returncode != 0:
         raise SystemExit(f"error: the server exited with {server.returncode}")
     print("server stopped cleanly")
@@ -108,9 +119,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL to what is left; a second Ctrl-C does not get in between."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, signal.SIG_IGN)
+    """SIGTERM, then SIGKILL to what is left."""
     server.terminate()
     try:
         server.wait(timeout=30)
@@ -199,7 +208,10 @@ def show(tensors: dict[str, torch.Tensor], token_ids: list[int], expected: torch
 
 
 def interrupt(signal_number: int, _: object) -> None:
-    """Leave as for Ctrl-C, so that the server is stopped."""
+    """Leave, once: whatever comes after the first signal must not disturb stopping the server."""
+    for number in _INTERRUPTS:
+        # Not SIG_IGN: Python complains about a signal that is already on its way to a handler.
+        signal.signal(number, lambda *_: None)
     raise KeyboardInterrupt(signal_number)
 
 
@@ -228,8 +240,8 @@ if __name__ == "__main__":
     # Its reference implementations are what the comparison wants; no need to warn about them.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGHUP, interrupt)
+    for number in _INTERRUPTS:
+        signal.signal(number, interrupt)
     try:
         main()
     except KeyboardInterrupt:
