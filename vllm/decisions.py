@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every automatic choice is a record: logged once, listed at `GET /decisions` and `vllm explain`."""
+"""Every automatic choice is a record: logged once, listed at `GET /decisions`, `vllm explain`."""
 
 import threading
 from dataclasses import asdict, dataclass

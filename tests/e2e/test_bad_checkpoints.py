@@ -60,7 +60,10 @@ def lose_a_shard(path: Path) -> None:
 
 
 def replace(name: str, content: bytes) -> Damage:
-    return lambda path: (path / name).write_bytes(content) and None
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(content)
+
+    return damage
 
 
 def remove(*names: str) -> Damage:

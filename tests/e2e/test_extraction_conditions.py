@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import hf_residual_streams, tiny_model
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     cleanup_hidden_states,
     load_hidden_states,
 )
+from vllm.v1.metrics.reader import Counter
 
 pytestmark = [pytest.mark.extraction, pytest.mark.parity]
 
@@ -78,6 +79,10 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
         engine.llm_engine.shutdown()
 
 
+def as_prompts(batch: list[list[int]]) -> list[TokensPrompt]:
+    return [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+
+
 def generate(llm: LLM, batch: list[list[int]], max_tokens: int = 1) -> list[RequestOutput]:
     """Greedy; with more than one token the output's rows are asked for too."""
     params = SamplingParams(
@@ -86,7 +91,7 @@ def generate(llm: LLM, batch: list[list[int]], max_tokens: int = 1) -> list[Requ
         ignore_eos=True,
         extra_args={"kv_transfer_params": {"include_output_tokens": max_tokens > 1}},
     )
-    return llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+    return llm.generate(as_prompts(batch), params, use_tqdm=False)
 
 
 @lru_cache(maxsize=256)
@@ -160,7 +165,8 @@ def test_preempted_with_output_rows(
     )
     for output in generate(llm, prompts(LENGTHS[::-1]), max_tokens=48):
         check(family, output)
-    preemptions = {metric.name: metric for metric in llm.get_metrics()}["vllm:num_preemptions"]
+    [preemptions] = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    assert isinstance(preemptions, Counter)
     assert preemptions.value > 0, "the arena was large enough; the test shows nothing"
 
 
@@ -202,7 +208,7 @@ def test_stop_strings(
         )
         for stop in stops
     ]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+    outputs = llm.generate(as_prompts(batch), params, use_tqdm=False)
     for output, text, stop in zip(outputs, texts, stops, strict=True):
         [completion] = output.outputs
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)

@@ -31,13 +31,19 @@ NUM_REQUESTS = 500
 HIDDEN_SIZE = 64
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hidden_states")
-
-
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
-def server(request: pytest.FixtureRequest, storage: Path) -> Iterator[RemoteServer]:
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    return tmp_path_factory.mktemp(f"hidden_states_{family}")
+
+
+@pytest.fixture(scope="module")
+def server(family: str, storage: Path) -> Iterator[RemoteServer]:
     speculation = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -53,7 +59,7 @@ def server(request: pytest.FixtureRequest, storage: Path) -> Iterator[RemoteServ
         *["--speculative_config", json.dumps(speculation)],
         *["--kv_transfer_config", json.dumps(transfer), "--disable-uvicorn-access-log"],
     ]
-    with RemoteServer(tiny_model(request.param), *flags) as running:
+    with RemoteServer(tiny_model(family), *flags) as running:
         yield running
 
 
@@ -98,7 +104,7 @@ def test_every_request_has_a_file_of_its_length(server: RemoteServer, storage: P
         assert data["token_ids"].tolist() == token_ids
         assert data["hidden_states"].shape == (len(token_ids), len(LAYER_IDS), HIDDEN_SIZE)
         cleanup_hidden_states(path)
-    assert not list(storage.iterdir())
+    assert not list(storage.iterdir()), "files that no reply names"
 
 
 def test_clients_that_leave_free_everything(server: RemoteServer, storage: Path) -> None:
@@ -141,5 +147,44 @@ def test_clients_that_leave_free_everything(server: RemoteServer, storage: Path)
     reply = server.post("/v1/completions", prompt=[1, 2, 3], max_tokens=1)
     load_hidden_states(reply["kv_transfer_params"]["hidden_states_path"])
     assert metric(server, "vllm:num_requests_running") == 0
-    for path_of_a_client in storage.iterdir():
-        path_of_a_client.unlink()
+
+
+def test_stop_string(server: RemoteServer) -> None:
+    fields: dict[str, Any] = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 60,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    fields["kv_transfer_params"] = {"include_output_tokens": True}
+    text = server.post("/v1/completions", **fields)["choices"][0]["text"]
+    stop = next(c for c in text[5:] if c.isascii() and c.isprintable())
+    reply = server.post("/v1/completions", **fields, stop=stop, return_token_ids=True)
+    [choice] = reply["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    data = load_hidden_states(reply["kv_transfer_params"]["hidden_states_path"])
+    assert data["token_ids"].tolist() == [5, 6, 7, *choice["token_ids"][:-1]]
+
+
+def test_names_never_come_from_the_client(server: RemoteServer, storage: Path) -> None:
+    body: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 1, "request_id": "../../x/y"}
+    body["kv_transfer_params"] = {"hidden_states_path": "/tmp/elsewhere.safetensors"}
+    headers = {"X-Request-Id": "../../a\\b"}
+    reply = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60)
+    path = Path(reply.json()["kv_transfer_params"]["hidden_states_path"])
+    assert path.parent == storage and load_hidden_states(path)["token_ids"].tolist() == [1, 2]
+
+
+def test_storage_that_fails_fails_that_request_only(server: RemoteServer, storage: Path) -> None:
+    aside = storage.with_name("aside")
+    storage.rename(aside)
+    storage.write_text("a file where the directory was")
+    try:
+        error = server.post("/v1/completions", status=500, prompt=[1, 2], max_tokens=1)["error"]
+    finally:
+        storage.unlink()
+        aside.rename(storage)
+    assert "hidden states cannot be stored" in error["message"]
+    reply = server.post("/v1/completions", prompt=[1, 2], max_tokens=1)
+    path = reply["kv_transfer_params"]["hidden_states_path"]
+    assert load_hidden_states(path)["token_ids"].tolist() == [1, 2]

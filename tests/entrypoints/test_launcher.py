@@ -116,7 +116,7 @@ def test_running_requests_get_the_shutdown_timeout(start: Start) -> None:
     status, output = process.wait()
     thread.join(10)
     assert status == 0, output
-    assert 0.9 < time.monotonic() - began < 5
+    assert 0.9 < time.monotonic() - began < 20
 
 
 def test_second_signal_exits_at_once(start: Start) -> None:

@@ -30,5 +30,3 @@ async def test_number_of_threads(num_threads: int) -> None:
     finally:
         renderer.close()
     assert met == [num_threads == 2] * 2
-
-

@@ -48,8 +48,11 @@ def check(kernels: Kernels, op: str, case: Case, tolerance: float) -> None:
     if not isinstance(result, tuple):
         result, expected = (result,), (expected,)
     pairs = {f"result {i}": p for i, p in enumerate(zip(result, expected, strict=True))}
-    pairs |= {name: (case[name], wide[name]) for name, value in case.items()
-              if isinstance(value, Tensor) and value.is_floating_point()}
+    pairs |= {
+        name: (case[name], wide[name])
+        for name, value in case.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
     for name, (out, ref) in pairs.items():
         if out is None:
             continue
@@ -107,9 +110,7 @@ def attention_case(
     num_blocks = sum(blocks) + 2
     order = torch.randperm(num_blocks).tolist()
     table = torch.zeros(len(lengths) + padding, max(blocks) + 1, dtype=torch.int32)
-    kv = arena_cache(
-        num_blocks, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
-    )
+    kv = arena_cache(num_blocks, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
     for seq, count in enumerate(blocks):
         own, order = order[:count], order[count:]
         table[seq, :count] = torch.tensor(own, dtype=torch.int32)
@@ -167,9 +168,7 @@ def rope_case(
         cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(device),
         q_norm_weight=weights[0],
         k_norm_weight=weights[1],
-        kv_cache=arena_cache(
-            num_blocks, 2, 16, num_kv_heads, head_dim, dtype=dtype, device=device
-        ),
+        kv_cache=arena_cache(num_blocks, 2, 16, num_kv_heads, head_dim, dtype=dtype, device=device),
         slot_mapping=slots.to(device),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -180,9 +179,7 @@ def rope_case(
     )
 
 
-def ragged(
-    lengths: list[int], carried: list[bool], device: str, padding: int
-) -> tuple[Case, int]:
+def ragged(lengths: list[int], carried: list[bool], device: str, padding: int) -> tuple[Case, int]:
     """State bookkeeping of a ragged batch, and the number of state blocks (one never used)."""
     num_blocks = len(lengths) + 2
     indices = torch.randperm(num_blocks - 1)[: len(lengths)].to(torch.int32)
@@ -273,13 +270,16 @@ def gdn_decode_case(
 ) -> Case:
     """One token per sequence; the last `padding` rows have state index -1."""
     case = gdn_case(
-        [1] * num_seqs, [True] * num_seqs, heads, dtype, device,
-        state_dtype=state_dtype, padding=padding,
+        [1] * num_seqs,
+        [True] * num_seqs,
+        heads,
+        dtype,
+        device,
+        state_dtype=state_dtype,
+        padding=padding,
     )
     channels = case["qkv"].shape[1]
-    conv = arena_cache(
-        case["ssm_state"].shape[0], width - 1, channels, dtype=dtype, device=device
-    )
+    conv = arena_cache(case["ssm_state"].shape[0], width - 1, channels, dtype=dtype, device=device)
     for index in case["state_indices"].tolist()[:num_seqs]:
         conv[index] = randn(width - 1, channels, dtype=dtype, device=device)
     for name in ("has_initial_state", "query_start_loc", "chunk_indices", "chunk_offsets"):

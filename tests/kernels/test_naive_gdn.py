@@ -73,12 +73,24 @@ def test_decode_continues_prefill(heads):
         )
         mixed, out = rows[:count].clone(), torch.empty(count, nv, dv, dtype=F64)
         kernels.causal_conv1d(
-            rows[:count], case["conv_weight"], case["conv_bias"], case["conv_state"], **batch,
+            rows[:count],
+            case["conv_weight"],
+            case["conv_bias"],
+            case["conv_state"],
+            **batch,
             out=mixed,
         )
         kernels.gdn_prefill(
-            mixed, gates[0, :count], gates[1, :count], case["A_log"], case["dt_bias"],
-            case["ssm_state"], **batch, chunk_indices=index, chunk_offsets=index, **shapes,
+            mixed,
+            gates[0, :count],
+            gates[1, :count],
+            case["A_log"],
+            case["dt_bias"],
+            case["ssm_state"],
+            **batch,
+            chunk_indices=index,
+            chunk_offsets=index,
+            **shapes,
             out=out,
         )
         return out

@@ -68,9 +68,7 @@ def _part(case: Case, part: slice, carried: bool) -> Case:
     indices, offsets = chunk_metadata([0, part.stop - part.start])
     return {name: case[name][part] for name in ("qkv", "a", "b", "out")} | dict(
         has_initial_state=torch.tensor([carried], device=device),
-        query_start_loc=torch.tensor(
-            [0, part.stop - part.start], dtype=torch.int32, device=device
-        ),
+        query_start_loc=torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device),
         chunk_indices=indices.to(device),
         chunk_offsets=offsets.to(device),
     )

@@ -36,9 +36,7 @@ HS_LAYER = "cache_only_layers.2"
 
 
 def transfer_config(connector: str, role: str = "kv_producer", **extra: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector=connector, kv_role=role, kv_connector_extra_config=extra
-    )
+    return KVTransferConfig(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
 
 
 def extraction_config(transfer: KVTransferConfig | None) -> VllmConfig:
@@ -52,9 +50,7 @@ def extraction_config(transfer: KVTransferConfig | None) -> VllmConfig:
     return VllmConfig(speculative_config=speculative, kv_transfer_config=transfer)
 
 
-def cache_config(
-    attention_block_size: int = 16, hs_block_size: int | None = 16
-) -> KVCacheConfig:
+def cache_config(attention_block_size: int = 16, hs_block_size: int | None = 16) -> KVCacheConfig:
     """One attention group and, unless `hs_block_size` is None, the hidden-state group after it."""
     groups = [
         KVCacheGroupSpec(
@@ -115,9 +111,7 @@ class Harness:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         def make(role: KVConnectorRole) -> KVConnectorBase_V1:
-            return KVConnectorFactory.create_connector(
-                self.vllm_config, role, self.kv_cache_config
-            )
+            return KVConnectorFactory.create_connector(self.vllm_config, role, self.kv_cache_config)
 
         self.scheduler, self.worker = make(KVConnectorRole.SCHEDULER), make(KVConnectorRole.WORKER)
         hs_block_size = self.kv_cache_config.kv_cache_groups[-1].kv_cache_spec.block_size
@@ -126,9 +120,7 @@ class Harness:
         # Block 0 is null; ids are handed out from the top so that they are not in order.
         self.free = [list(range(1, self.num_blocks)) for _ in self.kv_cache_config.kv_cache_groups]
 
-    def add(
-        self, req_id: str, num_prompt: int, kv_params: dict[str, Any] | None = None
-    ) -> Request:
+    def add(self, req_id: str, num_prompt: int, kv_params: dict[str, Any] | None = None) -> Request:
         extra = {"kv_transfer_params": kv_params} if kv_params else None
         params = SamplingParams(max_tokens=8, extra_args=extra)
         request = Request(req_id, list(range(100, 100 + num_prompt)), params)
@@ -237,7 +229,5 @@ class Harness:
 def make_harness(path: Path, **options: Any) -> Harness:
     """An `ExampleHiddenStatesConnector` that stores into `path`."""
     sizes = {k: options.pop(k) for k in ("attention_block_size", "hs_block_size") if k in options}
-    transfer = transfer_config(
-        "ExampleHiddenStatesConnector", shared_storage_path=path, **options
-    )
+    transfer = transfer_config("ExampleHiddenStatesConnector", shared_storage_path=path, **options)
     return Harness(extraction_config(transfer), cache_config(**sizes))

@@ -193,9 +193,12 @@ def test_finished_when_every_worker_said_so() -> None:
 
 def test_number_of_reports_is_the_connectors() -> None:
     recorder = Recorder()
-    assert merge(
-        KVOutputAggregator.from_connector(recorder, 2), worker_output({"a"}), worker_output()
-    ).finished_sending is None
+    assert (
+        merge(
+            KVOutputAggregator.from_connector(recorder, 2), worker_output({"a"}), worker_output()
+        ).finished_sending
+        is None
+    )
     recorder.get_finished_count = lambda: 1  # type: ignore[method-assign]
     aggregator = KVOutputAggregator.from_connector(recorder, 2)
     assert merge(aggregator, worker_output({"a"}), worker_output()).finished_sending == {"a"}

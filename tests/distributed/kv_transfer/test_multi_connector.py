@@ -109,9 +109,7 @@ def finish(multi: Any, method: str = "request_finished") -> Any:
 def test_blocks_wait_for_every_child_that_saves(method: str) -> None:
     multi = make(child(saves=True), child(saves=False), child(saves=True, params={"a": 1}))
     assert finish(multi, method) == (True, {"a": 1})
-    worker = make(
-        child(sends=["r"]), child(), child(sends=["r"]), role=KVConnectorRole.WORKER
-    )
+    worker = make(child(sends=["r"]), child(), child(sends=["r"]), role=KVConnectorRole.WORKER)
     meta = multi.build_connector_meta(SchedulerOutput.make_empty())
     assert meta.extra_async_saves == {"r": 1}
     worker._children[2].sends = []

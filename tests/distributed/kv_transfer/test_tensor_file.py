@@ -113,9 +113,7 @@ def test_reservation_is_a_recorded_decision(tmp_path: Path) -> None:
     assert "4 MiB" in record.why
 
 
-def test_slow_reservation_is_switched_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_reservation_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import space_reservation
 
     monkeypatch.setattr(space_reservation, "_probe", lambda directory: 0.5)

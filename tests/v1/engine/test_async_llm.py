@@ -118,7 +118,7 @@ def test_death_fails_every_stream_at_once(fault):
                 os.kill(engine.engine_core.process_id, signal.SIGKILL)
             started = time.monotonic()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 20
             assert all(isinstance(result, EngineDeadError) for result in results)
             assert engine.errored and not engine.is_running
             with pytest.raises(EngineDeadError):

@@ -87,9 +87,7 @@ def test_scheduler_class():
     assert type(core.scheduler).__name__ == "CountingScheduler"
     core.shutdown()
     with pytest.raises(ValueError, match="--no-async-scheduling"):
-        make_core(
-            async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"
-        )
+        make_core(async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert type(make_core().scheduler) is Scheduler
 
 

@@ -102,9 +102,7 @@ def test_min_tokens_keeps_stop_strings_quiet():
 def test_stop_token_text_is_left_out_unless_asked_for():
     ids = TOKENIZER.encode("hello world")
     for include, expected in ((False, TOKENIZER.decode(ids[:-1])), (True, "hello world")):
-        detokenizer = Detokenizer(
-            TOKENIZER, [], SamplingParams(include_stop_str_in_output=include)
-        )
+        detokenizer = Detokenizer(TOKENIZER, [], SamplingParams(include_stop_str_in_output=include))
         detokenizer.update(ids, True)
         assert detokenizer.text == expected and detokenizer.token_ids == ids
 

@@ -51,6 +51,36 @@ def test_stop_string_aborts_in_the_core_and_cuts(tokenizer):
     assert send(processor, [5]).request_outputs == []  # a token that was in flight
 
 
+def test_stop_string_waits_for_the_core_when_a_connector_has_a_say(tokenizer):
+    ids = tokenizer.encode("the quick brown fox stops here")
+    processor = OutputProcessor(tokenizer, core_sees_stops=True)
+    add(processor, stop=["brown"], max_tokens=100, output_kind=RequestOutputKind.FINAL_ONLY)
+    stops = []
+    for token in ids:
+        processed = send(processor, [token])
+        stops += processed.stops
+        assert not processed.aborts and not processed.request_outputs
+    [stop] = stops
+    assert stop.request_id == "r-x" and stop.num_output_tokens < len(ids)
+    last = send(processor, [], finish_reason=FinishReason.STOP, kv_transfer_params={"path": "x"})
+    [final] = last.request_outputs
+    [completion] = final.outputs
+    assert (completion.text, completion.finish_reason) == ("the quick ", "stop")
+    assert completion.stop_reason == "brown" and final.kv_transfer_params == {"path": "x"}
+    assert len(completion.token_ids) == stop.num_output_tokens
+    assert not processor.has_unfinished_requests()
+
+
+def test_error_after_a_stop_string_is_an_error(tokenizer):
+    processor = OutputProcessor(tokenizer, core_sees_stops=True)
+    add(processor, stop=["brown"], max_tokens=100)
+    assert send(processor, tokenizer.encode("brown")).stops
+    [final] = send(
+        processor, [], finish_reason=FinishReason.ERROR, error="the disk is full"
+    ).request_outputs
+    assert final.outputs[0].finish_reason == "error"
+
+
 def test_stop_string_at_the_last_token_needs_no_abort(tokenizer):
     ids = tokenizer.encode("brown")
     processor = start(tokenizer, stop=["brown"])
@@ -64,9 +94,12 @@ def test_stop_string_at_the_last_token_needs_no_abort(tokenizer):
 
 def test_logprobs_become_dicts_with_text(tokenizer):
     processor = start(tokenizer, logprobs=2, prompt_logprobs=1)
-    assert send(
-        processor, [], new_prompt_logprobs=logprobs_to_wire(fake_logprobs([2], 1))
-    ).request_outputs == []
+    assert (
+        send(
+            processor, [], new_prompt_logprobs=logprobs_to_wire(fake_logprobs([2], 1))
+        ).request_outputs
+        == []
+    )
     wire = logprobs_to_wire(fake_logprobs([40, 41], 2))
     (output,) = send(
         processor,
@@ -122,9 +155,7 @@ def test_n_final_output_carries_transfer_parameters_of_the_first_child(tokenizer
     processor = start(tokenizer, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     done = {"finish_reason": FinishReason.LENGTH}
     assert not send(processor, [40], "1_r-x", kv_transfer_params={"p": 1}, **done).request_outputs
-    (final,) = send(
-        processor, [41], "0_r-x", kv_transfer_params={"p": 0}, **done
-    ).request_outputs
+    (final,) = send(processor, [41], "0_r-x", kv_transfer_params={"p": 0}, **done).request_outputs
     assert [c.index for c in final.outputs] == [0, 1] and final.kv_transfer_params == {"p": 0}
 
 

@@ -65,9 +65,7 @@ class CacheOnlyAttentionMetadataBuilder(AttentionMetadataBuilder[CacheOnlyAttent
 class CacheOnlyAttentionImpl:
     """Writes rows; attends to nothing."""
 
-    def forward(
-        self, rows: Tensor, kv_cache: Tensor, metadata: CacheOnlyAttentionMetadata
-    ) -> None:
+    def forward(self, rows: Tensor, kv_cache: Tensor, metadata: CacheOnlyAttentionMetadata) -> None:
         """`rows [tokens, columns, hidden]`; rows past the slots are graph padding."""
         slots = metadata.slot_mapping
         basic_cache(rows[: slots.shape[0]], kv_cache, slots)

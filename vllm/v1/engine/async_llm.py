@@ -66,9 +66,7 @@ class AsyncLLM:
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     @classmethod
-    def from_vllm_config(
-        cls, vllm_config: VllmConfig, disable_log_stats: bool = False
-    ) -> AsyncLLM:
+    def from_vllm_config(cls, vllm_config: VllmConfig, disable_log_stats: bool = False) -> AsyncLLM:
         return cls(vllm_config, log_stats=not disable_log_stats)
 
     @classmethod

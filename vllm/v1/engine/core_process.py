@@ -91,8 +91,7 @@ class CoreProcess:
         self.process.join(1.0)
         if self.process.is_alive():
             raise TimeoutError(
-                f"the engine core was not ready after {timeout_s} s "
-                "(VLLM_ENGINE_READY_TIMEOUT_S)"
+                f"the engine core was not ready after {timeout_s} s (VLLM_ENGINE_READY_TIMEOUT_S)"
             )
         raise RuntimeError(
             f"the engine core died while starting (exit code {self.process.exitcode}); its own "

@@ -31,9 +31,7 @@ class TokenDecoder(ABC):
 class StreamDecoder(TokenDecoder):
     """Decoding by the `tokenizers` library."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -156,9 +154,7 @@ class Detokenizer:
         for i, token_id in enumerate(new_token_ids):
             self.token_ids.append(token_id)
             last = i + 1 == len(new_token_ids)
-            if self._decoder is None or (
-                last and ends_with_stop_token and not self._include_stop
-            ):
+            if self._decoder is None or (last and ends_with_stop_token and not self._include_stop):
                 continue
             new_text = self._decoder.decode(token_id)
             self.text += new_text

@@ -37,9 +37,7 @@ class ProcessedInput:
 class InputProcessor:
     """Tokenises and validates; every error is a `VLLMValidationError` naming the parameter."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         assert vllm_config.model_config is not None
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config

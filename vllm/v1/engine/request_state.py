@@ -70,7 +70,7 @@ class RequestState:
         return self._parent.n if self._parent is not None else 1
 
     def update(self, output: EngineCoreOutput) -> str | None:
-        """Take in new tokens, none after a stop string; returns the stop string once there is one."""
+        """Take in new tokens, none after a stop string; returns that string once it is there."""
         self._num_cached_tokens = output.num_cached_tokens
         self.error = output.error
         if self._stop is not None:

@@ -107,9 +107,7 @@ class PrometheusStatLogger(StatLoggerBase):
 
 
 #: the metrics now in a registry: a new engine's replace those of the one before
-_current: weakref.WeakKeyDictionary[CollectorRegistry, EngineMetrics] = (
-    weakref.WeakKeyDictionary()
-)
+_current: weakref.WeakKeyDictionary[CollectorRegistry, EngineMetrics] = weakref.WeakKeyDictionary()
 
 
 def _close_current(registry: CollectorRegistry) -> None:

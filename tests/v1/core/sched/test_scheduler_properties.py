@@ -65,9 +65,7 @@ def test_traffic(seed, async_scheduling, **options):
             driver.scheduler.reset_prefix_cache(reset_running_requests=True)
     driver.run()
     for request_id, request in requests.items():
-        expected = expected_tokens(
-            request.prompt_token_ids, request.sampling_params, MAX_LEN, EOS
-        )
+        expected = expected_tokens(request.prompt_token_ids, request.sampling_params, MAX_LEN, EOS)
         received = driver.tokens.get(request_id, [])
         if request_id in aborted:
             assert received == expected[: len(received)] and request_id not in driver.finished

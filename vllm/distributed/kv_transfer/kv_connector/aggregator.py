@@ -69,9 +69,7 @@ class KVOutputAggregator:
             sending |= self._sending.report(report.finished_sending, self._expected)
             recving |= self._recving.report(report.finished_recving, self._expected)
             merged.invalid_block_ids |= report.invalid_block_ids
-            merged.kv_connector_stats = _join(
-                merged.kv_connector_stats, report.kv_connector_stats
-            )
+            merged.kv_connector_stats = _join(merged.kv_connector_stats, report.kv_connector_stats)
             merged.kv_cache_events = _join(merged.kv_cache_events, report.kv_cache_events)
             merged.kv_connector_worker_meta = _join(
                 merged.kv_connector_worker_meta, report.kv_connector_worker_meta

@@ -64,9 +64,7 @@ class KVConnectorFactory:
         return cls._registry[name]()
 
     @classmethod
-    def get_connector_class(
-        cls, kv_transfer_config: KVTransferConfig
-    ) -> type[KVConnectorBase_V1]:
+    def get_connector_class(cls, kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase_V1]:
         """The configured class; `kv_connector_module_path` wins over the registry."""
         name = kv_transfer_config.kv_connector
         if name is None:

@@ -70,9 +70,7 @@ class _Step:
             all_token_ids={r.request_id: list(r.all_token_ids) for r in self.resumed},
             new_block_ids=self.cached_blocks,
             num_computed_tokens=[r.num_computed_tokens for r in cached],
-            num_output_tokens=[
-                len(r.output_token_ids) + r.num_output_placeholders for r in cached
-            ],
+            num_output_tokens=[len(r.output_token_ids) + r.num_output_placeholders for r in cached],
         )
 
 

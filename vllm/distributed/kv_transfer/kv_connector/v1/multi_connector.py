@@ -262,9 +262,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         undecided = False
         for index, child in enumerate(self._children):
             # Every child is asked, since some start a lookup that they answer later.
-            num_tokens, runs_beside = child.get_num_new_matched_tokens(
-                request, num_computed_tokens
-            )
+            num_tokens, runs_beside = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if num_tokens is None:
                 undecided = True
             elif num_tokens > 0 and chosen[0] == 0:

@@ -39,9 +39,7 @@ class ExtractionScheduler:
         """Whether saves wait for the next step's message."""
         return bool(self._pending)
 
-    def build_meta(
-        self, scheduler_output: SchedulerOutput
-    ) -> ExampleHiddenStatesConnectorMetadata:
+    def build_meta(self, scheduler_output: SchedulerOutput) -> ExampleHiddenStatesConnectorMetadata:
         meta = ExampleHiddenStatesConnectorMetadata(pending_saves=list(self._pending.values()))
         self._pending.clear()
         for new in scheduler_output.scheduled_new_reqs:
