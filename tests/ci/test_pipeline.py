@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Buildkite pipeline: one source for CI machines and for `.ci/run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pipeline", ROOT / ".buildkite" / "pipeline.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "pipeline", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_command_is_a_make_target(pipeline: ModuleType) -> None:
+    """CI and a developer run the same thing."""
+    makefile = (ROOT / "Makefile").read_text()
+    for step in pipeline.load_steps():
+        for command in step.commands:
+            tool, target = command.split()
+            assert tool == "make" and f"\n{target}:" in makefile
+
+
+def test_the_cpu_steps_are_what_make_test_runs(pipeline: ModuleType) -> None:
+    line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if x.startswith("test:"))
+    wanted = line.split("##")[0].split()[1:]
+    cpu = [c.split()[1] for s in pipeline.load_steps() if s.device is None for c in s.commands]
+    assert cpu == wanted
+
+
+def test_dependencies_exist(pipeline: ModuleType) -> None:
+    for step in pipeline.load_steps():
+        for prefix in step.source_file_dependencies:
+            assert (ROOT / prefix).exists(), f"{step.label}: {prefix}"
+
+
+def test_untouched_steps_are_left_out(pipeline: ModuleType) -> None:
+    unit = next(s for s in pipeline.load_steps() if s.group == "Unit" and s.device is None)
+    assert unit.touched_by(["csrc/cpu/norm.cpp"]) and unit.touched_by(None)
+    assert not unit.touched_by(["README.md"])
+
+
+def test_an_unknown_key_is_an_error(
+    pipeline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.yaml").write_text("group: A\nsteps:\n  - {label: x, comands: [], gpu: 1}\n")
+    monkeypatch.setattr(pipeline, "_AREAS", tmp_path)
+    with pytest.raises(ValueError, match="comands"):
+        pipeline.load_steps()
+
+
+def test_the_emitted_pipeline_names_queues() -> None:
+    command = [sys.executable, str(ROOT / ".buildkite" / "pipeline.py"), "emit"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    steps = [s for group in yaml.safe_load(out)["steps"] for s in group["steps"]]
+    assert {s["agents"]["queue"] for s in steps} == {"cpu", "gpu-h200"}
+
+
+def test_a_failing_step_stops_the_run(
+    pipeline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "group: A\nsteps:\n"
+        "  - {label: skipped, timeout_in_minutes: 1, device: h200, commands: ['touch gpu']}\n"
+        "  - {label: bad, timeout_in_minutes: 1, commands: ['exit 7']}\n"
+        "  - {label: never, timeout_in_minutes: 1, commands: ['touch never']}\n"
+    )
+    monkeypatch.setattr(pipeline, "_AREAS", tmp_path)
+    monkeypatch.setattr(pipeline, "_ROOT", tmp_path)
+    assert pipeline.run() == 7
+    assert not (tmp_path / "never").exists() and not (tmp_path / "gpu").exists()

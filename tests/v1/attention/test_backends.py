@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata builders and the choice of a backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.paged import PagedAttentionBackend, PagedAttentionImpl
+
+CPU = torch.device("cpu")
+CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+
+
+def _common() -> CommonAttentionMetadata:
+    """Two decodes, then prefills of 5 (new) and 70 tokens (after 64)."""
+    starts = np.array([0, 1, 2, 7, 77], dtype=np.int32)
+    prefill = np.array([0, 5, 75], dtype=np.int32)
+    lens = np.array([9, 30, 5, 134], dtype=np.int32)
+    table = np.array([[4], [7], [1], [9]], dtype=np.int32)
+    return CommonAttentionMetadata(
+        num_reqs=4,
+        num_tokens=77,
+        num_decodes=2,
+        max_query_len=70,
+        max_seq_len=134,
+        query_start_loc=torch.from_numpy(starts),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.from_numpy(lens),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=np.array([8, 29, 0, 64]),
+        prefill_query_start_loc=torch.from_numpy(prefill),
+        prefill_query_start_loc_cpu=prefill,
+        block_table=torch.from_numpy(table),
+        slot_mapping=torch.arange(77),
+        block_table_cpu=table,
+    )
+
+
+def test_recurrent_metadata() -> None:
+    builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
+    metadata = builder.build(_common())
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
+    assert (metadata.num_decode_tokens, metadata.num_prefill_tokens) == (2, 75)
+    assert metadata.state_indices.tolist() == [4, 7, 1, 9]
+    assert metadata.prefill_state_indices.tolist() == [1, 9]
+    assert metadata.has_initial_state.tolist() == [False, True]
+    assert metadata.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
+    assert metadata.chunk_offsets.tolist() == [0, 1, 3]
+
+
+def test_attention_runs_decodes_and_prefills_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = PagedAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
+    metadata = builder.build(_common())
+    calls: list[tuple[Any, ...]] = []
+
+    def paged_attention(
+        query: Any, cache: Any, table: Any, lens: Any, starts: Any, **kw: Any
+    ) -> None:
+        calls.append(
+            (query[:, 0, 0].tolist(), lens.tolist(), starts.tolist(), kw["max_query_len"],
+             kw["max_seq_len"])
+        )  # fmt: skip
+
+    impl = PagedAttentionImpl(1, 1, 1.0, 1)
+    impl.kernels = SimpleNamespace(paged_attention=paged_attention)  # type: ignore[assignment]
+    query = torch.arange(77.0).view(77, 1, 1)
+    impl.forward(query, torch.empty(0), metadata, torch.empty_like(query))
+    decode, prefill = calls
+    # A decode's work is sized by the model's bound, so its bits do not depend on its neighbours.
+    assert decode == ([0.0, 1.0], [9, 30], [0, 1, 2], 1, 512)
+    assert prefill == (list(map(float, range(2, 77))), [5, 134], [0, 5, 75], 70, 134)
+
+
+@pytest.mark.parametrize("asked", ["FLASHINFER", "flashinfer"])
+def test_a_backend_that_cannot_run_here_is_an_error(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(attention_backend=asked)
+    monkeypatch.setattr(selector, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(selector, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    with pytest.raises(ValueError, match="needs a CUDA device; use PAGED"):
+        selector.get_attn_backend(128, torch.bfloat16)
+
+
+def test_unknown_names_list_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(attention_backend="FLASH_ATTN")
+    monkeypatch.setattr(selector, "get_current_vllm_config", lambda: config)
+    with pytest.raises(ValueError, match="PAGED, FLASHINFER"):
+        selector.get_attn_backend(128, torch.bfloat16)
+    with pytest.raises(ValueError, match="gdn_attn"):
+        selector.get_mamba_attn_backend("mamba2")
+    assert selector.get_mamba_attn_backend("gdn_attn") is GDNAttentionBackend

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order, overlap, remote calls and shutdown of the in-process executor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.v1.executor import uniproc
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc import UniProcExecutor
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+
+class _Output(AsyncModelRunnerOutput):
+    def __init__(self, step: int, released: threading.Event) -> None:
+        self.step, self.released = step, released
+
+    def get_output(self) -> ModelRunnerOutput:
+        assert self.released.wait(10)
+        return ModelRunnerOutput([str(self.step)], [[self.step]])
+
+
+class _Worker:
+    def __init__(self, config: Any) -> None:
+        self.launched: list[int] = []
+        self.released = threading.Event()
+        self.stopped = 0
+
+    def init_device(self) -> None: ...
+
+    def load_model(self) -> None: ...
+
+    def execute_model(self, step: int) -> _Output:
+        self.launched.append(step)
+        return _Output(step, self.released)
+
+    def call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method, args, kwargs, threading.current_thread().name
+
+    def shutdown(self) -> None:
+        self.stopped += 1
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> UniProcExecutor:
+    monkeypatch.setattr(uniproc, "Worker", _Worker)
+    return UniProcExecutor(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_a_step_is_launched_while_the_one_before_still_runs(executor: UniProcExecutor) -> None:
+    worker: Any = executor.worker
+    futures = [executor.execute_model(step) for step in range(3)]  # type: ignore[arg-type]
+    deadline = time.monotonic() + 10
+    while len(worker.launched) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.launched == [0, 1, 2]
+    assert not any(future.done() for future in futures)
+    worker.released.set()
+    assert [future.result(10).sampled_token_ids for future in futures] == [[[0]], [[1]], [[2]]]
+    executor.shutdown()
+
+
+def test_calls_run_on_the_launching_thread(executor: UniProcExecutor) -> None:
+    method, args, kwargs, thread = executor.collective_rpc("name", args=(1,), kwargs={"a": 2})[0]
+    assert (method, args, kwargs) == ("name", (1,), {"a": 2})
+    assert thread.startswith("launch")
+    executor.shutdown()
+
+
+def test_shutdown_happens_once_and_also_after_the_pools_are_closed(
+    executor: UniProcExecutor,
+) -> None:
+    worker: Any = executor.worker
+    executor.check_health()
+    executor._launcher.shutdown()
+    executor.shutdown()
+    executor.shutdown()
+    assert worker.stopped == 1
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.check_health()
+
+
+def test_other_executors_are_a_clear_error() -> None:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend="ray")
+    )
+    with pytest.raises(ValueError, match="ray is not supported yet; use 'uni'"):
+        Executor.get_class(config)
