@@ -35,6 +35,14 @@ def test_decodes_come_first_and_a_first_token_is_a_prefill() -> None:
     assert order.sampling.tolist() == [0, 1, 2]
 
 
+def test_a_piece_of_a_prompt_is_no_decode_only_step() -> None:
+    """Its row may have to be scored, which a replayed graph does not do."""
+    batch = _batch({"piece": (10, 4), "decode": (10, 10)})
+    assert not batch.order({"piece": 1, "decode": 1}, {"decode"}).decode_only
+    assert batch.order({"decode": 1}, {"decode"}).decode_only
+    assert batch.order({"piece": 1, "decode": 1}, {"piece", "decode"}).decode_only
+
+
 def test_arrays_of_a_mixed_step() -> None:
     batch = _batch({"new": (5, 0), "chunk": (40, 16), "decode": (7, 7)})
     order = batch.order({"new": 5, "chunk": 8, "decode": 1}, {"new", "decode"})

@@ -54,7 +54,8 @@ class StepOrder:
 
     @property
     def decode_only(self) -> bool:
-        return self.num_decodes == len(self.req_ids)
+        """Every request runs one token and samples; a one-token piece of a prompt does not."""
+        return self.num_decodes == len(self.sampling) == len(self.req_ids)
 
 
 class InputBatch:

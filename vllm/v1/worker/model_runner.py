@@ -257,12 +257,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 replayed = self.graphs.replay(size)
                 aux = [stream[: inputs.num_tokens] for stream in replayed.aux]
                 logits = replayed.logits[: inputs.num_tokens]
-                if len(order.sampling) < order.num_reqs:
-                    logits = logits.index_select(0, inputs.sample_indices)
             sampled = self._sample(order, inputs, logits)
             if self.proposer is not None:
                 self._propose(sampled, aux)
-        # A graph runs decodes only, and a decode scores no prompt position.
+        # A replayed step samples for every request, so it scores no prompt position.
         prompt_logprobs = (
             [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
         )
