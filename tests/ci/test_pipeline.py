@@ -82,3 +82,9 @@ def test_a_failing_step_stops_the_run(
     monkeypatch.setattr(pipeline, "_ROOT", tmp_path)
     assert pipeline.run() == 7
     assert not (tmp_path / "never").exists() and not (tmp_path / "gpu").exists()
+
+
+def test_test_modules_have_unique_names() -> None:
+    """pytest imports them by base name, so two of a name cannot be collected together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
