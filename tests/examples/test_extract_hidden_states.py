@@ -22,16 +22,16 @@ from tests.tiny_models import hf_residual_streams
 
 pytestmark = pytest.mark.extraction
 
-SAMPLES = 20
+SAMPLES = 60
 LAYERS = [2, 4, 5, 8]
 HIDDEN = 256
 MEMORY = 64 << 20
 RELATIVE_ERROR = 1e-4
 
 
-def flags(path: Path, in_flight: int = 8) -> list[str]:
+def flags(path: Path, in_flight: int = 8, samples: int = SAMPLES) -> list[str]:
     return [
-        *("--output", str(path), "--samples", str(SAMPLES), "--seq-length", "192"),
+        *("--output", str(path), "--samples", str(samples), "--seq-length", "192"),
         *("--dtype", "float32", "--kv-cache-memory-bytes", str(MEMORY)),
         *("--in-flight", str(in_flight)),
     ]
@@ -113,8 +113,8 @@ def test_speculators_reads_it(dataset: Path) -> None:
     assert batch["hidden_states"].shape == (1, 256, (len(LAYERS) - 1) * HIDDEN)
     train = data.ArrowDataset(256, str(dataset), train_ratio=0.9, on_missing="raise")
     held = data.ArrowDataset(256, str(dataset), train_ratio=0.9, split="val", on_missing="raise")
-    assert (len(train), len(held)) == (18, 2)
-    assert held[0]["input_ids"].tolist() == ours.token_ids(18)
+    assert (len(train), len(held)) == (SAMPLES * 9 // 10, SAMPLES // 10)
+    assert held[0]["input_ids"].tolist() == ours.token_ids(SAMPLES * 9 // 10)
 
 
 def test_speculators_counts_tokens_alike(dataset: Path, tmp_path: Path) -> None:
@@ -199,7 +199,8 @@ def test_settings_that_do_not_fit(dataset: Path, changed: list[str], reason: str
 
 def test_interrupt_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "dataset"
-    process = start("extract_hidden_states", *flags(path, in_flight=1))
+    # Far more samples than it could finish before the signal arrives.
+    process = start("extract_hidden_states", *flags(path, in_flight=1, samples=3000))
     wait_for(lambda: len(finished(path)) >= 1, process)
     engine = children(process)
     process.send_signal(signal.SIGINT)
