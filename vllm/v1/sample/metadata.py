@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.sampling_params import SamplingParams
-
-#: below this a temperature means greedy (interfaces: SamplingParams)
-GREEDY_TEMPERATURE = 1e-5
+from vllm.sampling_params import SAMPLING_EPS, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class SamplingMetadata:
             vocab_size if p.logprobs == -1 else p.logprobs for p in params if p.logprobs is not None
         ]
         num_logprobs = max(logprobs, default=None)
-        random_rows = [p.temperature >= GREEDY_TEMPERATURE for p in params]
+        random_rows = [p.temperature >= SAMPLING_EPS for p in params]
         if not any(random_rows):
             return cls(None, None, None, None, None, num_logprobs)
 
