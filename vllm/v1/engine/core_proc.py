@@ -43,6 +43,9 @@ logger = init_logger(__name__)
 #: how often a lost parent is noticed, and how long the core may then take to stop
 _PARENT_POLL_S = 0.5
 _ORPHAN_GRACE_S = 20.0
+#: A signal that arrives just before a wait, or at another thread, does not end the wait: its
+#: handler runs when the main thread next does something.
+_SIGNAL_POLL_S = 0.2
 #: pause between steps that only wait for transfers
 _TICK_S = 0.001
 #: how long a shutdown waits for transfers of finished requests
@@ -119,7 +122,7 @@ class EngineCoreProc:
         block = not self._core.has_work()
         while True:
             try:
-                kind, payload = self._inputs.get(block=block)
+                kind, payload = self._inputs.get(block=block, timeout=_SIGNAL_POLL_S)
             except queue.Empty:
                 return
             self._handle(kind, payload)

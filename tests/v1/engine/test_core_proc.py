@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of the core process around signals."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from vllm.v1.engine.core_proc import CoreAddresses, EngineCoreProc
+
+
+class IdleCore:
+    """A core that never has work."""
+
+    only_waits = False
+
+    def has_work(self):
+        return False
+
+    def abort_all(self):
+        pass
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_still_ends_the_loop(tmp_path):
+    """A signal that arrives between Python's check and the wait, or at another thread, leaves the
+    main thread asleep; so does one raised in a thread here."""
+    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
+    proc = EngineCoreProc(IdleCore(), addresses)
+    previous = signal.signal(signal.SIGTERM, lambda *_: proc.request_shutdown())
+
+    def raise_in_this_thread():
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGTERM)
+
+    # Wakes the loop if it does not end by itself, so that the test fails instead of hanging.
+    rescued = threading.Event()
+    rescue = threading.Timer(20, lambda: (rescued.set(), proc.request_shutdown()))
+    threading.Thread(target=raise_in_this_thread).start()
+    rescue.start()
+    try:
+        proc.run()
+    finally:
+        rescue.cancel()
+        signal.signal(signal.SIGTERM, previous)
+    assert not rescued.is_set()
