@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated text as the parts of a chat message: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.openai.protocol.sampling import refuse
+from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
+from vllm.reasoning import ReasoningDelta, ReasoningParser, reasoning_parsers
+from vllm.tool_parsers import CallDelta, ToolDelta, ToolParser, tool_parsers
+from vllm.tool_parsers.json_list import JsonListParser
+from vllm.tool_parsers.named_call import NamedCallParser
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+
+
+@dataclass(frozen=True)
+class ChatParsers:
+    """The server's parsers; `tool` None when the model may not decide about calls."""
+
+    tool: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+    @classmethod
+    def from_args(cls, args: FrontEndArgs) -> ChatParsers:
+        """The parsers that the flags name."""
+        auto = args.enable_auto_tool_choice and args.tool_call_parser
+        return cls(
+            tool=tool_parsers.get(auto) if auto else None,
+            reasoning=(
+                reasoning_parsers.get(args.reasoning_parser) if args.reasoning_parser else None
+            ),
+        )
+
+    def check(self, choice: ToolChoice) -> None:
+        """Raise `VLLMValidationError` when calls could not be recognised."""
+        if choice.mode is ToolMode.AUTO and self.tool is None:
+            refuse(
+                "tools",
+                'tool_choice "auto" needs a server started with --enable-auto-tool-choice and '
+                f"--tool-call-parser ({', '.join(tool_parsers.names())}); this one allows "
+                'tool_choice "none" (the tools are only shown to the model), "required" or a named '
+                "function",
+            )
+
+    def tags(self, choice: ToolChoice) -> set[str]:
+        """Texts that the parsers of a request must see."""
+        tags = set(self.reasoning.tags) if self.reasoning else set()
+        if choice.mode is ToolMode.AUTO and self.tool is not None:
+            tags |= set(self.tool.tags)
+        return tags
+
+
+@dataclass(frozen=True)
+class ReplyDelta:
+    """What a piece of generated text added to the message."""
+
+    reasoning: str
+    content: str
+    calls: tuple[CallDelta, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `delta` of a chunk, without unset keys."""
+        delta: dict[str, Any] = {}
+        if self.reasoning:
+            delta["reasoning"] = self.reasoning
+        if self.content:
+            delta["content"] = self.content
+        if self.calls:
+            delta["tool_calls"] = [_call_chunk(call) for call in self.calls]
+        return delta
+
+
+class ReplySplitter:
+    """Splits one reply, whole or in pieces."""
+
+    def __init__(
+        self,
+        choice: ToolChoice,
+        reasoning: ReasoningParser | None,
+        tool: ToolParser | None,
+        include_reasoning: bool,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tool = tool
+        self._parallel = choice.parallel
+        self._include_reasoning = include_reasoning
+        #: whether a call was reported
+        self.called = False
+
+    def feed(self, text: str, finished: bool) -> ReplyDelta:
+        """The next piece; `finished` with the last one."""
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            split = self._reasoning.feed(text)
+            rest = self._reasoning.finish() if finished else ReasoningDelta()
+            reasoning, content = split.reasoning + rest.reasoning, split.content + rest.content
+        found = ToolDelta(content)
+        if self._tool is not None:
+            found = self._tool.parse(content) if finished else self._tool.feed(content)
+        calls = tuple(call for call in found.calls if self._parallel or call.index == 0)
+        self.called = self.called or bool(calls)
+        return ReplyDelta(reasoning if self._include_reasoning else "", found.content, calls)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The reason to report: a reply with calls that ended by itself ended for them."""
+        return "tool_calls" if self.called and reason == "stop" else reason
+
+
+def make_splitter(
+    parsers: ChatParsers,
+    choice: ToolChoice,
+    reasoning: ReasoningParser | None,
+    include_reasoning: bool,
+) -> ReplySplitter | None:
+    """The splitter for one reply, None when all of its text is content."""
+    tool: ToolParser | None = None
+    if choice.mode is ToolMode.AUTO and parsers.tool is not None:
+        tool = parsers.tool(choice.tools)
+    elif choice.mode is ToolMode.REQUIRED:
+        tool = JsonListParser(choice.tools)
+    elif choice.mode is ToolMode.NAMED and choice.name is not None:
+        tool = NamedCallParser(choice.tools, choice.name)
+    if reasoning is None and tool is None:
+        return None
+    return ReplySplitter(choice, reasoning, tool, include_reasoning)
+
+
+def call_object(call: CallDelta) -> dict[str, Any]:
+    """A call as OpenAI's API shows it, with a fresh id."""
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _call_chunk(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **call_object(call)}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output of a model that reasons first: the constraint begins behind the reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm.entrypoints.openai.protocol.sampling import refuse
+from vllm.reasoning import ReasoningParser
+from vllm.sampling_params import StructuredOutputsParams
+
+
+def constrain_after_reasoning(
+    constraint: StructuredOutputsParams, parser: ReasoningParser
+) -> StructuredOutputsParams:
+    """The constraint for the whole reply; the same one if the reply begins with its content.
+
+    Raises `VLLMValidationError` for a structural tag in the older form and for malformed JSON.
+    """
+    if not parser.may_reason():
+        return constraint
+    tag = {"type": "structural_tag", "format": parser.with_reasoning(_content_format(constraint))}
+    return StructuredOutputsParams(structural_tag=json.dumps(tag))
+
+
+def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
+    """The constraint in the language of structural tags."""
+    if constraint.json is not None:
+        return _schema_format(_parsed("json", constraint.json), constraint)
+    if constraint.json_object is not None:
+        return _schema_format({"type": "object"}, constraint)
+    if constraint.regex is not None:
+        return {"type": "regex", "pattern": constraint.regex}
+    if constraint.choice is not None:
+        options = [{"type": "const_string", "value": text} for text in constraint.choice]
+        return {"type": "or", "elements": options}
+    if constraint.grammar is not None:
+        return {"type": "grammar", "grammar": constraint.grammar}
+    tag = _parsed("structural_tag", constraint.structural_tag)
+    inner = tag.get("format") if isinstance(tag, dict) else None
+    if not isinstance(inner, dict):
+        refuse(
+            "structured_outputs",
+            "with reasoning, a structural tag needs the key `format`; give it that, or switch "
+            "reasoning off in chat_template_kwargs",
+        )
+    return inner
+
+
+def _schema_format(schema: Any, constraint: StructuredOutputsParams) -> dict[str, Any]:
+    spacing = {"max_whitespace_cnt": 1} if constraint.disable_any_whitespace else {}
+    return {"type": "json_schema", "json_schema": schema, **spacing}
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        refuse("structured_outputs", f"structured_outputs: {name} is not valid JSON: {error}")

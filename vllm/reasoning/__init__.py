@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning in generated text: one parser per model format, found by name."""
+
+from vllm.reasoning.base import ReasoningDelta, ReasoningParser
+from vllm.utils.class_registry import ClassRegistry
+
+__all__ = ["ReasoningDelta", "ReasoningParser", "reasoning_parsers"]
+
+#: the values of --reasoning-parser
+reasoning_parsers: ClassRegistry[ReasoningParser] = ClassRegistry(
+    "reasoning parser",
+    ReasoningParser,  # type: ignore[type-abstract]
+)
+
+reasoning_parsers.register("deepseek_r1", "vllm.reasoning.deepseek_r1.DeepSeekR1ReasoningParser")
+reasoning_parsers.register("qwen3", "vllm.reasoning.qwen3.Qwen3ReasoningParser")

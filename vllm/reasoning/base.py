@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every reasoning parser does: text in, reasoning and content out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """What a piece of text added; the reasoning of a reply comes before its content."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser(ABC):
+    """Reads one reply. The result does not depend on how its text is cut into pieces.
+
+    `prompt` is the text before the reply, because templates may open or close the reasoning there.
+    `continued` is the beginning of the message when the reply continues one, else empty.
+    """
+
+    #: texts that must survive detokenisation even where they are special tokens
+    tags: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, prompt: str = "", continued: str = "") -> None:
+        self.prompt = prompt
+        self.continued = continued
+
+    @abstractmethod
+    def feed(self, text: str) -> ReasoningDelta:
+        """Read the next piece of the reply."""
+
+    @abstractmethod
+    def finish(self) -> ReasoningDelta:
+        """What was kept back, after the last piece."""
+
+    @abstractmethod
+    def may_reason(self) -> bool:
+        """Before the first piece: whether reasoning may come before the content."""
+
+    @abstractmethod
+    def with_reasoning(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A structural-tag format: reasoning in free text, then what the format `content` allows.
+
+        The vocabulary of formats is xgrammar's (`type`: sequence, or, tag, any_text, ...).
+        """
+
+    def parse(self, text: str) -> ReasoningDelta:
+        """A whole reply at once."""
+        first, rest = self.feed(text), self.finish()
+        return ReasoningDelta(first.reasoning + rest.reasoning, first.content + rest.content)

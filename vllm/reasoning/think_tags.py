@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between `<think>` and `</think>`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar
+
+from vllm.reasoning.base import ReasoningDelta, ReasoningParser
+from vllm.utils.text_tags import split_held
+
+_OPEN = "<think>"
+_CLOSE = "</think>"
+
+
+class _Where(enum.Enum):
+    #: before the opening tag, which some templates put in the prompt and others leave to the model
+    START = enum.auto()
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+
+
+class ThinkTagParser(ReasoningParser):
+    """Splits at the tags, which belong to neither side; all other text is kept as it is.
+
+    Reasoning that is not closed lasts to the end of the reply.
+    """
+
+    tags = (_OPEN, _CLOSE)
+
+    #: whether a reply reasons when neither the prompt nor its own first tag says so
+    reasons_by_default: ClassVar[bool]
+
+    def __init__(self, prompt: str = "", continued: str = "") -> None:
+        super().__init__(prompt, continued)
+        self._pending = ""
+        self._where = _Where.START
+        self._default = _Where.REASONING if self.reasons_by_default else _Where.CONTENT
+        before = prompt.rstrip()
+        if continued:
+            inside = continued.rfind(_OPEN) > continued.rfind(_CLOSE)
+            self._where = _Where.REASONING if inside else _Where.CONTENT
+        elif before.endswith(_CLOSE):
+            self._where = _Where.CONTENT
+        elif before.endswith(_OPEN):
+            self._default = _Where.REASONING
+
+    def feed(self, text: str) -> ReasoningDelta:
+        text = self._pending + text
+        if self._where is _Where.CONTENT:
+            return ReasoningDelta(content=text)
+        self._pending = ""
+        if self._where is _Where.START:
+            begin = text.lstrip()
+            if _OPEN.startswith(begin) and begin != _OPEN:
+                self._pending = text
+                return ReasoningDelta()
+            opened = begin.startswith(_OPEN)
+            self._where = _Where.REASONING if opened else self._default
+            return self.feed(begin.removeprefix(_OPEN) if opened else text)
+        reasoning, closed, content = text.partition(_CLOSE)
+        if closed:
+            self._where = _Where.CONTENT
+            return ReasoningDelta(reasoning, content)
+        reasoning, self._pending = split_held(text, (_CLOSE,))
+        return ReasoningDelta(reasoning)
+
+    def finish(self) -> ReasoningDelta:
+        if self._where is _Where.START:
+            self._where = self._default
+        rest, self._pending = self._pending, ""
+        if self._where is _Where.CONTENT:
+            return ReasoningDelta(content=rest)
+        return ReasoningDelta(reasoning=rest)
+
+    def may_reason(self) -> bool:
+        return self._where is not _Where.CONTENT
+
+    def with_reasoning(self, content: dict[str, Any]) -> dict[str, Any]:
+        must = self._where is _Where.REASONING or self._default is _Where.REASONING
+        reasoning = {
+            "type": "tag",
+            "begin": "" if must else _OPEN,
+            "content": {"type": "any_text"},
+            "end": _CLOSE,
+        }
+        space = {"type": "regex", "pattern": "[ \\n]{0,4}"}
+        both = {"type": "sequence", "elements": [reasoning, space, content]}
+        return both if must else {"type": "or", "elements": [both, content]}

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls in generated text: one parser per model format, found by name."""
+
+from vllm.tool_parsers.base import CallDelta, ToolDelta, ToolParser, ToolSchemas
+from vllm.utils.class_registry import ClassRegistry
+
+__all__ = ["CallDelta", "ToolDelta", "ToolParser", "ToolSchemas", "tool_parsers"]
+
+#: the values of --tool-call-parser
+tool_parsers: ClassRegistry[ToolParser] = ClassRegistry("tool call parser", ToolParser)  # type: ignore[type-abstract]
+
+tool_parsers.register("hermes", "vllm.tool_parsers.hermes.HermesToolParser")
+tool_parsers.register("qwen3_coder", "vllm.tool_parsers.qwen3_coder.Qwen3CoderToolParser")

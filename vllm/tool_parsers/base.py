@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every tool parser does: text in, content and pieces of calls out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+#: JSON schema of the parameters of each tool, by name
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What a piece of text added to call `index`; `name` is set when the call begins with it."""
+
+    index: int
+    name: str | None
+    #: appended to the JSON text of the arguments
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    """What a piece of text added: content outside of calls, and at most one entry per call."""
+
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class ReplyBuilder:
+    """Collects content and calls between two deltas.
+
+    Whitespace at the edges of the content is left out once there is a call: it belongs to the
+    layout of the calls. It is kept back until that is decided.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._content = ""
+        self._space = ""
+        self._spoken = False
+        self._names: dict[int, str] = {}
+        self._arguments: dict[int, str] = {}
+
+    def say(self, text: str) -> None:
+        """Add content."""
+        text = self._space + text
+        if self.num_calls and not self._spoken:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        self._content += body
+        self._spoken = self._spoken or bool(body)
+
+    def start_call(self, name: str) -> None:
+        """Begin the next call."""
+        self._names[self.num_calls] = name
+        self._arguments[self.num_calls] = ""
+        self.num_calls += 1
+
+    def add_arguments(self, piece: str) -> None:
+        """Extend the arguments of the current call."""
+        index = self.num_calls - 1
+        self._arguments[index] = self._arguments.get(index, "") + piece
+
+    def end(self) -> None:
+        """Nothing follows: whitespace kept back is content if there was no call."""
+        if not self.num_calls:
+            self._content += self._space
+        self._space = ""
+
+    def take(self) -> ToolDelta:
+        """Everything since the last call of this method."""
+        calls = tuple(
+            CallDelta(index, self._names.get(index), arguments)
+            for index, arguments in self._arguments.items()
+            if arguments or index in self._names
+        )
+        delta = ToolDelta(self._content, calls)
+        self._content, self._names, self._arguments = "", {}, {}
+        return delta
+
+
+class ToolParser(ABC):
+    """Reads one reply. The result does not depend on how its text is cut into pieces.
+
+    What looks like a call but is none stays content. Of a reply that ends within a call, the
+    arguments are passed on as far as they go. A subclass implements `_consume` and `_flush` and
+    reports to `self.reply`.
+    """
+
+    #: texts that must survive detokenisation even where they are special tokens
+    tags: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        self.tools = tools
+        self.reply = ReplyBuilder()
+
+    def feed(self, text: str) -> ToolDelta:
+        """Read the next piece of the reply."""
+        self._consume(text)
+        return self.reply.take()
+
+    def finish(self) -> ToolDelta:
+        """What was kept back, after the last piece."""
+        self._flush()
+        self.reply.end()
+        return self.reply.take()
+
+    def parse(self, text: str) -> ToolDelta:
+        """A whole reply at once."""
+        self._consume(text)
+        return self.finish()
+
+    @abstractmethod
+    def _consume(self, text: str) -> None:
+        """Report what is certain after `text`; keep the rest."""
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """Report the rest: the reply is over."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls as nested tags with plain-text values: Qwen3-Coder, Qwen3.5."""
+
+from __future__ import annotations
+
+import enum
+
+from vllm.tool_parsers.base import ToolParser, ToolSchemas
+from vllm.tool_parsers.json_text import encode_string
+from vllm.tool_parsers.parameter_value import ParameterValue
+from vllm.tool_parsers.schema_types import parameter_types
+from vllm.utils.text_tags import find_first, skip_tag, split_held
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_FUNCTION = "<function="
+_END_FUNCTION = "</function>"
+_PARAMETER = "<parameter="
+_END_PARAMETER = "</parameter>"
+
+#: longer "names" are text that only looks like a tag
+_MAX_NAME = 256
+
+
+class _Where(enum.Enum):
+    CONTENT = enum.auto()
+    OPENED = enum.auto()
+    FUNCTION_NAME = enum.auto()
+    FUNCTION = enum.auto()
+    PARAMETER_NAME = enum.auto()
+    VALUE = enum.auto()
+    BEHIND_FUNCTION = enum.auto()
+
+
+class Qwen3CoderToolParser(ToolParser):
+    r"""`<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>\n</tool_call>`.
+
+    The tool's schema says how a value becomes JSON: see `ParameterValue`. The outer tags and
+    closing tags may be missing, as models forget them.
+    """
+
+    tags = (_OPEN, _CLOSE)
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__(tools)
+        self._where = _Where.CONTENT
+        self._pending = ""
+        #: opening tags so far, content again if no call follows
+        self._raw = ""
+        self._function = ""
+        self._num_parameters = 0
+        self._value = ParameterValue(frozenset())
+
+    def _consume(self, text: str) -> None:
+        self._pending += text
+        steps = {
+            _Where.CONTENT: self._read_content,
+            _Where.OPENED: self._read_opened,
+            _Where.FUNCTION_NAME: self._read_function_name,
+            _Where.FUNCTION: self._read_function,
+            _Where.PARAMETER_NAME: self._read_parameter_name,
+            _Where.VALUE: self._read_value,
+            _Where.BEHIND_FUNCTION: self._read_behind,
+        }
+        while self._pending and steps[self._where]():
+            pass
+
+    def _read_content(self) -> bool:
+        """Up to the beginning of a call; False when more text is needed to go on (as below)."""
+        found = find_first(self._pending, (_OPEN, _FUNCTION))
+        if found is None:
+            content, self._pending = split_held(self._pending, (_OPEN, _FUNCTION))
+            self.reply.say(content)
+            return False
+        at, tag = found
+        self.reply.say(self._pending[:at])
+        self._raw = tag
+        self._pending = self._pending[at + len(tag) :]
+        self._where = _Where.OPENED if tag == _OPEN else _Where.FUNCTION_NAME
+        return True
+
+    def _read_opened(self) -> bool:
+        """Between the two opening tags."""
+        rest = skip_tag(self._pending, _FUNCTION)
+        if rest is None:
+            return False
+        if rest == self._pending:
+            return self._refuse()
+        self._raw += self._pending[: len(self._pending) - len(rest)]
+        self._pending = rest
+        self._where = _Where.FUNCTION_NAME
+        return True
+
+    def _refuse(self) -> bool:
+        """No call after all."""
+        self.reply.say(self._raw)
+        self._where = _Where.CONTENT
+        return True
+
+    def _read_function_name(self) -> bool:
+        name, end, rest = self._pending.partition(">")
+        if len(name) > _MAX_NAME or "<" in name or "\n" in name or (end and not name.strip()):
+            return self._refuse()
+        if not end:
+            return False
+        self._function = name.strip()
+        self.reply.start_call(self._function)
+        self.reply.add_arguments("{")
+        self._num_parameters = 0
+        self._pending = rest
+        self._where = _Where.FUNCTION
+        return True
+
+    def _read_function(self) -> bool:
+        """Between parameters, where only tags count."""
+        ends = (_PARAMETER, _END_FUNCTION, _CLOSE)
+        found = find_first(self._pending, ends)
+        if found is None:
+            _, self._pending = split_held(self._pending, ends)
+            return False
+        at, tag = found
+        if tag == _PARAMETER:
+            self._where = _Where.PARAMETER_NAME
+            self._pending = self._pending[at + len(tag) :]
+        else:
+            self.reply.add_arguments("}")
+            self._where = _Where.BEHIND_FUNCTION
+            self._pending = self._pending[at:].removeprefix(_END_FUNCTION)
+        return True
+
+    def _read_parameter_name(self) -> bool:
+        name, end, rest = self._pending.partition(">")
+        if not end:
+            return False
+        name = name.strip()
+        comma = ", " if self._num_parameters else ""
+        self.reply.add_arguments(f"{comma}{encode_string(name)}: ")
+        self._num_parameters += 1
+        self._value = ParameterValue(parameter_types(self.tools.get(self._function, {}), name))
+        self._pending = rest
+        self._where = _Where.VALUE
+        return True
+
+    def _read_value(self) -> bool:
+        ends = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
+        found = find_first(self._pending, ends)
+        if found is None:
+            text, self._pending = split_held(self._pending, ends)
+            self.reply.add_arguments(self._value.feed(text))
+            return False
+        at, _ = found
+        self.reply.add_arguments(self._value.feed(self._pending[:at]) + self._value.finish())
+        self._pending = self._pending[at:].removeprefix(_END_PARAMETER)
+        self._where = _Where.FUNCTION
+        return True
+
+    def _read_behind(self) -> bool:
+        rest = skip_tag(self._pending, _CLOSE)
+        if rest is None:
+            return False
+        self._pending = rest
+        self._where = _Where.CONTENT
+        return True
+
+    def _flush(self) -> None:
+        if self._where is _Where.CONTENT:
+            self.reply.say(self._pending)
+        elif self._where in (_Where.OPENED, _Where.FUNCTION_NAME):
+            self.reply.say(self._raw + self._pending)
+        elif self._where is _Where.VALUE:
+            self.reply.add_arguments(self._value.feed(self._pending))
