@@ -10,7 +10,12 @@ from typing import Any
 
 import msgspec
 
-from vllm.sampling_validation import SAMPLING_EPS, check_sampling_params, fail
+from vllm.sampling_validation import (
+    SAMPLING_EPS,
+    check_beam_search_params,
+    check_sampling_params,
+    fail,
+)
 
 __all__ = [
     "SAMPLING_EPS",
@@ -174,7 +179,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
-    """Parameters of `LLM.beam_search`."""
+    """Parameters of `LLM.beam_search`.
+
+    Beams are ranked by `logprob / length ** length_penalty`, the model's own probabilities and the
+    number of generated tokens. `temperature` 0 and 1 both mean that; any other value is refused.
+    `include_stop_str_in_output` keeps the end-of-sequence token. Raises `VLLMValidationError`.
+    """
 
     beam_width: int
     max_tokens: int
@@ -182,6 +192,9 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_beam_search_params(self)
 
 
 def _parse_logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:

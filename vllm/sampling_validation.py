@@ -11,7 +11,7 @@ from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 #: below this temperature sampling is greedy
 SAMPLING_EPS = 1e-5
@@ -77,6 +77,23 @@ def check_sampling_params(params: SamplingParams) -> None:
     for name, (default, instead) in _UNSUPPORTED.items():
         if getattr(params, name) != default:
             fail(name, f"{name} is not supported; instead {instead}", getattr(params, name))
+
+
+def check_beam_search_params(params: BeamSearchParams) -> None:
+    """Raise `VLLMValidationError` for the first bad field of `params`."""
+    for name in ("beam_width", "max_tokens"):
+        _check_integer(name, getattr(params, name), lambda v: v >= 1, "at least 1")
+    _check_number("length_penalty", params.length_penalty, math.isfinite, "finite")
+    for name in ("ignore_eos", "include_stop_str_in_output"):
+        if not isinstance(getattr(params, name), bool):
+            fail(name, f"{name} must be true or false, got {getattr(params, name)!r}")
+    if params.temperature not in (0, 1):
+        fail(
+            "temperature",
+            "beam search ranks by the model's own probabilities: temperature must be 0 or 1 (the "
+            f"same), got {params.temperature!r}; to sample, use generate",
+            params.temperature,
+        )
 
 
 def _check_number(name: str, value: Any, accepts: Callable[[float], bool], rule: str) -> None:

@@ -64,7 +64,8 @@ class Adjustments:
         """Change `logits [vocab]` in place; `num_output_tokens` were sampled before this one."""
         if self.bias is not None:
             logits += self.bias
-        if num_output_tokens < self.params.min_tokens:
+        # A grammar's masks bar stop tokens themselves, where anything else may follow.
+        if num_output_tokens < self.params.min_tokens and self.params.structured_outputs is None:
             logits.index_fill_(0, self.stop_ids, _NEVER)
         for word in self.bad_words:
             self._ban(logits, word)

@@ -13,6 +13,7 @@ from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
 from vllm.v1.sample.gumbel import gumbel_sample
 from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.token_masks import TokenMasks
 
 
 def sample(
@@ -20,20 +21,26 @@ def sample(
     metadata: SamplingMetadata,
     positions: Tensor,
     adjustments: Sequence[tuple[int, Adjustments, int]],
+    masks: TokenMasks | None = None,
 ) -> SamplerOutput:
-    """Sample one token per row of `logits [n, vocab]` (changed in place by adjustments).
+    """Sample one token per row of `logits [n, vocab]` (changed in place by adjustments and masks).
 
     `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
-    adjustments, output tokens so far) of the rows that have any. Logprobs are those of the
-    unprocessed logits.
+    adjustments, output tokens so far) of the rows that have any. `masks` have the last word.
+    Logprobs are those of the unprocessed logits.
     """
     if metadata.num_logprobs is None and metadata.temperature is None and not adjustments:
+        if masks is not None:
+            masks.apply(logits)
         # The order of 16-bit logits is that of their fp32 values.
         return SamplerOutput(greedy(logits))
     logits = logits.float()
-    raw = logits.clone() if adjustments and metadata.num_logprobs is not None else logits
+    changed = bool(adjustments) or masks is not None
+    raw = logits.clone() if changed and metadata.num_logprobs is not None else logits
     for row, adjustment, num_output_tokens in adjustments:
         adjustment.apply(logits[row], num_output_tokens)
+    if masks is not None:
+        masks.apply(logits)
     token_ids = _draw(logits, metadata, positions)
     for row, adjustment, _ in adjustments:
         adjustment.observe(token_ids[row : row + 1])

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars tokens row by row: one bit per token, unpacked on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.v1.structured_output.mask_words import num_mask_words
+from vllm.v1.structured_output.masks import StepMasks
+
+_BITS = 32
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """`rows [n]` int64: rows of the logits; `words [n, ceil(vocab / 32)]` int32: bit t % 32 of
+    word t // 32 allows token t. Both on the logits' device."""
+
+    rows: Tensor
+    words: Tensor
+
+    @classmethod
+    def upload(
+        cls, step: StepMasks, row_req_ids: Sequence[str], device: torch.device
+    ) -> TokenMasks:
+        """Wait (on the host) for the step's masks; `row_req_ids`: the request of each row."""
+        row_of = {req_id: row for row, req_id in enumerate(row_req_ids)}
+        rows = torch.tensor([row_of[req_id] for req_id in step.req_ids], dtype=torch.int64)
+        words = torch.from_numpy(step.wait())
+        if device.type == "cpu":
+            return cls(rows, words)
+        return cls(
+            rows.pin_memory().to(device, non_blocking=True),
+            words.pin_memory().to(device, non_blocking=True),
+        )
+
+    @classmethod
+    def dummy(cls, logits: Tensor) -> TokenMasks:
+        """Masks of every row of `logits [n, vocab]` that allow all (profiling, warm-up)."""
+        num_rows, vocab_size = logits.shape
+        shape = (num_rows, num_mask_words(vocab_size))
+        words = torch.full(shape, -1, dtype=torch.int32, device=logits.device)
+        return cls(torch.arange(num_rows, device=logits.device), words)
+
+    def apply(self, logits: Tensor) -> None:
+        """Set every barred token of `logits [rows, vocab]` to -inf, in place."""
+        if logits.device.type == "cuda":
+            from vllm.kernels.triton.token_mask import mask_tokens
+
+            mask_tokens(logits, self.rows, self.words)
+            return
+        shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
+        barred = ((self.words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        chosen = logits.index_select(0, self.rows).masked_fill_(barred, float("-inf"))
+        logits.index_copy_(0, self.rows, chosen)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constraint of one request: where its text stands in the grammar."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
+from vllm.v1.structured_output.utf8 import Utf8Guard
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+@dataclass(frozen=True)
+class CompiledConstraint:
+    """A grammar over the tokenizer's vocabulary, and what it leaves to `Utf8Guard`."""
+
+    grammar: xgrammar.CompiledGrammar
+    guard: Utf8Guard
+
+
+class RequestGrammar:
+    """A function of the request's output tokens: it only ever sees those that count.
+
+    `accept` follows each token the scheduler appends, `rewind` each one it takes back; a token
+    dropped at a preemption is seen by neither. `stop_token_ids` end the text where the grammar
+    allows an end. Below `min_tokens` the tokens of `barred_below_min` are masked, unless the
+    grammar leaves nothing else. `allowed [words]` int32: only these tokens, None for all.
+    """
+
+    def __init__(
+        self,
+        compiled: Future[CompiledConstraint],
+        vocab_size: int,
+        stop_token_ids: list[int],
+        min_tokens: int = 0,
+        barred_below_min: list[int] | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> None:
+        self.num_words = num_mask_words(vocab_size)
+        self._compiled = compiled
+        self._stop_token_ids = stop_token_ids
+        self._min_tokens = min_tokens
+        self._not_barred: np.ndarray | None = None
+        if min_tokens:
+            barred = [*stop_token_ids, *(barred_below_min or ())]
+            self._not_barred = ~pack_tokens(barred, vocab_size)
+        self._allowed = allowed
+        self._matcher: xgrammar.GrammarMatcher | None = None
+        self._accepted: list[int] = []
+        self._stuck = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the compiler is done, with or without success."""
+        return self._compiled.done()
+
+    def compile_error(self) -> str | None:
+        """Why there is no grammar; call when `ready`."""
+        error = self._compiled.exception()
+        return None if error is None else f"the grammar cannot be compiled: {error}"
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the text has ended: nothing can follow."""
+        return self._matcher is not None and self._matcher.is_terminated()
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, if the grammar does not allow it here."""
+        if self._stuck or not self._started().accept_token(token_id):
+            return False
+        self._accepted.append(token_id)
+        return True
+
+    def error(self) -> str:
+        """What a refused token means for the request."""
+        if self._stuck:
+            return f"after {len(self._accepted)} tokens, no token may follow in the grammar"
+        return (
+            f"after {len(self._accepted)} tokens, none that the grammar allows was left to sample: "
+            "other parameters (bad_words, logit_bias) bar them all"
+        )
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` accepted tokens."""
+        surplus = len(self._accepted) - num_tokens
+        if surplus > 0:
+            self._started().rollback(surplus)
+            del self._accepted[num_tokens:]
+            self._stuck = False
+
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        """Write the tokens that may come next into `masks[row]` (`[rows, words]` int32).
+
+        With no token left the row allows all, and the next `accept` refuses whatever comes.
+        """
+        mask = masks[row]
+        self._started().fill_next_token_bitmask(masks, row)
+        if self._accepted:
+            self._compiled.result().guard.narrow(mask, self._accepted[-1])
+        if self._allowed is not None:
+            mask &= self._allowed
+        if self._not_barred is not None and len(self._accepted) < self._min_tokens:
+            longer = mask & self._not_barred
+            if longer.any():
+                mask[:] = longer
+        self._stuck = not mask.any()
+        if self._stuck:
+            mask.fill(-1)
+
+    def _started(self) -> xgrammar.GrammarMatcher:
+        if self._matcher is None:
+            import xgrammar
+
+            self._matcher = xgrammar.GrammarMatcher(
+                self._compiled.result().grammar, override_stop_tokens=self._stop_token_ids
+            )
+        return self._matcher
