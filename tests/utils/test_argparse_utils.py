@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +71,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("--max-model-len None", "max_model_len", None),
     ("--cache-bytes 2G", "cache_bytes", 2 * 2**30),
     ("--cache-bytes 1.5g", "cache_bytes", 1_500_000_000),
+    ("--cache-bytes 1Ki", "cache_bytes", 1024),
+    ("--cache-bytes 1.5Gi", "cache_bytes", 3 * 2**29),
     ("--cache_bytes 3M", "cache_bytes", 3 * 2**20),
     ("--cache_bytes 3m", "cache_bytes", 3_000_000),
     ("--cache_bytes=", "cache_bytes", None),
@@ -130,6 +133,7 @@ BAD: list[tuple[str, str]] = [
     ("--max-model-len 1.0001k", "not a whole number"),
     ("--max-model-len long", "'long' is not an integer"),
     ("--max-model-len 5q", "'5q' is not an integer"),
+    ("--max-model-len 5ki", "'5ki' is not an integer"),
     ("--kv-transfer-config {", "argument .*--kv-transfer-config: not valid JSON.*got '{'"),
     ("-kt {} -kt.a", "-kt.a needs a value"),
     ("-kt.a --ratio 1", "-kt.a needs a value"),
@@ -216,6 +220,8 @@ def test_command_line_is_stronger_than_the_file(
     ("text", "message"),
     [
         ("nope: 1", "unknown flag 'nope'"),
+        ("max_model_length: 1", "did you mean max-model-len?"),
+        ("path: {a: 1}", "path takes no nested keys"),
         ("[1, 2]", "expected a mapping"),
         ("a: [", "not valid YAML"),
         ("enable-it: 3", "must be true or false"),
@@ -232,6 +238,23 @@ def test_bad_config_file(
     with pytest.raises(SystemExit):
         parser.parse_args(["--config", write_yaml(tmp_path, text)])
     assert message in capsys.readouterr().err
+
+
+def test_config_file_switches(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    args = parser.parse_args(["--config", write_yaml(tmp_path, "no_enable_it: true\ntoken: true")])
+    assert args.enable_it is False and args.token is True
+    args = parser.parse_args(
+        ["--config", write_yaml(tmp_path, "no-enable-it: false\ntoken: false")]
+    )
+    assert args.enable_it is True and args.token is None
+
+
+def test_the_level_flag_takes_keys_of_the_compilation_config() -> None:
+    parser = FlexibleArgumentParser(prog="tool")
+    parser.add_argument("-O", "--level", type=int)
+    parser.add_argument("-cc", "--compilation-config", metavar="JSON", type=json.loads)
+    args = parser.parse_args(["-O2", "-O.mode=3", "-cc.backend", "eager"])
+    assert args.level == 2 and args.compilation_config == {"mode": 3, "backend": "eager"}
 
 
 def test_missing_config_file(
@@ -251,6 +274,7 @@ def test_missing_config_file(
         ("run_mode", "{fast,safe}", "--level"),
         ("O", "Level.", "--ratio"),
         ("all", "model_tag", "nothing"),
+        ("listgroup", "Flags (", "--ratio"),
     ],
 )
 def test_help_topics(

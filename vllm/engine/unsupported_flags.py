@@ -3,26 +3,34 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.flag_types import json_value, optional
 
 
 @dataclass(frozen=True)
 class UnsupportedFlag:
-    """`default` is the value drop-in command lines may pass; `what` is missing, do `instead`."""
+    """`default` is the value drop-in command lines may pass; `what` is missing, do `instead`.
+
+    `many`: the flag takes several words.
+    """
 
     default: Any
     what: str
     instead: str
     aliases: tuple[str, ...] = ()
+    many: bool = False
 
 
 _LORA = ("LoRA adapters", "merge the adapter into the checkpoint")
 _DP = ("data parallelism", "start one server per replica")
 _EP = ("expert parallelism", "serve a dense model")
+_CP = ("context parallelism", "leave it out")
+_DBO = ("dual-batch overlap", "leave it out")
 _MEDIA = ("image, audio and video input", "send text")
 _OFFLOAD = ("KV offloading", "give the GPU more state memory with --gpu-memory-utilization")
 _BACKEND = ("choosing this backend", "leave it out, the platform's kernels are used")
@@ -33,9 +41,12 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "safetensors_load_strategy": UnsupportedFlag("lazy", "load strategies", "leave it out"),
     "io_processor_plugin": UnsupportedFlag(None, "IO processor plugins", "process in the client"),
     "logits_processors": UnsupportedFlag(None, "custom logits processors", "use logit_bias"),
-    "enable_sleep_mode": UnsupportedFlag(False, "sleep mode", "stop and restart the server"),
     "enable_prompt_embeds": UnsupportedFlag(False, "prompt embeddings", "send text or token ids"),
     "pooler_config": UnsupportedFlag(None, "pooling models", "serve a generation model"),
+    "pt_load_map_location": UnsupportedFlag("cpu", "pickled checkpoints", "use safetensors"),
+    "max_parallel_loading_workers": UnsupportedFlag(None, "loading in stages", "leave it out"),
+    "override_attention_dtype": UnsupportedFlag(None, "another dtype in attention", "set --dtype"),
+    "logits_processor_pattern": UnsupportedFlag(None, "custom logits processors", "use logit_bias"),
     "disable_sliding_window": UnsupportedFlag(False, "ignoring the window", "leave it out"),
     "cpu_offload_gb": UnsupportedFlag(0.0, "weight offloading", "use a larger device"),
     # media
@@ -45,6 +56,12 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "mm_processor_cache_gb": UnsupportedFlag(4.0, *_MEDIA),
     "skip_mm_profiling": UnsupportedFlag(False, *_MEDIA),
     "interleave_mm_strings": UnsupportedFlag(False, *_MEDIA),
+    "mm_processor_cache_type": UnsupportedFlag("lru", *_MEDIA),
+    "mm_shm_cache_max_object_size_mb": UnsupportedFlag(128, *_MEDIA),
+    "mm_encoder_tp_mode": UnsupportedFlag("weights", *_MEDIA),
+    "mm_encoder_attn_backend": UnsupportedFlag(None, *_MEDIA),
+    "disable_chunked_mm_input": UnsupportedFlag(False, *_MEDIA),
+    "video_pruning_rate": UnsupportedFlag(None, *_MEDIA),
     "ec_transfer_config": UnsupportedFlag(None, *_MEDIA),
     # parallelism
     "data_parallel_size_local": UnsupportedFlag(None, *_DP, aliases=("-dpl",)),
@@ -55,23 +72,30 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "data_parallel_rank": UnsupportedFlag(None, *_DP, aliases=("-dpn",)),
     "data_parallel_hybrid_lb": UnsupportedFlag(False, *_DP, aliases=("-dph",)),
     "data_parallel_external_lb": UnsupportedFlag(False, *_DP, aliases=("-dpe",)),
-    "prefill_context_parallel_size": UnsupportedFlag(
-        1, "context parallelism", "leave it at 1", aliases=("-pcp",)
-    ),
+    "prefill_context_parallel_size": UnsupportedFlag(1, *_CP, aliases=("-pcp",)),
     "enable_expert_parallel": UnsupportedFlag(False, *_EP, aliases=("-ep",)),
     "all2all_backend": UnsupportedFlag(None, *_EP),
     "enable_eplb": UnsupportedFlag(False, *_EP),
     "eplb_config": UnsupportedFlag({}, *_EP),
-    "enable_dbo": UnsupportedFlag(False, "dual-batch overlap", "leave it out"),
+    "enable_dbo": UnsupportedFlag(False, *_DBO),
+    "enable_elastic_ep": UnsupportedFlag(False, *_EP),
+    "expert_placement_strategy": UnsupportedFlag("linear", *_EP),
+    "enable_return_routed_experts": UnsupportedFlag(False, *_EP),
+    "ubatch_size": UnsupportedFlag(0, *_DBO),
+    "dbo_decode_token_threshold": UnsupportedFlag(32, *_DBO),
+    "dbo_prefill_token_threshold": UnsupportedFlag(512, *_DBO),
+    "dcp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
+    "cp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
+    "disable_nccl_for_dp_synchronization": UnsupportedFlag(None, *_DP),
+    "ray_workers_use_nsight": UnsupportedFlag(False, "Ray workers", "profile one process"),
+    "numa_bind": UnsupportedFlag(False, "NUMA binding", "start the server under numactl"),
     "device_ids": UnsupportedFlag(None, "device lists", "set CUDA_VISIBLE_DEVICES"),
     "worker_cls": UnsupportedFlag("auto", "custom workers", "use --worker-extension-cls"),
     # state memory and scheduling
-    "mamba_block_size": UnsupportedFlag(
-        None, "token blocks of recurrent state", "leave it out, a block holds a whole sequence"
-    ),
     "kv_offloading_size": UnsupportedFlag(None, *_OFFLOAD),
     "kv_offloading_backend": UnsupportedFlag("native", *_OFFLOAD),
     "calculate_kv_scales": UnsupportedFlag(False, "fp8 KV caches", "use --kv-cache-dtype auto"),
+    "kv_cache_dtype_skip_layers": UnsupportedFlag(None, "fp8 KV caches", "leave it out"),
     "kv_sharing_fast_prefill": UnsupportedFlag(False, "KV sharing", "leave it out"),
     "max_num_partial_prefills": UnsupportedFlag(
         1, "limiting concurrent prefills", "use --long-prefill-token-threshold"
@@ -90,6 +114,9 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "max_cpu_loras": UnsupportedFlag(None, *_LORA),
     "lora_dtype": UnsupportedFlag("auto", *_LORA),
     "fully_sharded_loras": UnsupportedFlag(False, *_LORA),
+    "specialize_active_lora": UnsupportedFlag(False, *_LORA),
+    "enable_tower_connector_lora": UnsupportedFlag(False, *_LORA),
+    "default_mm_loras": UnsupportedFlag(None, *_LORA),
     # kernels
     "mamba_backend": UnsupportedFlag("auto", *_BACKEND),
     "moe_backend": UnsupportedFlag("auto", *_BACKEND),
@@ -98,23 +125,80 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "gdn_prefill_backend": UnsupportedFlag(None, *_BACKEND),
     "performance_mode": UnsupportedFlag("balanced", "performance modes", "leave it out"),
     # outputs, events, telemetry
-    "structured_outputs_config": UnsupportedFlag(None, "structured outputs", "leave it out"),
     "reasoning_config": UnsupportedFlag(None, "reasoning settings", "leave it out"),
-    "kv_events_config": UnsupportedFlag(None, "publishing of KV events", "leave it out"),
     "weight_transfer_config": UnsupportedFlag(None, "weight updates", "restart the server"),
     "profiler_config": UnsupportedFlag(None, "the profiling routes", "use an external profiler"),
     "otlp_traces_endpoint": UnsupportedFlag(None, "tracing", "read /metrics"),
     "collect_detailed_traces": UnsupportedFlag(None, "tracing", "read /metrics"),
     "kv_cache_metrics": UnsupportedFlag(False, "block life-time metrics", "read /metrics"),
+    "kv_cache_metrics_sample": UnsupportedFlag(0.01, "block life-time metrics", "read /metrics"),
+    "cudagraph_metrics": UnsupportedFlag(False, "graph metrics", "read the log"),
+    "enable_mfu_metrics": UnsupportedFlag(False, "utilisation metrics", "use an external profiler"),
+    "enable_layerwise_nvtx_tracing": UnsupportedFlag(False, "NVTX ranges", "use nsys --pytorch"),
+    "enable_logging_iteration_details": UnsupportedFlag(False, "step logs", "read /metrics"),
     "show_hidden_metrics_for_version": UnsupportedFlag(None, "hidden metrics", "read /metrics"),
     "aggregate_engine_logging": UnsupportedFlag(False, "several engines", "leave it out"),
 }
 
+#: the same, for flags of the server that are not arguments of an engine
+UNSUPPORTED_SERVER_FLAGS: dict[str, UnsupportedFlag] = {
+    "lora_modules": UnsupportedFlag(None, *_LORA, many=True),
+    "tool_server": UnsupportedFlag(None, "built-in tools", "call tools from the client"),
+    "h11_max_incomplete_event_size": UnsupportedFlag(
+        4 * 2**20, "the h11 HTTP parser", "use --max-request-body-size, httptools parses"
+    ),
+    "h11_max_header_count": UnsupportedFlag(
+        256, "the h11 HTTP parser", "limit headers in a proxy, httptools parses"
+    ),
+    "tokens_only": UnsupportedFlag(False, "a server without text", "use --skip-tokenizer-init"),
+    "grpc": UnsupportedFlag(False, "gRPC", "use HTTP"),
+    "enable_offline_docs": UnsupportedFlag(False, "bundled API pages", "read /openapi.json"),
+}
 
-def check_unsupported(given: Mapping[str, Any]) -> None:
+#: the same, for the offline benchmarks
+UNSUPPORTED_BENCH_FLAGS: dict[str, UnsupportedFlag] = {
+    "profile": UnsupportedFlag(False, "profiling", "run under an external profiler"),
+    "async_engine": UnsupportedFlag(False, "the asynchronous engine", "use vllm bench serve"),
+    "lora_path": UnsupportedFlag(None, *_LORA),
+}
+
+
+def add_unsupported(
+    parser: argparse.ArgumentParser, title: str, table: Mapping[str, UnsupportedFlag]
+) -> None:
+    """Declare the flags of `table` in a help group, so that they are answered, not unknown."""
+    group = parser.add_argument_group(
+        title, "Accepted at their default value only; any other value is an error."
+    )
+    for name, flag in table.items():
+        group.add_argument(
+            *flag.aliases,
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            default=flag.default,
+            help=f"Not supported yet: {flag.what}; instead, {flag.instead}.",
+            **_settings(name, flag),
+        )
+
+
+def _settings(name: str, flag: UnsupportedFlag) -> dict[str, Any]:
+    if flag.many:
+        return {"nargs": "+", "metavar": "TEXT"}
+    if isinstance(flag.default, bool):
+        return {"action": argparse.BooleanOptionalAction}
+    if isinstance(flag.default, int | float):
+        return {"type": type(flag.default), "metavar": "X"}
+    if isinstance(flag.default, dict) or name.endswith(("_config", "_kwargs")):
+        return {"type": optional(json_value), "metavar": "JSON"}
+    return {"type": optional(str), "metavar": "TEXT"}
+
+
+def check_unsupported(
+    given: Mapping[str, Any], table: Mapping[str, UnsupportedFlag] = UNSUPPORTED_FLAGS
+) -> None:
     """Raise `VLLMValidationError` for a flag of the table that is not at its default."""
-    for name, flag in UNSUPPORTED_FLAGS.items():
-        value = given[name]
+    for name, flag in table.items():
+        value = given.get(name, flag.default)
         if value != flag.default and not (value in ({}, [], "") and not flag.default):
             raise VLLMValidationError(
                 f"--{name.replace('_', '-')} {value!r}: not supported yet: {flag.what}; "

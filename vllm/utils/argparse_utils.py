@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vllm.utils.dataclass_flags import add_dataclass_flags
-from vllm.utils.flag_help import flag_help, overview
+from vllm.utils.flag_help import flag_help, overview, short_usage
 from vllm.utils.flag_rewrite import FlagRewriter, RewriteError
 
 __all__ = ["FlexibleArgumentParser", "add_dataclass_flags", "fold_flag"]
@@ -33,8 +33,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     `_` and `-` are the same in flag names; a repeated flag warns and the last wins; dotted flags
     (`--kv-transfer-config.kv_role kv_both`, `--a.b+ x,y`) build JSON; `--config FILE.yaml` holds
-    flags; `--help=<group>`, `--help=<flag>` and `--help=all` select help; unknown flags are
-    answered with the nearest known ones.
+    flags; `--help=<group>`, `--help=<flag>`, `--help=listgroup` and `--help=all` select help;
+    unknown flags are answered with the nearest known ones.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         if self._is_large():
-            return f"usage: {self.prog} [model] [flags]; --help lists the flag groups\n"
+            return f"{short_usage(self)}; --help lists the flag groups\n"
         return super().format_usage()
 
     def full_help(self) -> str:

@@ -8,10 +8,12 @@ import dataclasses
 import enum
 import types
 import typing
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from vllm.config.base import FlagInfo, FlagKind, default_of, flag_of
 from vllm.utils import flag_types
+
+C = TypeVar("C")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,12 @@ def add_dataclass_flags(
     target = parser.add_argument_group(title, summary)
     for spec in flag_specs(cls):
         add_flag(target, spec)
+
+
+def from_namespace(cls: type[C], namespace: argparse.Namespace) -> C:
+    """The `cls` that a command line describes; flags it did not have keep their defaults."""
+    values = vars(namespace)
+    return cls(**{s.field: values[s.name] for s in flag_specs(cls) if s.name in values})
 
 
 def add_flag(target: argparse._ActionsContainer, spec: FlagSpec) -> None:

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 
 def flag_help(parser: FlexibleArgumentParser, topic: str) -> str | None:
-    """Help on `topic`: a group, a flag or `all`; None if it is unknown."""
+    """Help on `topic`: a group, a flag, `listgroup` or `all`; None if it is unknown."""
     if topic == "all":
         return parser.full_help()
+    if topic == "listgroup":
+        return overview(parser)
     for group in parser._action_groups:
         if group.title is not None and group.title.lower() == topic.lower():
             return _format(parser, group.title, group.description, group._group_actions)
@@ -38,9 +40,15 @@ def _format(
     return formatter.format_help()
 
 
+def short_usage(parser: argparse.ArgumentParser) -> str:
+    """One line, without the flags."""
+    words = [action.metavar or action.dest for action in parser._get_positional_actions()]
+    return " ".join(["usage:", parser.prog, *(f"[{word}]" for word in words), "[flags]"])
+
+
 def overview(parser: argparse.ArgumentParser) -> str:
     """The groups, and how to ask for more."""
-    lines = [f"usage: {parser.prog} [model] [flags]", ""]
+    lines = [short_usage(parser), ""]
     if parser.description:
         lines += [parser.description, ""]
     lines.append("flag groups:")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
 import re
@@ -68,6 +69,9 @@ class FlagRewriter:
     def _put(self, dotted: dict[str, Any], flag: str, path: str, text: str) -> None:
         """Store the value of `flag.path`; a path that ends in `+` appends to a list."""
         action = self._options[flag]
+        if flag == "-O" and "-cc" in self._options:
+            # Older command lines write the keys of the compilation config as -O.key.
+            action = self._options["-cc"]
         if action.metavar != "JSON":
             raise RewriteError(f"{flag} takes one value, so {flag}.{path} has no meaning")
         append = path.endswith("+")
@@ -139,15 +143,21 @@ class FlagRewriter:
         flag = "--" + key.replace("_", "-")
         action = self._options.get(flag)
         if action is None:
-            raise RewriteError(f"--config {path}: unknown flag {key!r}")
+            close = difflib.get_close_matches(flag, self._options, n=1)
+            hint = f"; did you mean {close[0].lstrip('-')}?" if close else ""
+            raise RewriteError(f"--config {path}: unknown flag {key!r}{hint}")
         if isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 raise RewriteError(f"--config {path}: {key} must be true or false, got {value!r}")
-            return action, [flag if value else "--no-" + flag.removeprefix("--")]
-        if isinstance(value, bool) and action.nargs == 0:
+            negated = flag.startswith("--no-")
+            name = flag.removeprefix("--no-" if negated else "--")
+            return action, [("--" if value is not negated else "--no-") + name]
+        if isinstance(value, bool) and action.nargs in (0, argparse.OPTIONAL):
             return action, [flag] if value else []
         if action.metavar == "JSON":
             return action, [flag, json.dumps(value)]
+        if isinstance(value, dict):
+            raise RewriteError(f"--config {path}: {key} takes no nested keys, got {value!r}")
         if isinstance(value, list):
             return action, [flag, *(str(item) for item in value)]
         return action, [flag, str(value)]

@@ -20,11 +20,11 @@ _FACTORS = {
     "G": 2**30,
     "T": 2**40,
 }
-_NUMBER = re.compile(r"(-?\d+)(?:\.(\d+))?([kKmMgGtT]?)")
+_NUMBER = re.compile(r"(-?\d+)(?:\.(\d+))?(?:([kKmMgGtT]?)|([KMGT])i)")
 
 
 def human_int(text: str) -> int:
-    """`8192`, `8k` (8000), `8K` (8192), `25.6k` (25600); also m/M, g/G, t/T.
+    """`8192`, `8k` (8000), `8K` or `8Ki` (8192), `25.6k` (25600); also m/M, g/G, t/T.
 
     Raises `argparse.ArgumentTypeError` for other text and for values that are not whole.
     """
@@ -33,9 +33,9 @@ def human_int(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an integer; write 8192, 8k (8000) or 8K (8192)"
         )
-    whole, fraction, suffix = match.groups()
+    whole, fraction, suffix, binary = match.groups()
     digits = fraction or ""
-    scaled = int(whole + digits) * _FACTORS[suffix]
+    scaled = int(whole + digits) * _FACTORS[binary or suffix]
     if scaled % 10 ** len(digits):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return scaled // 10 ** len(digits)

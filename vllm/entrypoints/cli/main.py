@@ -12,31 +12,51 @@ from vllm.version import __version__
 if TYPE_CHECKING:
     from vllm.entrypoints.cli.types import CLISubcommand
 
-#: name -> (module with a `command()` factory, one line of help)
+#: name, of one or two words -> (module with a `command()` factory, one line of help)
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("vllm.entrypoints.cli.serve", "Serve a model over HTTP (OpenAI API)."),
     "chat": ("vllm.entrypoints.cli.openai_client", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.openai_client", "Complete text with a running server."),
+    "bench serve": ("vllm.entrypoints.cli.bench", "Benchmark a running server."),
+    "bench latency": ("vllm.entrypoints.cli.bench", "Benchmark one batch, offline."),
+    "bench throughput": ("vllm.entrypoints.cli.bench", "Benchmark many requests, offline."),
+    "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
+    "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
+    "explain": ("vllm.entrypoints.cli.explain", "Say what a configuration allocates, and why."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for bug reports."),
 }
 
 
-def usage() -> str:
-    """The top-level help."""
-    width = max(map(len, SUBCOMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in SUBCOMMANDS.items()]
+def usage(group: str = "") -> str:
+    """The help on all commands, or on those whose first word is `group`."""
+    shown = {name: text for name, (_, text) in SUBCOMMANDS.items() if in_group(name, group)}
+    width = max(map(len, shown))
+    lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
     return "\n".join(
         [
-            "usage: vllm [-h] [-v] COMMAND ...",
+            f"usage: vllm {group or '[-v]'} [-h] COMMAND ...",
             "",
             "commands:",
             *lines,
             "",
             "options:",
             "  -h, --help     show this help; `vllm COMMAND --help` for a command's flags",
-            "  -v, --version  show the version",
+            *([] if group else ["  -v, --version  show the version"]),
         ]
     )
+
+
+def in_group(name: str, group: str) -> bool:
+    """Whether a command is `group ...`; every command is in the group without a name."""
+    return not group or name.startswith(group + " ")
+
+
+def find_command(argv: list[str]) -> str | None:
+    """The command that `argv` begins with."""
+    for words in (2, 1):
+        if (name := " ".join(argv[:words])) in SUBCOMMANDS:
+            return name
+    return None
 
 
 def load_command(name: str) -> "CLISubcommand":
@@ -53,16 +73,25 @@ def main(argv: list[str] | None = None) -> int:
     if first in ("-v", "--version"):
         print(__version__)
         return 0
-    if first in ("-h", "--help"):
-        print(usage())
-        return 0
-    if first not in SUBCOMMANDS:
-        print(usage(), file=sys.stderr)
-        what = f"unknown command {first!r}" if first else "no command given"
-        print(f"\nvllm: error: {what}", file=sys.stderr)
-        return 2
+    name = find_command(argv)
+    if name is None:
+        return _answer_usage(argv)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    return _run(first, argv[1:])
+    return _run(name, argv[len(name.split()) :])
+
+
+def _answer_usage(argv: list[str]) -> int:
+    """Help where it was asked for, else an error."""
+    first = argv[0] if argv else ""
+    group = first if any(in_group(name, first) for name in SUBCOMMANDS if first) else ""
+    rest = argv[1:] if group else argv
+    if rest and rest[0] in ("-h", "--help"):
+        print(usage(group))
+        return 0
+    print(usage(group), file=sys.stderr)
+    what = f"unknown command {rest[0]!r}" if rest else "no command given"
+    print(f"\nvllm{' ' + group if group else ''}: error: {what}", file=sys.stderr)
+    return 2
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -73,7 +102,7 @@ def _run(name: str, argv: list[str]) -> int:
 
         parser = FlexibleArgumentParser(prog=f"vllm {name}", description=command.description)
         command.add_arguments(parser)
-        return command.run(parser.parse_args(argv))
+        return command.run(command.parse(parser, argv))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -83,13 +112,15 @@ def _run(name: str, argv: list[str]) -> int:
 
 def report_failure(name: str, error: Exception) -> None:
     """Log what is unexpected, then say the cause in one line."""
+    from vllm.entrypoints.cli.types import CommandError
     from vllm.exceptions import VLLMValidationError
     from vllm.logger import init_logger
 
-    if not isinstance(error, VLLMValidationError):
+    explained = isinstance(error, VLLMValidationError | CommandError)
+    if not explained:
         init_logger(__name__).error("vllm %s failed", name, exc_info=error)
     cause = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    kind = "" if isinstance(error, VLLMValidationError) else f"{type(error).__name__}: "
+    kind = "" if explained else f"{type(error).__name__}: "
     print(f"vllm {name}: error: {kind}{cause or repr(error)}", file=sys.stderr, flush=True)
 
 

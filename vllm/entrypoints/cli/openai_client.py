@@ -4,12 +4,13 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -38,7 +39,7 @@ class APIClient:
         return str(reply.json()["data"][0]["id"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The first choice of every chunk; raises `RuntimeError` with the server's message."""
+        """The first choice of every chunk; raises `CommandError` with the server's message."""
         with self._http.stream("POST", path, json={**body, "stream": True}) as reply:
             if reply.is_error:
                 reply.read()
@@ -49,7 +50,7 @@ class APIClient:
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise RuntimeError(chunk["error"]["message"])
+                    raise CommandError(chunk["error"]["message"])
                 if chunk["choices"]:
                     yield chunk["choices"][0]
 
@@ -61,7 +62,7 @@ def _raise_for_error(reply: httpx.Response) -> None:
             message = error if isinstance(error, str) else error["message"]
         except (ValueError, KeyError, TypeError):
             message = reply.text
-        raise RuntimeError(f"the server answered {reply.status_code}: {message}")
+        raise CommandError(f"the server answered {reply.status_code}: {message}")
 
 
 def _show(texts: Iterator[str]) -> str:
@@ -75,15 +76,19 @@ def _show(texts: Iterator[str]) -> str:
 
 
 def _interact(turn: Callable[[str], None]) -> None:
-    """Read lines until end of file or an interrupt."""
+    """Read lines until end of file or an interrupt; a turn that fails does not end it."""
     while True:
         try:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line:
+        if not line:
+            continue
+        try:
             turn(line)
+        except (CommandError, httpx.HTTPError) as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 class _ClientCommand(CLISubcommand):
@@ -104,7 +109,7 @@ class _ClientCommand(CLISubcommand):
         try:
             model = args.model_name or client.first_model()
         except httpx.HTTPError as error:
-            raise RuntimeError(f"cannot reach {args.url}: {error}") from error
+            raise CommandError(f"cannot reach {args.url}: {error}") from error
         print(f"Using model: {model}", flush=True)
         return client, model
 
@@ -125,10 +130,10 @@ class ChatCommand(_ClientCommand):
             messages.append({"role": "system", "content": args.system_prompt})
 
         def turn(text: str) -> None:
-            messages.append({"role": "user", "content": text})
-            choices = client.stream("chat/completions", {"model": model, "messages": messages})
+            turns = [*messages, {"role": "user", "content": text}]
+            choices = client.stream("chat/completions", {"model": model, "messages": turns})
             reply = _show(choice["delta"].get("content") or "" for choice in choices)
-            messages.append({"role": "assistant", "content": reply})
+            messages[:] = [*turns, {"role": "assistant", "content": reply}]
 
         if args.quick is not None:
             turn(args.quick)

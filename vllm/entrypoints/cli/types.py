@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
+class CommandError(RuntimeError):
+    """A failure that its message explains: it is shown without a trace."""
+
+
 class CLISubcommand(abc.ABC):
     """Flags and action of one subcommand; its module is imported only when it is called."""
 
@@ -18,6 +22,10 @@ class CLISubcommand(abc.ABC):
     @abc.abstractmethod
     def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
         """Declare the flags."""
+
+    def parse(self, parser: "FlexibleArgumentParser", argv: list[str]) -> argparse.Namespace:
+        """Read the command line; flags that were not declared are a usage error."""
+        return parser.parse_args(argv)
 
     @abc.abstractmethod
     def run(self, args: argparse.Namespace) -> int:

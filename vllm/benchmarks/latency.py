@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench latency`: how long one batch takes, offline."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import trange
+
+from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
+from vllm.config.base import config, option
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+DESCRIPTION = "Measure how long an offline engine takes for one batch."
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+#: token ids of prompts stay below this, clear of the special tokens at a vocabulary's end
+_MAX_TOKEN_ID = 10_000
+
+
+@config
+class LatencyArgs:
+    """The batch and how often it runs."""
+
+    input_len: int = option(default=32, help="Tokens per prompt.")
+    output_len: int = option(default=128, help="Tokens generated per prompt.")
+    batch_size: int = option(default=8, help="Prompts.")
+    n: int = option(default=1, help="Answers per prompt; beams with --use-beam-search.")
+    use_beam_search: bool = option(default=False, help="Search beams instead of sampling.")
+    num_iters_warmup: int = option(default=10, help="Runs before the measured ones.")
+    num_iters: int = option(default=30, help="Measured runs.")
+    disable_detokenize: bool = option(default=False, help="Do not turn tokens into text.")
+    output_json: str | None = option(default=None, help="File for the result.")
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
+            if getattr(self, name) < 1:
+                raise VLLMValidationError(f"--{name.replace('_', '-')} must be at least 1", name)
+
+
+def add_cli_args(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags."""
+    add_dataclass_flags(parser, LatencyArgs, "Latency")
+    add_engine_args(parser)
+    # Every run has the same prompts; finding them in the cache is not what is measured.
+    parser.set_defaults(enable_prefix_caching=False)
+
+
+def main(namespace: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    args = from_namespace(LatencyArgs, namespace)
+    seconds = run(args, namespace)
+    result = summarize(seconds)
+    print(f"Avg latency: {result['avg_latency']} seconds")
+    for percentile, value in result["percentiles"].items():
+        print(f"{percentile}% percentile latency: {value} seconds")
+    save_json(args.output_json, result)
+    return 0
+
+
+def run(args: LatencyArgs, namespace: argparse.Namespace) -> list[float]:
+    """Seconds of each measured run."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = make_llm(namespace)
+    check_length(llm, args.input_len, args.output_len)
+    generator = np.random.default_rng(namespace.seed)
+    highest = min(_MAX_TOKEN_ID, llm.model_config.get_vocab_size())
+    ids = generator.integers(0, highest, (args.batch_size, args.input_len))
+    prompts = [TokensPrompt(prompt_token_ids=row) for row in ids.tolist()]
+    params = SamplingParams(
+        n=args.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=args.output_len,
+        detokenize=not args.disable_detokenize,
+    )
+    beams = BeamSearchParams(beam_width=args.n, max_tokens=args.output_len, ignore_eos=True)
+
+    def generate() -> None:
+        if args.use_beam_search:
+            llm.beam_search(prompts, beams)
+        else:
+            llm.generate(prompts, params, use_tqdm=False)
+
+    for _ in trange(args.num_iters_warmup, desc="Warm-up", dynamic_ncols=True):
+        generate()
+    seconds = []
+    for _ in trange(args.num_iters, desc="Measuring", dynamic_ncols=True):
+        began = time.perf_counter()
+        generate()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def summarize(seconds: list[float]) -> dict[str, Any]:
+    """The keys of the result file."""
+    return {
+        "avg_latency": float(np.mean(seconds)),
+        "latencies": seconds,
+        "percentiles": {str(p): float(np.percentile(seconds, p)) for p in PERCENTILES},
+    }

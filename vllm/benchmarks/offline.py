@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the offline benchmarks share: an engine from the flags, and their result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.unsupported_flags import (
+    UNSUPPORTED_BENCH_FLAGS,
+    add_unsupported,
+    check_unsupported,
+)
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def add_engine_args(parser: FlexibleArgumentParser) -> None:
+    """Declare the engine's flags, and those of other releases' benchmarks."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.add_cli_args(parser)
+    add_unsupported(parser, "Unsupported in benchmarks", UNSUPPORTED_BENCH_FLAGS)
+
+
+def make_llm(namespace: argparse.Namespace) -> LLM:
+    """An engine with the engine flags of the command line."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    check_unsupported(vars(namespace), UNSUPPORTED_BENCH_FLAGS)
+    return LLM.from_engine_args(EngineArgs.from_cli_args(namespace))
+
+
+def check_length(llm: LLM, input_len: int, output_len: int) -> None:
+    """Raise `VLLMValidationError` when a request would not fit the model's context."""
+    limit = llm.model_config.max_model_len
+    if input_len + output_len > limit:
+        raise VLLMValidationError(
+            f"{input_len} input and {output_len} output tokens exceed --max-model-len {limit}"
+        )
+
+
+def save_json(path: str | None, result: dict[str, Any]) -> None:
+    """Write `--output-json`, if it was given."""
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench startup`: where the time goes until a server answers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import trange
+
+from vllm import envs
+from vllm.benchmarks import ledger
+from vllm.benchmarks.offline import save_json
+from vllm.config.base import config, option
+from vllm.entrypoints.cli.types import CommandError
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.dataclass_flags import from_namespace
+
+DESCRIPTION = (
+    "Start a server several times, each in fresh processes, and report where the time goes until "
+    "it answers. All flags of vllm serve apply."
+)
+_SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+_POLL_S = 0.02
+_STOP_S = 60.0
+_LOG_LINES = 30
+
+
+@config
+class StartupArgs:
+    """How often the server starts."""
+
+    num_iters: int = option(default=3, help="Starts.")
+    output_json: str | None = option(default=None, help="File for the result.")
+
+    def __post_init__(self) -> None:
+        if self.num_iters < 1:
+            raise VLLMValidationError("--num-iters must be at least 1", "num_iters")
+
+
+def main(namespace: argparse.Namespace) -> int:
+    """Run the benchmark; the flags of the server are in `serve_flags`."""
+    args = from_namespace(StartupArgs, namespace)
+    bar = trange(args.num_iters, desc="Starting", unit="start", dynamic_ncols=True)
+    runs = [start_once(namespace.serve_flags) for _ in bar]
+    print(ledger.table(runs))
+    save_json(args.output_json, result(runs))
+    return 0
+
+
+def result(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """The keys of the result file; seconds."""
+    totals = [sum(run.values()) for run in runs]
+    return {"avg_startup_time": sum(totals) / len(totals), "startup_times": totals, "phases": runs}
+
+
+def start_once(serve_flags: list[str]) -> dict[str, float]:
+    """Seconds per phase of one start; `CommandError` with the end of the log if it fails."""
+    with tempfile.TemporaryDirectory(prefix="vllm-startup-") as folder:
+        phases, log, socket = (Path(folder) / name for name in ("phases", "log", "socket"))
+        began = time.monotonic()
+        with _server(serve_flags, phases, log, socket) as process:
+            _wait_until_ready(process, socket, log)
+            ended = time.monotonic()
+        events = ledger.read_events(phases.read_text(encoding="utf-8"))
+    first = ledger.PhaseEvent("import", True, began)
+    return ledger.ledger([first, *(e for e in events if e.time_s < ended)], began, ended)
+
+
+@contextlib.contextmanager
+def _server(
+    serve_flags: list[str], phases: Path, log: Path, socket: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`vllm serve` with everything it starts; gone on leaving."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*_SERVE, *serve_flags, "--uds", str(socket)],
+            env={**os.environ, "VLLM_STARTUP_PHASES": str(phases)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
+    deadline = time.monotonic() + envs.VLLM_ENGINE_READY_TIMEOUT_S
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://server"
+    ) as http:
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if http.get("/health").is_success:
+                    return
+            time.sleep(_POLL_S)
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    raise CommandError("the server did not start; its log ends:\n" + "\n".join(tail))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench ...`: each benchmark is a module of `vllm.benchmarks`."""
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.cli.types import CLISubcommand
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class BenchCommand(CLISubcommand):
+    """Runs the benchmark of that name."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(f"vllm.benchmarks.{name}")
+        self.description = self._module.DESCRIPTION
+
+    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+        self._module.add_cli_args(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        status: int = self._module.main(args)
+        return status
+
+
+def command(name: str) -> CLISubcommand:
+    """Factory for the command table."""
+    return BenchCommand(name.removeprefix("bench "))
