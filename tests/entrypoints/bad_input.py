@@ -132,13 +132,29 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         _completion("suffix", "suffix", suffix="x"),
         _completion("beam search", "use_beam_search", use_beam_search=True),
         _completion("prompt_embeds", "prompt_embeds", prompt_embeds="AAAA"),
-        _completion("json output", "response_format", response_format={"type": "json_object"}),
-        _completion("structured", "structured_outputs", structured_outputs={"regex": "a"}),
+        _completion("format type", "response_format", response_format={"type": "yaml"}),
+        _completion("format without type", "response_format", response_format={"schema": {}}),
+        _completion("two structured", "structured_outputs", "exactly one",
+                    structured_outputs={"regex": "a", "json": {}}),
+        _completion("structured key", "structured_outputs.guide", "unknown key",
+                    structured_outputs={"guide": "a"}),
+        _completion("structured type", "structured_outputs", structured_outputs={"regex": 1}),
+        _completion("structured twice", "response_format", response_format={"type": "json_object"},
+                    structured_outputs={"regex": "a"}),
+        _completion("regex", "structured_outputs", structured_outputs={"regex": "("}),
+        _completion("choice", "structured_outputs", structured_outputs={"choice": []}),
+        _completion("grammar", "structured_outputs", structured_outputs={"grammar": "a"}),
+        _completion("endless grammar", "structured_outputs",
+                    structured_outputs={"grammar": 'root ::= root "a"'}),
+        _completion("structural tag", "structured_outputs",
+                    response_format={"type": "structural_tag", "format": {"type": "x"}}),
         _completion("stream_options alone", "stream_options",
                     stream_options={"include_usage": True}),
         _completion("stream text", "stream", stream="perhaps"),
         _completion("connector parameters", "kv_transfer_params", kv_transfer_params=[1]),
         _completion("connector number", "kv_transfer_params", kv_transfer_params={"a": 2**70}),
+        _completion("no connector", "kv_transfer_params", "--kv-transfer-config",
+                    kv_transfer_params={"a": 1}),
         _completion("cache_salt", "cache_salt", cache_salt=""),
         _completion("priority", "priority", priority=2**63),
         BadRequest("no messages", "/v1/chat/completions", b"{}", "messages"),
@@ -166,14 +182,24 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         _chat("template kwargs", "chat_template_kwargs", chat_template_kwargs={"tokenize": True}),
         _chat("tools", "tools", tools=[_TOOL]),
         _chat("tool choice", "tool_choice", tool_choice="required"),
-        _chat("chat json output", "response_format",
+        _chat("no schema", "response_format",
               response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        _chat("schema", "structured_outputs", response_format={
+              "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "whole"}}}),
+        _chat("impossible schema", "structured_outputs", "minimum greater", response_format={
+              "type": "json_schema", "json_schema": {
+                  "name": "x", "schema": {"type": "integer", "minimum": 5, "maximum": 3}}}),
+        _chat("inexact schema", "structured_outputs", "uniqueItems", response_format={
+              "type": "json_schema", "json_schema": {
+                  "name": "x", "schema": {"type": "array", "uniqueItems": True}}}),
         _chat("chat unknown model", "model", status=404, model="nope"),
         BadRequest("tokenize nothing", "/tokenize", b"{}", "prompt"),
         BadRequest("detokenize text", "/detokenize", b'{"tokens": ["a"]}', "tokens.0"),
         BadRequest("detokenize outside", "/detokenize",
                    b'{"tokens": [%d]}' % vocab_size, "tokens"),
         BadRequest("detokenize negative", "/detokenize", b'{"tokens": [-1]}', "tokens"),
+        BadRequest("generate nothing", "/inference/v1/generate", b"{}", "token_ids"),
+        BadRequest("other API", "/v1/responses", b"{}", None, "/v1/chat/completions", 501),
         BadRequest("no route", "/v1/nothing", b"{}", status=404),
     ]  # fmt: skip
 
@@ -181,6 +207,7 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
 #: checks that need the engine's own validation, which the fake engine does not have
 ENGINE_CHECKS = frozenset(
     {
+        "no connector",
         "logprobs too many",
         "prompt_logprobs too many",
         "top_logprobs too many",
@@ -189,5 +216,13 @@ ENGINE_CHECKS = frozenset(
         "id negative",
         "id huge",
         "allowed outside",
+        "regex",
+        "choice",
+        "grammar",
+        "endless grammar",
+        "structural tag",
+        "schema",
+        "impossible schema",
+        "inexact schema",
     }
 )

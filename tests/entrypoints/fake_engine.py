@@ -47,12 +47,36 @@ class FakeModelConfig:
     served_names: list[str] = field(default_factory=lambda: ["fake", "alias"])
     max_model_len: int = MAX_MODEL_LEN
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    hf_token: str | None = "hf_secret"
 
     def get_vocab_size(self) -> int:
         return VOCAB_SIZE
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
         return self.sampling_defaults
+
+
+@dataclass
+class FakeSchedulerConfig:
+    """The part of `SchedulerConfig` that the server reads."""
+
+    max_num_seqs: int = 2
+
+
+@dataclass
+class FakeParallelConfig:
+    """The part of `ParallelConfig` that the server reads."""
+
+    world_size: int = 1
+
+
+@dataclass
+class FakeVllmConfig:
+    """The part of `VllmConfig` that the server reads."""
+
+    model_config: FakeModelConfig
+    scheduler_config: FakeSchedulerConfig = field(default_factory=FakeSchedulerConfig)
+    parallel_config: FakeParallelConfig = field(default_factory=FakeParallelConfig)
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class FakeAsyncLLM:
     def __init__(self, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         self.tokenizer: PreTrainedTokenizerFast | None = tokenizer or byte_tokenizer()
         self.model_config = FakeModelConfig()
-        self.vllm_config = {"fake": True}
+        self.vllm_config = FakeVllmConfig(self.model_config)
         self.calls: list[Call] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
@@ -100,8 +124,10 @@ class FakeAsyncLLM:
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
         return [{"method": method, **kwargs}]
 
-    async def reset_prefix_cache(self) -> bool:
-        return not self.running
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return reset_running_requests or not self.running
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.shut_down = True

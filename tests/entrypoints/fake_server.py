@@ -39,7 +39,8 @@ def make_engine() -> FakeAsyncLLM:
         raise RuntimeError("no such checkpoint\n  at /nowhere")
     if behaviour == "slow":
         print("starting", flush=True)
-        time.sleep(60)
+        for _ in range(6000):  # short sleeps: a signal just before a long one would wait for it
+            time.sleep(0.01)
     engine = DyingEngine() if behaviour == "die" else FakeAsyncLLM()
     if behaviour == "hang":
         engine.hang_after = 2

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -22,6 +21,13 @@ from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL, FrontEndArgs, make_a
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets a default for processes it starts, which must not last."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,20 +51,17 @@ def test_help_imports_next_to_nothing() -> None:
         "heavy = {'torch', 'fastapi', 'pydantic', 'transformers'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=20)
-    assert time.monotonic() - began < 20
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", list(SUBCOMMANDS))
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert done.value.code == 0 and name in capsys.readouterr().out
 
 
 def test_the_command_line_spawns_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     assert main(["collect-env"]) == 0
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -118,9 +121,10 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"port": 70000}, "--port"),
         ({"ssl_keyfile": "k"}, "--ssl-certfile"),
-        ({"reasoning_parser": "qwen3"}, "--reasoning-parser qwen3"),
-        ({"tool_call_parser": "hermes"}, "--tool-call-parser"),
-        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice"),
+        ({"reasoning_parser": "x"}, "reasoning parser 'x'; available: deepseek_r1, qwen3"),
+        ({"tool_call_parser": "x"}, "tool call parser 'x'; available: hermes, qwen3_coder"),
+        ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),
+        ({"tool_parser_plugin": "nowhere.py"}, "--tool-parser-plugin: 'nowhere.py'"),
         ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
         ({"headless": True}, "--headless"),
         ({"api_server_count": 0}, "--api-server-count"),
@@ -133,10 +137,29 @@ def test_bad_arguments_are_named(fields: dict, words: str) -> None:
         FrontEndArgs(**fields)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--grpc"], "--grpc True: not supported yet: gRPC; instead, use HTTP"),
+        (["--lora-modules", "a=b", "c=d"], "--lora-modules .*LoRA adapters"),
+        (["--h11-max-incomplete-event-size", "10"], "--max-request-body-size"),
+        (["--tokens-only"], "--skip-tokenizer-init"),
+        (["--mm-encoder-tp-mode", "data"], "image, audio and video"),
+    ],
+)
+def test_flags_of_other_releases_are_answered(flags: list[str], words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        parse("m", *flags)
+
+
+def test_flags_of_other_releases_pass_at_their_default() -> None:
+    parse("m", "--no-grpc", "--h11-max-header-count", "256", "--mm-encoder-tp-mode", "weights")
+
+
 def test_errors_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "m", "--tool-call-parser", "hermes"]) == 1
+    assert main(["serve", "m", "--enable-auto-tool-choice"]) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("vllm serve: error: --tool-call-parser")
+    assert last.startswith("vllm serve: error: --enable-auto-tool-choice")
 
 
 def test_make_arg_parser_is_public() -> None:
@@ -218,6 +241,32 @@ def test_interactive_chat_remembers(api: FakeAPI, monkeypatch: pytest.MonkeyPatc
 def test_server_errors_reach_the_user(api: FakeAPI, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "-q", "fail"]) == 1
     assert "no such thing" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_failed_turn_does_not_end_the_session(
+    api: FakeAPI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["fail", "hi"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["complete"]) == 0
+    shown = capsys.readouterr()
+    assert "error: the server answered 400: no such thing" in shown.err and "Hello" in shown.out
+
+
+def test_groups_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "bench serve" in shown and "collect-env" not in shown
+    assert main(["bench"]) == 2 and main(["bench", "sweep"]) == 2
+    shown = capsys.readouterr().err
+    assert "vllm bench: error: no command given" in shown and "unknown command 'sweep'" in shown
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

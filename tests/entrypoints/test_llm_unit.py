@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens
 from tests.v1.engine.tokenizer_fixture import make_tokenizer
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram
@@ -92,6 +92,93 @@ def test_unknown_keyword_and_unsupported_sizes(model):
         LLM(model, no_such_option=1)
     with pytest.raises(ValueError, match="data_parallel_size"):
         LLM(model, data_parallel_size=2)
+
+
+#: every documented keyword, with a value that a caller may pass
+KEYWORDS = {
+    "tokenizer": None,
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "trust_remote_code": False,
+    "revision": None,
+    "tokenizer_revision": None,
+    "chat_template": None,
+    "runner": "auto",
+    "convert": "auto",
+    "tensor_parallel_size": 1,
+    "dtype": "float32",
+    "quantization": None,
+    "seed": 0,
+    "max_model_len": 128,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 1 << 24,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "enforce_eager": True,
+    "compilation_config": 0,
+    "disable_custom_all_reduce": False,
+    "load_format": "dummy",
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 256,
+    "async_scheduling": False,
+    "disable_hybrid_kv_cache_manager": False,
+    "speculative_config": None,
+    "kv_transfer_config": None,
+    "hf_overrides": lambda config: config,
+    "disable_log_stats": False,
+    "distributed_executor_backend": None,
+    "distributed_timeout_seconds": None,
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
+    "nnodes": 1,
+    "node_rank": 0,
+    "worker_extension_cls": "",
+    "data_parallel_size": 1,
+    "enable_lora": False,
+    "max_lora_rank": 16,
+    "limit_mm_per_prompt": {},
+    "mm_processor_kwargs": None,
+    "allowed_local_media_path": "",
+    "pooler_config": None,
+    "logits_processors": None,
+    "hf_token": None,
+    "cpu_offload_gb": 0,
+    "profiler_config": None,
+    "structured_outputs_config": None,
+    "attention_config": None,
+    "swap_space": 4,
+    "enable_sleep_mode": False,
+}
+
+
+def test_every_documented_keyword(make_llm):
+    llm = make_llm(**KEYWORDS)
+    config = llm.llm_engine.vllm_config
+    assert config.model_config.max_model_len == 128 and llm.model_config is config.model_config
+    assert config.load_config.load_format == "dummy"
+    assert not config.scheduler_config.async_scheduling
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
+def test_from_engine_args_and_shutdown(make_llm, model):
+    make_llm()  # replaces the executor
+    args = EngineArgs(model=model, num_gpu_blocks_override=50, max_num_seqs=4, seed=7)
+    llm = LLM.from_engine_args(args)
+    assert llm.model_config.seed == 7
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 4
+    executor = llm.llm_engine.engine_core.engine_core.executor
+    llm.shutdown()
+    assert executor.is_shut_down
+
+
+@pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
+def test_pooling_is_refused_with_what_to_use(make_llm, method):
+    llm = make_llm()
+    with pytest.raises(NotImplementedError, match=rf"LLM.{method} needs a pooling.*beam_search"):
+        getattr(llm, method)(["a"], ["b"])
+    with pytest.raises(NotImplementedError, match="external profiler"):
+        llm.stop_profile()
 
 
 def test_default_parameters_come_from_the_checkpoint(make_llm):
@@ -175,8 +262,9 @@ def test_workers_and_cache(make_llm):
     assert llm.collective_rpc("echo", args=(1,), kwargs={"x": 2})[0][2:] == ((1,), {"x": 2})
     assert llm.collective_rpc(lambda worker: worker.num_steps) == [0]
     assert llm.reset_prefix_cache() is True
-    with pytest.raises(NotImplementedError, match="not supported"):
+    with pytest.raises(VLLMValidationError, match="enable_sleep_mode"):
         llm.sleep()
+    assert not llm.is_sleeping()
 
 
 def test_several_engines_one_after_the_other(make_llm):
@@ -192,7 +280,7 @@ def test_several_engines_one_after_the_other(make_llm):
         assert executor.is_shut_down
 
 
-def test_over_a_process(make_llm, monkeypatch):
+def test_over_a_process(make_llm, monkeypatch, forking):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     llm = make_llm()
     params = SamplingParams(max_tokens=5, ignore_eos=True)

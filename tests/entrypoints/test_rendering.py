@@ -20,7 +20,7 @@ async def test_number_of_threads(num_threads: int) -> None:
 
     def meet() -> bool:
         try:
-            barrier.wait(timeout=0.2 if num_threads == 1 else 30)
+            barrier.wait(timeout=0.2 if num_threads == 1 else 120)
         except threading.BrokenBarrierError:
             return False
         return True

@@ -7,6 +7,7 @@ import pytest
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import FakeAsyncLLM, byte_ids
 from vllm import decisions
+from vllm.entrypoints.openai.routes.unsupported import UNSUPPORTED
 from vllm.version import __version__
 
 pytestmark = pytest.mark.asyncio
@@ -88,8 +89,53 @@ async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.Monk
         assert (await client.get(path)).status_code == 404
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     client = make_client()
-    assert "fake" in (await client.get("/server_info")).json()["vllm_config"]
+    text = (await client.get("/server_info")).json()["vllm_config"]
+    described = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
+    assert "/models/fake" in text and described["model_config"]["model"] == "/models/fake"
+    assert "hf_secret" not in text and described["model_config"]["hf_token"] == "***"
+    assert (await client.get("/server_info?config_format=xml")).status_code == 400
+    assert (await client.get("/get_world_size")).json() == {"world_size": 1}
     body = {"method": "place", "args": [1], "kwargs": {"a": 2}}
     reply = (await client.post("/collective_rpc", json=body)).json()
     assert reply["results"][0]["method"] == "place" and reply["results"][0]["args"] == [1]
     assert (await client.post("/reset_prefix_cache")).status_code == 200
+
+
+@pytest.mark.parametrize("path", list(UNSUPPORTED))
+async def test_unsupported_routes_say_what_to_use(
+    client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
+) -> None:
+    for method in ("GET", "POST"):
+        reply = await client.request(method, path.replace("{response_id}", "resp_1"))
+        error = reply.json()["error"]
+        assert reply.status_code == 501 and error["code"] == 501
+        assert error["type"] == "NotImplementedError"
+        assert path in error["message"] and UNSUPPORTED[path] in error["message"]
+
+
+async def test_unsupported_routes_are_guarded_and_hidden(make_client: MakeClient) -> None:
+    client = make_client(api_key=["k"])
+    assert (await client.post("/v1/embeddings", json={})).status_code == 401
+    assert "/v1/embeddings" not in (await client.get("/openapi.json")).json()["paths"]
+
+
+def requests_counted(text: str) -> dict[str, float]:
+    lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
+    return {name: float(count) for name, count in (line.rsplit(" ", 1) for line in lines)}
+
+
+async def test_http_metrics(client: httpx.AsyncClient) -> None:
+    before = requests_counted((await client.get("/metrics")).text)
+    for path in ("/v1/models/fake", "/v1/models/nope", "/nowhere/1", "/nowhere/2"):
+        await client.get(path)
+    text = (await client.get("/metrics")).text
+    after = requests_counted(text)
+    added = {name: count - before.get(name, 0) for name, count in after.items()}
+    labels = 'handler="{}",method="{}",status="{}"'
+    for expected, count in (
+        (("/v1/models/{name:path}", "GET", 200), 1),
+        (("/v1/models/{name:path}", "GET", 404), 1),
+        (("none", "none", 404), 2),
+    ):
+        assert added[f"http_requests_total{{{labels.format(*expected)}}}"] == count
+    assert 'http_request_duration_seconds_count{handler="/metrics",method="GET"}' in text

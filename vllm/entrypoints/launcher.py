@@ -18,9 +18,12 @@ import uvloop
 
 from vllm import envs
 from vllm.entrypoints.access_log import log_config
+from vllm.entrypoints.connection_limit import limited_protocol
+from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils import startup_phases
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,6 +39,8 @@ _WATCH_INTERVAL_S = 0.25
 #: seconds that failed requests get to send their error after the engine's death
 _DEATH_GRACE_S = 5
 _EXIT_FORCED = 130
+#: seconds that cancelled requests get to tell their clients
+_LAST_WORDS_S = 2.0
 
 
 def bind(args: FrontEndArgs) -> socket.socket:
@@ -109,6 +114,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also waits for the last words of requests that outlasted the shutdown timeout."""
+        await super().shutdown(sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
+
 
 async def _serve(
     sock: socket.socket,
@@ -116,7 +127,9 @@ async def _serve(
     make_engine: Callable[[], AsyncLLM],
     make_app: Callable[[AsyncLLM], FastAPI],
 ) -> int:
+    raise_open_file_limit()
     engine = make_engine()
+    startup_phases.begin("server ready")
     try:
         server = _Server(_uvicorn_config(make_app(engine), args))
         # What start-up allocated stays for good; collections need not look at it again.
@@ -140,7 +153,7 @@ def _uvicorn_config(app: FastAPI, args: FrontEndArgs) -> uvicorn.Config:
     ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=limited_protocol(args.max_connections) if args.max_connections else "httptools",
         ws="none",
         log_level=args.uvicorn_log_level,
         log_config=log_config(args),
@@ -165,8 +178,9 @@ def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
             with contextlib.suppress(Exception):
                 engine.shutdown(timeout=0)
             os._exit(_EXIT_FORCED)
-        logger.info("%s: finishing running requests, no new ones", name)
+        # Before the log line: a second signal may interrupt this handler anywhere.
         server.should_exit = True
+        logger.info("%s: finishing running requests, no new ones", name)
 
     for number in _SIGNALS:
         signal.signal(number, stop)

@@ -19,11 +19,24 @@ from vllm import envs
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.errors import install_handlers
+from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import Authentication, BodySizeLimit, RequestIdHeader
-from vllm.entrypoints.openai.routes import chat, completions, dev, health, models, tokenize
+from vllm.entrypoints.openai.queue_limit import QueueLimit
+from vllm.entrypoints.openai.routes import (
+    chat,
+    completions,
+    dev,
+    health,
+    inference,
+    models,
+    sleep,
+    tokenize,
+    unsupported,
+)
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils import startup_phases
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -59,13 +72,14 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
 
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    for module in (health, models, completions, chat, tokenize):
+    for module in (health, models, completions, chat, inference, tokenize, unsupported):
         app.include_router(module.router)
     if args.enable_tokenizer_info_endpoint:
         app.include_router(tokenize.info_router)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning("VLLM_SERVER_DEV_MODE=1: development routes are open to every client")
         app.include_router(dev.router)
+        app.include_router(sleep.router)
 
 
 def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
@@ -73,6 +87,12 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
     app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
     if args.enable_server_load_tracking:
         app.add_middleware(server.load.wrap)
+    if args.max_queued_requests is not None:
+        app.add_middleware(
+            QueueLimit,
+            max_running=server.engine.vllm_config.scheduler_config.max_num_seqs,
+            max_queued=args.max_queued_requests,
+        )
     if keys := args.api_keys():
         app.add_middleware(Authentication, keys=keys)
     app.add_middleware(
@@ -84,6 +104,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
     )
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdHeader)
+    app.add_middleware(HttpMetrics)
     for path in reversed(args.middleware):
         app.add_middleware(_import_middleware(path))
 
@@ -111,6 +132,7 @@ def run_server(namespace: argparse.Namespace) -> int:
     def make_engine() -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        startup_phases.end("import")
         return AsyncLLM.from_engine_args(engine_args)
 
     return serve(sock, args, make_engine, lambda engine: build_app(engine, args))

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm.entrypoints.openai.serving_engine import Planned, now
+from vllm.entrypoints.openai.serving_engine import now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.serving_chat import ServingChat
+    from vllm.entrypoints.openai.serving_chat import PlannedChat, ServingChat
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -20,11 +20,16 @@ class ChatStream:
     """Builds chunks as plain dicts: this runs once per token of every stream."""
 
     def __init__(
-        self, serving: ServingChat, request: ChatCompletionRequest, model: str, planned: Planned
+        self,
+        serving: ServingChat,
+        request: ChatCompletionRequest,
+        model: str,
+        planned: PlannedChat,
     ) -> None:
         self._serving = serving
         self._request = request
         self._prompt_ids = planned.prompt.token_ids
+        self._splitters = [serving.splitter(request, planned) for _ in range(request.num_choices)]
         self._head = {
             "id": planned.request_id,
             "object": "chat.completion.chunk",
@@ -48,7 +53,9 @@ class ChatStream:
                             yield event(chunk)
                 for completion in output.outputs:
                     if completion.token_ids or completion.finish_reason is not None:
-                        yield event(self._delta(output, completion))
+                        grown = self._delta(output, completion)
+                        if grown is not None:
+                            yield event(grown)
         finally:
             await source.aclose()
         if self._usage.at_end:
@@ -63,18 +70,30 @@ class ChatStream:
         echoed = self._serving.echoed(self._request)
         return [opening, self._chunk(index, {"content": echoed})] if echoed else [opening]
 
-    def _delta(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def _delta(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The chunk for new tokens; None while their text is kept back and nothing else is due."""
         self._usage.generated(len(completion.token_ids))
-        chunk = self._chunk(completion.index, {"content": completion.text})
+        delta: dict[str, Any] = {"content": completion.text}
+        reason = completion.finish_reason
+        splitter = self._splitters[completion.index]
+        if splitter is not None:
+            delta = splitter.feed(completion.text, finished=reason is not None).as_dict()
+            reason = splitter.finish_reason(reason)
+        wants_tokens = self._request.logprobs or self._request.return_token_ids
+        if not delta and reason is None and not wants_tokens:
+            return None
+        chunk = self._chunk(completion.index, delta)
         choice = chunk["choices"][0]
         choice["logprobs"] = self._serving.logprobs(self._request, completion)
         if self._request.return_token_ids:
             choice["token_ids"] = list(completion.token_ids)
-        if completion.finish_reason is not None:
-            choice["finish_reason"] = completion.finish_reason
+        if reason is not None:
+            choice["finish_reason"] = reason
             choice["stop_reason"] = completion.stop_reason
             if output.kv_transfer_params is not None:
                 chunk["kv_transfer_params"] = output.kv_transfer_params
+            if output.cache_report is not None:
+                chunk["cache_report"] = output.cache_report.as_dict()
         return chunk
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm import decisions, envs
 from vllm.config.base import FlagKind, config, option
+from vllm.engine.unsupported_flags import (
+    UNSUPPORTED_SERVER_FLAGS,
+    add_unsupported,
+    check_unsupported,
+)
 from vllm.exceptions import VLLMValidationError
+from vllm.plugins import load_general_plugins
+from vllm.plugins.parser_file import import_parser_file
+from vllm.reasoning import reasoning_parsers
+from vllm.tool_parsers import tool_parsers
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -61,6 +70,19 @@ class FrontEndArgs:
         kind=FlagKind.HUMAN_INT,
         help="Largest request body in bytes; larger ones get status 413.",
     )
+    max_connections: int | None = option(
+        default=None, help="Open connections; further ones get status 503. No limit if unset."
+    )
+    max_queued_requests: int | None = option(
+        default=None,
+        help="Generation requests accepted beyond --max-num-seqs; further ones get status 503 with "
+        "Retry-After. No limit if unset.",
+    )
+    request_timeout: float | None = option(
+        default=None,
+        help="Seconds a request may take from its arrival to the end of its reply, then it is "
+        "aborted: status 504, or an error event in a stream. No limit if unset.",
+    )
     enable_request_id_headers: bool = option(
         default=False, help="Send X-Request-Id with every reply."
     )
@@ -109,10 +131,23 @@ class FrontEndArgs:
     enable_server_load_tracking: bool = option(
         default=True, help="Count the requests in progress for GET /load."
     )
-    enable_auto_tool_choice: bool = option(default=False, help="Not supported yet; an error.")
-    tool_call_parser: str | None = option(default=None, help="Not supported yet; an error.")
+    enable_auto_tool_choice: bool = option(
+        default=False,
+        help="Let the model decide about tool calls; needs --tool-call-parser.",
+    )
+    tool_call_parser: str | None = option(
+        default=None, help="Format of the model's tool calls: hermes, qwen3_coder or a plug-in's."
+    )
+    tool_parser_plugin: str | None = option(
+        default=None, help="Python file that registers tool call parsers."
+    )
     reasoning_parser: str = option(
-        default="", help="Not supported yet; anything but an empty string is an error."
+        default="",
+        help="Format of the model's reasoning, sent as `reasoning` instead of `content`: "
+        "deepseek_r1, qwen3 or a plug-in's.",
+    )
+    reasoning_parser_plugin: str | None = option(
+        default=None, help="Python file that registers reasoning parsers."
     )
 
     enable_log_requests: bool = option(default=False, help="Log every request.")
@@ -144,23 +179,46 @@ class FrontEndArgs:
             raise VLLMValidationError(
                 "--ssl-keyfile and --ssl-certfile only work together", "ssl_certfile"
             )
-        for field in ("enable_auto_tool_choice", "tool_call_parser"):
-            if getattr(self, field):
-                flag = "--" + field.replace("_", "-")
-                raise VLLMValidationError(
-                    f"{flag}: tool calls are not supported yet; leave it out", field
-                )
-        if self.reasoning_parser:
-            raise VLLMValidationError(
-                f"--reasoning-parser {self.reasoning_parser}: splitting off reasoning is not "
-                "supported yet; leave it out, the reasoning stays in `content`",
-                "reasoning_parser",
-            )
+        self._check_parsers()
         self._check_processes()
+        self._check_limits()
         if self.shutdown_timeout < 0 or self.max_request_body_size < 1:
             raise VLLMValidationError(
                 "--shutdown-timeout and --max-request-body-size must be positive"
             )
+
+    def _check_limits(self) -> None:
+        for name, lowest in (("max_connections", 1), ("max_queued_requests", 0)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                flag = "--" + name.replace("_", "-")
+                raise VLLMValidationError(
+                    f"{flag} must be at least {lowest}, got {value}", name, value
+                )
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise VLLMValidationError(
+                f"--request-timeout must be positive, got {self.request_timeout:g}",
+                "request_timeout",
+                self.request_timeout,
+            )
+
+    def _check_parsers(self) -> None:
+        """Known parsers only; a plug-in may bring them."""
+        for flag in ("tool_parser_plugin", "reasoning_parser_plugin"):
+            if path := getattr(self, flag):
+                import_parser_file(path, "--" + flag.replace("_", "-"))
+        if self.tool_call_parser or self.reasoning_parser:
+            load_general_plugins()
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise VLLMValidationError(
+                "--enable-auto-tool-choice needs --tool-call-parser "
+                f"({', '.join(tool_parsers.names())})",
+                "enable_auto_tool_choice",
+            )
+        if self.tool_call_parser:
+            tool_parsers.get(self.tool_call_parser)
+        if self.reasoning_parser:
+            reasoning_parsers.get(self.reasoning_parser)
 
     def _check_processes(self) -> None:
         if self.headless:
@@ -182,6 +240,7 @@ class FrontEndArgs:
     def from_cli_args(cls, namespace: argparse.Namespace) -> FrontEndArgs:
         """The server's part of a parsed command line."""
         values = vars(namespace)
+        check_unsupported(values, UNSUPPORTED_SERVER_FLAGS)
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: values[name] for name in names})
 
@@ -197,4 +256,5 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     from vllm.utils.argparse_utils import add_dataclass_flags
 
     add_dataclass_flags(parser, FrontEndArgs, "Frontend")
+    add_unsupported(parser, "Unsupported frontend", UNSUPPORTED_SERVER_FLAGS)
     return AsyncEngineArgs.add_cli_args(parser)

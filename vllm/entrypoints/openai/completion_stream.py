@@ -141,6 +141,8 @@ class CompletionStream:
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if last and output.kv_transfer_params is not None:
             chunk["kv_transfer_params"] = output.kv_transfer_params
+        if last and output.cache_report is not None:
+            chunk["cache_report"] = output.cache_report.as_dict()
         if self._usage.on_every_chunk:
             chunk["usage"] = self._usage.as_dict()
         return chunk

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error as the OpenAI error object, from one mapping of exceptions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineSleepingError,
+)
 
 logger = init_logger(__name__)
 
@@ -70,9 +76,8 @@ class ErrorInfo:
         )
 
 
-def _describe_validation(error: ValidationError) -> ErrorInfo:
+def _describe_validation(details: Sequence[Any]) -> ErrorInfo:
     """All schema failures in one line; `param` is the dotted location of the first."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
     for detail in details[:5]:
         where = ".".join(str(part) for part in detail["loc"])
@@ -91,11 +96,17 @@ def describe(error: BaseException) -> ErrorInfo:
     if isinstance(error, VLLMValidationError):
         return ErrorInfo(HTTPStatus.BAD_REQUEST, "BadRequestError", error.message, error.parameter)
     if isinstance(error, ValidationError):
-        return _describe_validation(error)
+        return _describe_validation(
+            error.errors(include_url=False, include_context=False, include_input=False)
+        )
+    if isinstance(error, RequestValidationError):
+        return _describe_validation(error.errors())
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         type_ = "NotFoundError" if error.status_code == HTTPStatus.NOT_FOUND else phrase
         return ErrorInfo(error.status_code, type_, str(error.detail))
+    if isinstance(error, EngineSleepingError):
+        return ErrorInfo(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", str(error))
     if isinstance(error, EngineDeadError | EngineGenerateError):
         message = str(error) or type(error).__name__
         return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", message)
@@ -121,9 +132,11 @@ def install_handlers(app: FastAPI) -> None:
         APIError,
         VLLMValidationError,
         ValidationError,
+        RequestValidationError,
         HTTPException,
         EngineDeadError,
         EngineGenerateError,
+        EngineSleepingError,
         Exception,
     ):
         app.add_exception_handler(kind, handle)

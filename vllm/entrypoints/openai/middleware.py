@@ -11,17 +11,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.route_path import route_path
 
 _GUARDED = ("/v1", "/v2", "/inference")
-
-
-def route_path(scope: Scope) -> str:
-    """The request's path below the root path."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "").rstrip("/")
-    if root and (path == root or path.startswith(root + "/")):
-        return path[len(root) :]
-    return path
 
 
 class Authentication:

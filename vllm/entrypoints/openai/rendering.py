@@ -2,6 +2,7 @@
 """Requests to prompts: templating and tokenising in threads, so the event loop stays free."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.entrypoints.chat_utils import parse_chat_messages
+from vllm.entrypoints.openai.prompt_marks import (
+    common_prefix,
+    message_ends,
+    preamble_ids,
+    preamble_of,
+)
 from vllm.entrypoints.openai.protocol.chat import ConversationFields
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import (
@@ -23,13 +30,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: preambles whose token ids are remembered
+_MAX_PREAMBLES = 256
+
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A tokenised prompt; `text` is None when the client sent ids."""
+    """A tokenised prompt; `text` is None when the client sent ids. `marks`: token counts at which
+    the prefix cache should be able to continue."""
 
     token_ids: list[int]
     text: str | None = None
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class ChatTemplateOptions:
     trust_request_template: bool = False
     default_kwargs: dict[str, Any] | None = None
     hide_tools_when_choice_none: bool = False
+    #: whether the end of a conversation's system messages and tools is worth a mark
+    mark_preambles: bool = False
 
 
 class PromptRenderer:
@@ -61,18 +75,24 @@ class PromptRenderer:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.options = options
-        self._pool = ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1), "tokenizer")
+        self._num_threads = num_threads or min(8, os.cpu_count() or 1)
+        self._pool: ThreadPoolExecutor | None = None
+        self._preambles: dict[str, list[int]] = {}
         if tokenizer is not None:
             # The first call may reset truncation settings stored in the checkpoint, which is not
             # safe while another thread encodes.
             tokenizer.encode("warm up")
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads; a later call of `run` starts them again."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` in one of the tokenizer threads."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads, "tokenizer")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def require_tokenizer(self, parameter: str) -> "PreTrainedTokenizerBase":
@@ -107,11 +127,15 @@ class PromptRenderer:
         truncate: int | None = None,
         max_output_tokens: int = 1,
         hide_tools: bool = False,
+        mark_messages: bool = False,
     ) -> RenderedPrompt:
-        """The conversation through the chat template, tokenised."""
+        """The conversation through the chat template, tokenised; `mark_messages` marks the end of
+        every message."""
         request.check_conversation()
-        text, ids = await self.run(self._render_chat, request, hide_tools)
-        return RenderedPrompt(self.truncated(ids, truncate, max_output_tokens), text)
+        text, ids, marks = await self.run(self._render_chat, request, hide_tools, mark_messages)
+        kept = self.truncated(ids, truncate, max_output_tokens)
+        cut = len(ids) - len(kept)
+        return RenderedPrompt(kept, text, tuple(mark - cut for mark in marks if mark > cut))
 
     async def decode(
         self, token_ids: list[int], skip_special_tokens: bool, parameter: str = "tokens"
@@ -119,12 +143,13 @@ class PromptRenderer:
         """Text of `token_ids`; raises `VLLMValidationError` naming `parameter` for ids outside
         the vocabulary."""
         tokenizer = self.require_tokenizer(parameter)
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise VLLMValidationError(
-                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens",
-                    parameter=parameter,
-                )
+        low, high = min(token_ids, default=0), max(token_ids, default=0)
+        if low < 0 or high >= self.vocab_size:
+            raise VLLMValidationError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.vocab_size} tokens",
+                parameter=parameter,
+            )
         text = await self.run(
             lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
@@ -148,7 +173,9 @@ class PromptRenderer:
     ) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _render_chat(self, request: ConversationFields, hide_tools: bool) -> tuple[str, list[int]]:
+    def _render_chat(
+        self, request: ConversationFields, hide_tools: bool, mark_messages: bool
+    ) -> tuple[str, list[int], list[int]]:
         tokenizer = self.require_tokenizer("messages")
         if request.chat_template is not None and not self.options.trust_request_template:
             raise VLLMValidationError(
@@ -163,16 +190,47 @@ class PromptRenderer:
         kwargs = {**(self.options.default_kwargs or {}), **(request.chat_template_kwargs or {})}
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        text = render_conversation(
-            tokenizer,
-            parse_chat_messages(
-                request.messages, self.options.content_format or detect_content_format(template)
-            ),
-            chat_template=template,
-            add_generation_prompt=bool(request.add_generation_prompt),
-            continue_final_message=bool(request.continue_final_message),
-            tools=tools,
-            documents=request.documents,
-            template_kwargs=kwargs,
-        )
-        return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
+        content_format = self.options.content_format or detect_content_format(template)
+
+        def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+            return render_conversation(
+                tokenizer,
+                parse_chat_messages(messages, content_format),
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=False,
+                tools=tools,
+                documents=request.documents,
+                template_kwargs=kwargs,
+            )
+
+        def render_ids(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+            text = render(messages, add_generation_prompt)
+            return self._encode(tokenizer, text, bool(request.add_special_tokens))
+
+        if request.continue_final_message:
+            text = render_conversation(
+                tokenizer,
+                parse_chat_messages(request.messages, content_format),
+                chat_template=template,
+                add_generation_prompt=False,
+                continue_final_message=True,
+                tools=tools,
+                documents=request.documents,
+                template_kwargs=kwargs,
+            )
+        else:
+            text = render(request.messages, bool(request.add_generation_prompt))
+        ids = self._encode(tokenizer, text, bool(request.add_special_tokens))
+        marks = message_ends(request.messages, ids, render_ids) if mark_messages else []
+        preamble = preamble_of(request.messages)
+        if self.options.mark_preambles and (preamble or tools):
+            key = json.dumps([preamble, tools, request.documents, kwargs, template], default=str)
+            found = self._preambles.get(key)
+            if found is None:
+                found = preamble_ids(preamble, render_ids)
+                if len(self._preambles) >= _MAX_PREAMBLES:
+                    self._preambles.clear()
+                self._preambles[key] = found
+            marks.append(common_prefix(found, ids))
+        return text, ids, marks

@@ -31,6 +31,11 @@ class RequestLog:
             ids = prompt.token_ids[: self.max_len]
             logger.info("received %s: prompt %r, token ids %s, %s", request_id, text, ids, params)
 
+    def aborted(self, request_id: str) -> None:
+        """Log a request that nobody waits for any more."""
+        if self.requests:
+            logger.info("aborted %s: its client left or its time was over", request_id)
+
     def produced(self, request_id: str, output: RequestOutput) -> None:
         """Log what the engine returned."""
         if self.outputs:

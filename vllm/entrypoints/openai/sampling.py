@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
+from vllm.entrypoints.openai.protocol.structured import structured_outputs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -85,6 +86,7 @@ def build_sampling_params(
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         logit_bias=request.logit_bias,
         allowed_token_ids=request.allowed_token_ids,
+        structured_outputs=structured_outputs(request.response_format, request.structured_outputs),
         extra_args=extra_args or None,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         **values,

@@ -4,9 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.entrypoints.chat_utils import message_text
 from vllm.entrypoints.openai import logprobs as lp
+from vllm.entrypoints.openai.chat_reply import (
+    ChatParsers,
+    ReplySplitter,
+    call_object,
+    make_splitter,
+)
 from vllm.entrypoints.openai.chat_stream import ChatStream
 from vllm.entrypoints.openai.protocol.chat import (
     ChatChoice,
@@ -14,29 +22,57 @@ from vllm.entrypoints.openai.protocol.chat import (
     ChatCompletionResponse,
     ChatMessage,
 )
+from vllm.entrypoints.openai.reasoned_output import constrain_after_reasoning
 from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import (
     OpenAIServing,
     Planned,
     RequestContext,
+    ServingOptions,
+    cache_report,
     now,
     total_cached,
 )
+from vllm.entrypoints.openai.serving_models import ServingModels
+from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
     from vllm.outputs import CompletionOutput
+    from vllm.reasoning import ReasoningParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class PlannedChat(Planned):
+    """A conversation ready for the engine."""
+
+    choice: ToolChoice
 
 
 class ServingChat(OpenAIServing):
     """A conversation in, the next message out."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        models: ServingModels,
+        renderer: PromptRenderer,
+        options: ServingOptions,
+        parsers: ChatParsers,
+    ) -> None:
+        super().__init__(engine, models, renderer, options)
+        self.parsers = parsers
+        tokenizer = renderer.tokenizer
+        self._special_tokens = frozenset(tokenizer.all_special_tokens if tokenizer else ())
 
     async def create(
         self, request: ChatCompletionRequest, context: RequestContext
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The reply, or its stream of events; raises before anything reaches the engine."""
         model = self.models.check(request.model)
-        request.check_tools()
         planned = await self.plan(request, context.base_id(request.request_id))
+        self.parsers.check(planned.choice)
         source = self.generate([planned], request, context)
         if request.stream:
             return ChatStream(self, request, model, planned).events(source)
@@ -49,7 +85,7 @@ class ServingChat(OpenAIServing):
             id=planned.request_id,
             created=created,
             model=model,
-            choices=[self._choice(request, completion) for completion in completions],
+            choices=[self._choice(request, planned, completion) for completion in completions],
             usage=self.usage(
                 len(prompt_ids),
                 sum(len(completion.token_ids) for completion in completions),
@@ -58,11 +94,13 @@ class ServingChat(OpenAIServing):
             prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs) if asked_prompt else None,
             prompt_token_ids=prompt_ids if request.return_token_ids else None,
             kv_transfer_params=output.kv_transfer_params,
+            cache_report=cache_report(output),
         )
 
-    async def plan(self, request: ChatCompletionRequest, base_id: str) -> Planned:
+    async def plan(self, request: ChatCompletionRequest, base_id: str) -> PlannedChat:
         """Validate, apply the template, tokenise and derive the engine's parameters."""
         request.check_supported()
+        choice = resolve_tool_choice(request)
         self.check_fan_out(1, request.num_choices)
         requested = request.requested_max_tokens
         hide_tools = (
@@ -73,6 +111,7 @@ class ServingChat(OpenAIServing):
             truncate=request.truncate_prompt_tokens,
             max_output_tokens=requested or 1,
             hide_tools=hide_tools,
+            mark_messages=request.cache_checkpoints == "messages",
         )
         max_tokens = resolve_max_tokens(
             requested,
@@ -89,7 +128,36 @@ class ServingChat(OpenAIServing):
             defaults=self.options.sampling_defaults,
             detokenize=True,
         )
-        return Planned(f"chatcmpl-{base_id}", prompt, params)
+        if (constraint := choice.constraint()) is not None:
+            params.structured_outputs = constraint
+        reasoning = self._reasoning_parser(request, prompt)
+        if reasoning is not None and params.structured_outputs is not None:
+            params.structured_outputs = constrain_after_reasoning(
+                params.structured_outputs, reasoning
+            )
+        if self._special_tokens & self.parsers.tags(choice):
+            params.skip_special_tokens = False
+        return PlannedChat(f"chatcmpl-{base_id}", prompt, params, choice)
+
+    def splitter(
+        self, request: ChatCompletionRequest, planned: PlannedChat
+    ) -> ReplySplitter | None:
+        """What separates one reply into reasoning, content and calls; None for plain text."""
+        return make_splitter(
+            self.parsers,
+            planned.choice,
+            self._reasoning_parser(request, planned.prompt),
+            request.include_reasoning is not False,
+        )
+
+    def _reasoning_parser(
+        self, request: ChatCompletionRequest, prompt: RenderedPrompt
+    ) -> ReasoningParser | None:
+        """A parser for one reply to `prompt`, None when reasoning stays in the content."""
+        if self.parsers.reasoning is None:
+            return None
+        continued = message_text(request.messages[-1]) if request.continue_final_message else ""
+        return self.parsers.reasoning(prompt.text or "", continued)
 
     def role(self, request: ChatCompletionRequest) -> str:
         """The role of the reply: the server's, or the last message's when that is continued."""
@@ -102,8 +170,7 @@ class ServingChat(OpenAIServing):
         last = request.messages[-1]
         if not request.echo or last.get("role") != self.role(request):
             return ""
-        content = last.get("content")
-        return content if isinstance(content, str) else ""
+        return message_text(last)
 
     def logprobs(
         self, request: ChatCompletionRequest, completion: CompletionOutput
@@ -118,14 +185,26 @@ class ServingChat(OpenAIServing):
             as_ids=self.tokens_as_ids(request),
         )
 
-    def _choice(self, request: ChatCompletionRequest, completion: CompletionOutput) -> ChatChoice:
+    def _choice(
+        self, request: ChatCompletionRequest, planned: PlannedChat, completion: CompletionOutput
+    ) -> ChatChoice:
+        message = ChatMessage(role=self.role(request), content=completion.text)
+        reason = completion.finish_reason
+        splitter = self.splitter(request, planned)
+        if splitter is not None:
+            reply = splitter.feed(completion.text, finished=True)
+            message.content = reply.content
+            message.reasoning = reply.reasoning or None
+            message.tool_calls = [call_object(call) for call in reply.calls]
+            reason = splitter.finish_reason(reason)
+        message.content = self.echoed(request) + (message.content or "")
+        if not message.content and (message.tool_calls or message.reasoning):
+            message.content = None
         return ChatChoice(
             index=completion.index,
-            message=ChatMessage(
-                role=self.role(request), content=self.echoed(request) + completion.text
-            ),
+            message=message,
             logprobs=self.logprobs(request, completion),
-            finish_reason=completion.finish_reason,
+            finish_reason=reason,
             stop_reason=completion.stop_reason,
             token_ids=list(completion.token_ids) if request.return_token_ids else None,
         )

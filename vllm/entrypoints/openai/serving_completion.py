@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.serving_engine import (
     OpenAIServing,
     Planned,
     RequestContext,
+    cache_report,
     now,
     total_cached,
 )
@@ -151,6 +152,7 @@ class ServingCompletion(OpenAIServing):
                 total_cached(outputs),
             ),
             kv_transfer_params=outputs[0].kv_transfer_params,
+            cache_report=cache_report(outputs[0]),
         )
 
     def _choice(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +18,15 @@ from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.utils import merge, safe_id
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,13 @@ class OpenAIServing:
         self, planned: Planned, request: GenerationRequest, context: RequestContext
     ) -> AsyncGenerator[RequestOutput, None]:
         self.options.log.received(planned.request_id, planned.prompt, planned.params)
-        prompt: TokensPrompt = {"prompt_token_ids": planned.prompt.token_ids}
+        cache = request.cache_options(planned.prompt.marks)
+        prompt: TokensPrompt = {
+            "prompt_token_ids": planned.prompt.token_ids,
+            "cache_checkpoints": list(cache.checkpoints),
+            "cache_pin_seconds": cache.pin_seconds,
+            "return_cache_report": cache.report,
+        }
         if planned.prompt.text is not None:
             prompt["prompt"] = planned.prompt.text
         outputs = self.engine.generate(
@@ -127,6 +137,12 @@ class OpenAIServing:
                         raise EngineGenerateError(f"request {planned.request_id} failed")
                 self.options.log.produced(planned.request_id, output)
                 yield output
+        except (EngineDeadError, EngineGenerateError) as error:
+            logger.error("request %s failed: %s", planned.request_id, error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.options.log.aborted(planned.request_id)
+            raise
         finally:
             await outputs.aclose()
 
@@ -148,6 +164,11 @@ class OpenAIServing:
 def total_cached(outputs: Iterable[RequestOutput]) -> int:
     """Prompt tokens that `outputs` took from the prefix cache."""
     return sum(max(0, output.num_cached_tokens or 0) for output in outputs)
+
+
+def cache_report(output: RequestOutput) -> dict[str, Any] | None:
+    """The prefix cache's receipt, if the request asked for one."""
+    return None if output.cache_report is None else output.cache_report.as_dict()
 
 
 def now() -> int:

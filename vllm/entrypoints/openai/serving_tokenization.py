@@ -33,7 +33,9 @@ class ServingTokenization:
             prompt = await self.renderer.chat_prompt(request)
         tokenizer = self.renderer.require_tokenizer("prompt")
         ids = prompt.token_ids
-        pieces = list(tokenizer.convert_ids_to_tokens(ids)) if request.return_token_strs else None
+        pieces = None
+        if request.return_token_strs:
+            pieces = list(await self.renderer.run(tokenizer.convert_ids_to_tokens, ids))
         return TokenizeResponse(
             count=len(ids),
             max_model_len=self.models.max_model_len,

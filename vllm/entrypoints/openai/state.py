@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from vllm import envs
 from vllm.entrypoints.chat_utils import load_chat_template
+from vllm.entrypoints.openai.chat_reply import ChatParsers
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.middleware import LoadCounter
 from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRenderer
@@ -20,6 +21,7 @@ from vllm.entrypoints.openai.serving_engine import ServingOptions
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.serving_render import ServingRender
 from vllm.entrypoints.openai.serving_tokenization import ServingTokenization
+from vllm.entrypoints.openai.serving_tokens import ServingTokens
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,7 +38,10 @@ class Server:
     chat: ServingChat
     tokenization: ServingTokenization
     render: ServingRender
+    tokens: ServingTokens
     load: LoadCounter
+    #: seconds a request may take, None for no limit
+    request_timeout_s: float | None = None
 
 
 def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
@@ -56,6 +61,7 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
             trust_request_template=args.trust_request_chat_template,
             default_kwargs=args.default_chat_template_kwargs,
             hide_tools_when_choice_none=args.exclude_tools_when_tool_choice_none,
+            mark_preambles=model_config.is_hybrid,
         ),
         args.renderer_num_workers,
     )
@@ -72,7 +78,7 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
         ),
     )
     completion = ServingCompletion(engine, models, renderer, options)
-    chat = ServingChat(engine, models, renderer, options)
+    chat = ServingChat(engine, models, renderer, options, ChatParsers.from_args(args))
     return Server(
         engine=engine,
         renderer=renderer,
@@ -81,7 +87,9 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
         chat=chat,
         tokenization=ServingTokenization(models, renderer),
         render=ServingRender(completion, chat),
+        tokens=ServingTokens(engine, models, renderer, options),
         load=LoadCounter(),
+        request_timeout_s=args.request_timeout,
     )
 
 

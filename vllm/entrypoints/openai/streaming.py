@@ -2,6 +2,7 @@
 """Server-sent events, and abandoning work when the client is gone."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.openai.deadline import Deadline, shutting_down
 from vllm.entrypoints.openai.errors import describe
 from vllm.logger import init_logger
 
@@ -18,6 +20,8 @@ logger = init_logger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+#: how long a client that does not read can hold up the end of its stream
+_LAST_WORDS_S = 1.0
 _encode = msgspec.json.Encoder().encode
 
 
@@ -41,18 +45,22 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T], deadline: Deadline) -> T:
     """Await `work`, cancelling it when the client leaves; the body must have been read before.
 
-    Raises `ClientGoneError` in that case.
+    Raises `ClientGoneError` in that case, `APIError` when `deadline` is over first.
     """
     gone = asyncio.create_task(_disconnected(request.receive))
     task = asyncio.create_task(work)
     try:
-        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {gone, task}, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_COMPLETED
+        )
         if task.done():
             return task.result()
-        raise ClientGoneError
+        if gone.done():
+            raise ClientGoneError
+        raise deadline.error()
     finally:
         await _cancel(gone, task)
 
@@ -61,39 +69,63 @@ class EventStream(Response):
     """Sends server-sent events closed by `[DONE]`.
 
     `first` was drawn from `chunks` before, so that errors up to there got their own HTTP status;
-    a later one becomes an error event. A disconnect closes `chunks`, which aborts its requests.
+    a later one becomes an error event, as does the end of `deadline` or of the server. Whatever
+    ends the stream closes `chunks`, which aborts its requests.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: bytes, chunks: AsyncGenerator[bytes, None], deadline: Deadline
+    ) -> None:
         super().__init__()
         self.first = first
         self.chunks = chunks
+        self.deadline = deadline
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_until_over(receive, send)
+        finally:
+            await self.chunks.aclose()
+
+    async def _send_until_over(self, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send_all(send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {sender, gone},
+                timeout=self.deadline.remaining_s(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if sender.done():
                 sender.result()
+            elif not gone.done():
+                await self._give_up(sender, send, self.deadline.error())
+        except asyncio.CancelledError:
+            # The server stops and waits no longer. It needs no word back: it looks at its tasks.
+            await self._give_up(sender, send, shutting_down())
         finally:
             await _cancel(sender, gone)
-            await self.chunks.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-        async def body(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        await body(self.first)
+        await send({"type": "http.response.body", "body": self.first, "more_body": True})
         try:
             async for chunk in self.chunks:
-                await body(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            await body(event(describe(error).body()))
-        await body(DONE, more=False)
+            await self._send_end(send, error)
+        else:
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _send_end(self, send: Send, error: Exception) -> None:
+        last = event(describe(error).body()) + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _give_up(self, sender: asyncio.Task[None], send: Send, error: Exception) -> None:
+        await _cancel(sender)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._send_end(send, error), _LAST_WORDS_S)

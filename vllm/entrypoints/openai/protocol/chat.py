@@ -60,17 +60,6 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs=true")
 
-    def check_tools(self) -> None:
-        """Raise `VLLMValidationError` when the reply would have to hold tool calls."""
-        if self.tools and self.tool_choice != "none":
-            refuse(
-                "tools",
-                'tool calls are not supported; use tool_choice "none" (the tools are then only '
-                "shown to the model) or leave tools out",
-            )
-        if self.tool_choice not in (None, "none", "auto"):
-            refuse("tool_choice", 'tool calls are not supported; use tool_choice "none"')
-
 
 class ChatMessage(ReplyModel):
     """The generated message; `tool_calls` is left out when empty."""
@@ -117,3 +106,4 @@ class ChatCompletionResponse(ReplyModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    cache_report: dict[str, Any] | None = None

@@ -52,6 +52,8 @@ class CompletionRequest(GenerationRequest):
 
     def check_supported(self) -> None:
         super().check_supported()
+        if self.cache_checkpoints == "messages":
+            refuse("cache_checkpoints", "a plain prompt has no messages; send token offsets")
         if self.suffix:
             refuse("suffix", "suffix is not supported; put the whole text in `prompt`")
         if self.prompt_embeds is not None:
@@ -103,3 +105,4 @@ class CompletionResponse(ReplyModel):
     system_fingerprint: str | None = None
     usage: UsageInfo
     kv_transfer_params: dict[str, Any] | None = None
+    cache_report: dict[str, Any] | None = None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields that completions and chat completions have in common."""
 
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator
 
+from vllm.cache_options import CacheOptions
 from vllm.entrypoints.openai.protocol.base import (
     Integer,
     JsonObject,
@@ -12,6 +14,7 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
     StreamOptions,
 )
+from vllm.entrypoints.openai.protocol.structured import structured_outputs
 from vllm.exceptions import VLLMValidationError
 
 
@@ -59,6 +62,9 @@ class GenerationRequest(RequestModel):
     kv_transfer_params: JsonObject | None = None
     vllm_xargs: JsonObject | None = None
     cache_salt: str | None = None
+    cache_checkpoints: list[Integer] | Literal["messages"] | None = None
+    cache_pin_seconds: Number | None = None
+    return_cache_report: bool | None = None
     priority: Integer | None = 0
     request_id: str | None = None
 
@@ -85,10 +91,7 @@ class GenerationRequest(RequestModel):
 
     def check_supported(self) -> None:
         """Raise `VLLMValidationError` for a field this server cannot honour."""
-        if self.response_format and self.response_format.get("type", "text") != "text":
-            refuse("response_format", 'structured output is not supported; use {"type": "text"}')
-        if self.structured_outputs:
-            refuse("structured_outputs", "structured output is not supported; leave it out")
+        structured_outputs(self.response_format, self.structured_outputs)
         if self.use_beam_search:
             refuse("use_beam_search", "beam search is not supported; use `n` with sampling")
         if self.length_penalty not in (None, 1.0):
@@ -103,6 +106,14 @@ class GenerationRequest(RequestModel):
             refuse("prompt_logprobs", "prompt_logprobs are not available with stream=true")
         if self.cache_salt == "":
             refuse("cache_salt", "cache_salt must not be empty; leave it out instead")
+        self.cache_options()
+
+    def cache_options(self, marks: Sequence[int] = ()) -> CacheOptions:
+        """What the request asks of the prefix cache, besides `marks` found in the prompt."""
+        offsets = [] if isinstance(self.cache_checkpoints, str) else self.cache_checkpoints or []
+        return CacheOptions.validated(
+            [*offsets, *marks], self.cache_pin_seconds, self.return_cache_report
+        )
 
 
 def refuse(parameter: str, message: str) -> NoReturn:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From an HTTP request to a serving object and back."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from vllm.entrypoints.openai.deadline import Deadline, shutting_down
 from vllm.entrypoints.openai.errors import APIError, error_response
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.serving_engine import RequestContext
@@ -28,7 +30,21 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI description of a JSON body that `model` parses."""
     schema = model.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """`schema` with every reference to its own definitions replaced by the definition: in the
+    OpenAPI document such references would look for them elsewhere."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = schema.get("$ref", "").removeprefix("#/$defs/")
+    if name in definitions:
+        return _inlined(definitions[name], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 async def parse_body(request: Request, model: type[Body]) -> Body:
@@ -59,16 +75,22 @@ async def respond(
 ) -> Response:
     """Parse, handle until done or the client leaves, and answer as JSON or as events."""
 
+    deadline = Deadline(server_of(request).request_timeout_s)
+
     async def work() -> Response:
         body = await parse_body(request, model)
         reply = await handler(body, context_of(request))
         if isinstance(reply, AsyncGenerator):
-            return EventStream(await anext(reply), reply)
+            return EventStream(await anext(reply), reply, deadline)
         return Response(_as_json(reply), media_type="application/json")
 
     try:
-        await request.body()
-        return await until_disconnect(request, work())
+        await asyncio.wait_for(request.body(), deadline.remaining_s())
+        return await until_disconnect(request, work(), deadline)
+    except asyncio.TimeoutError:
+        return error_response(request, deadline.error())
+    except asyncio.CancelledError:
+        return error_response(request, shutting_down())
     except (ClientGoneError, ClientDisconnect):
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except Exception as error:

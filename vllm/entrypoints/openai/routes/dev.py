@@ -2,9 +2,10 @@
 """Development routes, mounted with VLLM_SERVER_DEV_MODE=1 only: they can change the engine."""
 
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
+from pydantic_core import to_jsonable_python
 
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.protocol.base import Number, RequestModel
@@ -35,9 +36,12 @@ async def collective_rpc(request: Request) -> dict[str, list[Any]]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request) -> Response:
+async def reset_prefix_cache(
+    request: Request, reset_running_requests: bool = False, reset_external: bool = False
+) -> Response:
     """Forget every cached prefix; refused while requests hold blocks."""
-    if not await server_of(request).engine.reset_prefix_cache():
+    engine = server_of(request).engine
+    if not await engine.reset_prefix_cache(reset_running_requests, reset_external):
         raise APIError(
             HTTPStatus.CONFLICT, "Conflict", "the prefix cache is in use by running requests"
         )
@@ -45,6 +49,20 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 @router.get("/server_info")
-async def server_info(request: Request) -> dict[str, str]:
-    """The engine's configuration as text."""
-    return {"vllm_config": str(server_of(request).engine.vllm_config)}
+async def server_info(
+    request: Request, config_format: Literal["text", "json"] = "text"
+) -> dict[str, Any]:
+    """The engine's configuration as text, or as JSON; without the Hugging Face token."""
+    config = server_of(request).engine.vllm_config
+    described = to_jsonable_python(config, fallback=str)
+    if described["model_config"].get("hf_token"):
+        described["model_config"]["hf_token"] = "***"
+    if config_format == "text":
+        return {"vllm_config": "\n".join(f"{key}: {value}" for key, value in described.items())}
+    return {"vllm_config": described}
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request) -> dict[str, int]:
+    """How many workers the engine has."""
+    return {"world_size": server_of(request).engine.vllm_config.parallel_config.world_size}

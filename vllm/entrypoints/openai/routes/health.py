@@ -17,7 +17,8 @@ router = APIRouter()
 
 
 @router.get("/health")
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping")
 async def health(request: Request) -> Response:
     """200 while the engine lives, 503 after its death."""
     try:

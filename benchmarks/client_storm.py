@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many streaming clients at once, a third of which leave at a random moment; then: what is left?
+
+    python -m benchmarks.client_storm [--clients 2000] [--tokens 40]
+
+The server is real but for its model (see `token_source`): what a lost request would hold, an entry
+of the scheduler, a block of state memory, a socket, is held here too. Exit status 1 if anything is
+left, or if a client that stayed did not get all of its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from benchmarks.api_overhead import TokenServer, request_bytes
+
+_SETTLE_S = 60.0
+#: gauges of `/metrics` that must be back at zero
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+@dataclass(frozen=True)
+class Storm:
+    """How many clients stayed to the end and got everything, and how many left early."""
+
+    num_complete: int
+    num_left: int
+    num_broken: int
+
+
+async def stay(port: int, request: bytes, num_tokens: int, opened: asyncio.Semaphore) -> bool:
+    """Whether the whole stream came: at least one event, no error, `[DONE]`."""
+    reader, writer = await connect(port, opened)
+    try:
+        writer.write(request)
+        data = bytearray()
+        while not data.endswith(b"data: [DONE]\n\n\r\n") and b"[DONE]" not in data[-32:]:
+            piece = await reader.read(1 << 16)
+            if not piece:
+                return False
+            data += piece
+        found = re.findall(rb'"token_ids":\[([^\]]*)\]', bytes(data))
+        return sum(len(ids.split(b",")) for ids in found if ids) == num_tokens
+    finally:
+        writer.close()
+
+
+async def leave(port: int, request: bytes, opened: asyncio.Semaphore, rng: random.Random) -> None:
+    """Go away before, between or after any of the events."""
+    reader, writer = await connect(port, opened)
+    writer.write(request)
+    for _ in range(rng.choice([0, 0, 1, 2, 5, 20])):
+        if not await reader.read(1 << 10):
+            break
+    if rng.random() < 0.5:
+        await asyncio.sleep(rng.random() * 0.5)
+    if rng.random() < 0.5:
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+async def connect(
+    port: int, opened: asyncio.Semaphore
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """One at a time for as long as the handshake lasts: the backlog of a socket is bounded."""
+    async with opened:
+        return await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+
+
+async def run_storm(port: int, num_clients: int, num_tokens: int, seed: int) -> Storm:
+    """All clients at once; every third one leaves."""
+    rng = random.Random(seed)
+    opened = asyncio.Semaphore(64)
+    request = request_bytes(num_tokens, chat=False, return_token_ids=True)
+    leaving = [leave(port, request, opened, rng) for _ in range(num_clients // 3)]
+    staying = [
+        stay(port, request, num_tokens, opened) for _ in range(num_clients - num_clients // 3)
+    ]
+    tasks = [asyncio.ensure_future(visit) for visit in [*leaving, *staying]]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    stayed = results[len(leaving) :]
+    num_complete = sum(result is True for result in stayed)
+    return Storm(num_complete, len(leaving), len(stayed) - num_complete)
+
+
+def leftovers(server: TokenServer, num_files: int) -> dict[str, float]:
+    """What the server still holds, by name; empty when all is as before."""
+    url = f"http://127.0.0.1:{server.port}"
+    found: dict[str, float] = {}
+    with httpx.Client() as client:
+        text = client.get(url + "/metrics").text
+        found["requests in progress"] = client.get(url + "/load").json()["server_load"]
+    for name in _GAUGES:
+        values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        assert values, f"{name} is not among the metrics"
+        found[name] = sum(map(float, values))
+    found["open files"] = server.process.num_fds() - num_files
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def settle(server: TokenServer, num_files: int) -> dict[str, float]:
+    """`leftovers`, once they are gone or have had their time to go."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := leftovers(server, num_files)) and time.monotonic() < deadline:
+        # The gauges change with the engine's steps, and an idle engine makes none.
+        asyncio.run(run_storm(server.port, 1, 1, 0))
+        time.sleep(0.2)
+    return left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with TokenServer("--step-ms", "5") as server:
+        asyncio.run(run_storm(server.port, 8, 4, options.seed))
+        time.sleep(1)
+        num_files = server.process.num_fds()
+        began = time.monotonic()
+        storm = asyncio.run(
+            run_storm(server.port, options.clients, options.tokens, options.seed + 1)
+        )
+        seconds = time.monotonic() - began
+        left = settle(server, num_files)
+    print(json.dumps({**vars(storm), "seconds": round(seconds, 1), "left": left}, indent=2))
+    return 1 if left or storm.num_broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose model costs nothing: what is left is the cost of everything around it.
+
+Scheduler, state memory, sockets, detokenisation and HTTP are the real ones; only the executor is
+replaced by one that returns arbitrary tokens, at most one step every `step_s` seconds.
+
+    python -m benchmarks.token_source --port 8000 --step-ms 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+
+_BLOCK_SIZE = 16
+_VOCAB_SIZE = 4096
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def train_tokenizer(directory: Path) -> int:
+    """A byte-level BPE over this project's docs, saved to `directory`; returns its size."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train([str(page) for page in sorted(_DOCS.glob("*.md"))], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return len(tokenizer)
+
+
+def make_config(directory: Path, max_num_seqs: int, step_s: float) -> VllmConfig:
+    """A configuration without weights; the tokenizer is written to `directory`."""
+    vocab_size = train_tokenizer(directory)
+    hf_config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(directory),
+            tokenizer=str(directory),
+            hf_config=hf_config,
+            dtype="float32",
+            max_model_len=4096,
+            served_model_name="tokens",
+            generation_config="vllm",
+        ),
+        cache_config=CacheConfig(block_size=_BLOCK_SIZE, num_gpu_blocks_override=40_000),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=8192,
+            max_model_len=4096,
+            async_scheduling=True,
+        ),
+        device_config=DeviceConfig(device="cpu"),
+        additional_config={"step_s": step_s, "vocab_size": vocab_size},
+    )
+
+
+class TokenExecutor(Executor):
+    """Returns a token per request and step, paced by one thread."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        self._step_s: float = vllm_config.additional_config["step_s"]
+        self._vocab_size: int = vllm_config.additional_config["vocab_size"]
+        self._num_steps = 0
+        self._next_start = 0.0
+        self._pool = ThreadPoolExecutor(1)
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        spec = FullAttentionSpec(
+            block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
+        return [{"layers.0": spec}]
+
+    def determine_available_memory(self) -> list[int]:
+        return [1 << 30]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Nothing is kept."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._pool.submit(self._execute, scheduler_output)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(max(0.0, self._next_start - time.monotonic()))
+        self._next_start = time.monotonic() + self._step_s
+        self._num_steps += 1
+        req_ids = list(output.num_scheduled_tokens)
+        tokens = [
+            [(self._num_steps * 17 + i * 31) % self._vocab_size]
+            if req_id in output.sampling_req_ids
+            else []
+            for i, req_id in enumerate(req_ids)
+        ]
+        return ModelRunnerOutput(req_ids=req_ids, sampled_token_ids=tokens)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        raise NotImplementedError("there is no worker")
+
+    def check_health(self) -> None:
+        """Always healthy."""
+
+    def shutdown(self) -> None:
+        self._pool.shutdown()
+
+
+def main() -> int:
+    from vllm.entrypoints.launcher import bind, serve
+    from vllm.entrypoints.openai.api_server import build_app
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    options = parser.parse_args()
+    args = FrontEndArgs(host="127.0.0.1", port=options.port, disable_uvicorn_access_log=True)
+    with tempfile.TemporaryDirectory() as directory:
+        config = make_config(Path(directory), options.max_num_seqs, options.step_ms / 1e3)
+        return serve(
+            bind(args),
+            args,
+            lambda: AsyncLLM(config, TokenExecutor),
+            lambda engine: build_app(engine, args),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded queues, request timeouts and the end of a server: clear answers, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+
+import httpx
+import pytest
+
+from tests.entrypoints.conftest import MakeClient, events
+from tests.entrypoints.fake_engine import FakeAsyncLLM
+from tests.entrypoints.test_disconnect import Visit, until
+from vllm.entrypoints.open_files import raise_open_file_limit
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.exceptions import VLLMValidationError
+
+pytestmark = pytest.mark.asyncio
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES = [
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 4}),
+    ("/v1/chat/completions", {"messages": HI, "max_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_connections": 0}, "--max-connections"),
+        ({"max_queued_requests": -1}, "--max-queued-requests"),
+        ({"request_timeout": 0.0}, "--request-timeout"),
+    ],
+)
+async def test_bad_limits_are_named(fields: dict[str, float], words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        FrontEndArgs(**fields)
+
+
+async def test_a_full_queue_answers_503_with_retry_after(
+    make_client: MakeClient, engine: FakeAsyncLLM
+) -> None:
+    """Two run (the fake engine's max_num_seqs), one waits, the fourth is refused."""
+    client = make_client(max_queued_requests=1)
+    engine.hang_after = 0
+    body = {"prompt": "hi", "max_tokens": 4}
+    waiting = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
+    await until(lambda: len(engine.running) == 3)
+    for path, other in BODIES:
+        reply = await client.post(path, json=other)
+        assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["type"] == "ServiceUnavailable"
+        assert "--max-queued-requests" in reply.json()["error"]["message"]
+    for path in ("/health", "/v1/models", "/metrics"):
+        assert (await client.get(path)).status_code == 200
+    assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+    assert len(engine.calls) == 3
+    waiting.pop().cancel()
+    await until(lambda: len(engine.running) == 2)
+    waiting.append(asyncio.create_task(client.post("/v1/completions", json=body)))
+    await until(lambda: len(engine.running) == 3)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_refused_and_failed_requests_give_their_place_back(
+    make_client: MakeClient, engine: FakeAsyncLLM
+) -> None:
+    client = make_client(max_queued_requests=0)
+    for _ in range(5):
+        assert (await client.post("/v1/completions", json={})).status_code == 400
+    engine.fail_after = 0
+    for _ in range(5):
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 500
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_timeout_before_the_first_byte(
+    make_client: MakeClient, engine: FakeAsyncLLM, path: str, body: dict
+) -> None:
+    client = make_client(request_timeout=0.2)
+    engine.hang_after = 0
+    for stream in (False, True):
+        reply = await client.post(path, json={**body, "stream": stream})
+        assert reply.status_code == 504
+        assert "--request-timeout" in reply.json()["error"]["message"]
+    assert not engine.running and len(engine.aborted) == 2
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_timeout_in_a_stream_is_an_error_event(
+    make_client: MakeClient, engine: FakeAsyncLLM, path: str, body: dict
+) -> None:
+    client = make_client(request_timeout=0.5)
+    engine.hang_after = 2
+    reply = await client.post(path, json={**body, "stream": True})
+    *chunks, last = events(reply)
+    assert reply.status_code == 200 and len(chunks) >= 2
+    assert last["error"]["code"] == 504 and last["error"]["type"] == "TimeoutError"
+    assert not engine.running and len(engine.aborted) == 1
+
+
+async def test_timeout_covers_a_body_that_never_comes(make_client: MakeClient) -> None:
+    client = make_client(request_timeout=0.2)
+
+    async def stuck():
+        yield b'{"prompt":'
+        await asyncio.Event().wait()
+
+    headers = {"content-type": "application/json"}
+    reply = await client.post("/v1/completions", content=stuck(), headers=headers)
+    assert reply.status_code == 504
+
+
+async def test_fast_requests_do_not_time_out(make_client: MakeClient) -> None:
+    client = make_client(request_timeout=600.0)
+    for path, body in BODIES:
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("hang_after", [0, 2])
+async def test_end_of_the_server_is_told(engine: FakeAsyncLLM, hang_after: int) -> None:
+    """uvicorn cancels the tasks of requests that outlast the shutdown timeout."""
+    engine.hang_after = hang_after
+    body = {"prompt": "hi", "max_tokens": 4, "stream": True}
+    visit = Visit(engine, "/v1/completions", body)
+    await until(lambda: engine.running and len(visit.sent) >= hang_after)
+    visit.task.cancel()
+    await asyncio.wait_for(visit.task, 60)
+    assert visit.sent[0]["status"] == (200 if hang_after else 503)
+    assert b"shutting down" in visit.sent[-1]["body"] and not visit.sent[-1].get("more_body")
+    assert not engine.running and len(engine.aborted) == 1
+
+
+async def test_log_lines_carry_the_request_id(
+    make_client: MakeClient, engine: FakeAsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make_client(enable_log_requests=True, request_timeout=0.2)
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    try:
+        headers = {"X-Request-Id": "mine"}
+        engine.hang_after = 0
+        await client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+        engine.hang_after, engine.fail_after = None, 0
+        await client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    for words in ("received cmpl-mine-0", "aborted cmpl-mine-0", "request cmpl-mine-0 failed"):
+        assert words in caplog.text
+
+
+async def test_http_client_sees_whole_streams(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "hi", "max_tokens": 4, "stream": True}
+    assert len(events(await client.post("/v1/completions", json=body))) == 4
+
+
+async def test_the_open_file_limit_is_lifted_as_far_as_allowed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = before[1] if before[1] != resource.RLIM_INFINITY else 65536
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), before[1]))
+    try:
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65536, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

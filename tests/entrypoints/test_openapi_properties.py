@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever our own OpenAPI schema allows, and much that it forbids, never makes a 5xx."""
+
+from __future__ import annotations
+
+import pytest
+
+schemathesis = pytest.importorskip("schemathesis", reason="part of the test extra")
+
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from tests.entrypoints.fake_engine import FakeAsyncLLM  # noqa: E402
+from vllm.entrypoints.openai.api_server import build_app  # noqa: E402
+from vllm.entrypoints.openai.cli_args import FrontEndArgs  # noqa: E402
+
+MAX_EXAMPLES = 20
+OPERATIONS = {
+    "GET /health", "GET /ping", "POST /ping", "GET /version", "GET /load", "GET /metrics",
+    "GET /decisions", "GET /v1/models", "GET /v1/models/{name}", "POST /v1/completions",
+    "POST /v1/completions/render", "POST /v1/chat/completions",
+    "POST /v1/chat/completions/render", "POST /tokenize", "POST /detokenize",
+    "POST /inference/v1/generate",
+}  # fmt: skip
+#: what random bodies hardly ever get right, so that the rest of them is looked at
+VALID = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [71, 72]}
+VALID |= {"token_ids": [71, 72], "sampling_params": {"max_tokens": 3}}
+
+quick = settings(
+    max_examples=MAX_EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def operations(modes: list[schemathesis.GenerationMode]) -> dict[str, st.SearchStrategy]:
+    app = build_app(FakeAsyncLLM(), FrontEndArgs())  # type: ignore[arg-type]
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    found = [result.ok() for result in schema.get_all_operations()]
+    return {
+        operation.label: st.one_of(*(operation.as_strategy(mode) for mode in modes))
+        for operation in found
+    }
+
+
+EVERYTHING = operations(
+    [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+)
+VALID_BODIES = operations([schemathesis.GenerationMode.POSITIVE])
+
+
+def test_the_schema_names_every_route() -> None:
+    assert set(EVERYTHING) >= OPERATIONS
+
+
+def check(case: schemathesis.Case) -> int:
+    if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):
+        case.body["n"] = min(case.body["n"], 8)  # thousands of choices are allowed, but slow
+    reply = case.call()
+    status = int(reply.status_code)
+    assert status < 500, (status, reply.text, case.body)
+    if status >= 400:
+        assert reply.json()["error"]["message"]
+    return status
+
+
+@pytest.mark.parametrize("label", sorted(EVERYTHING))
+def test_no_server_error(label: str) -> None:
+    @quick
+    @given(case=EVERYTHING[label])
+    def run(case: schemathesis.Case) -> None:
+        check(case)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "label", sorted(o for o in OPERATIONS if o.startswith(("POST /v1", "POST /inference")))
+)
+def test_no_server_error_past_the_prompt(label: str) -> None:
+    statuses = set()
+
+    @quick
+    @given(case=VALID_BODIES[label])
+    def run(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):
+            given_keys = case.body.keys() & VALID.keys()
+            case.body |= {key: VALID[key] for key in given_keys}
+            case.body.pop("model", None)
+        statuses.add(check(case))
+
+    run()
+    assert 200 in statuses

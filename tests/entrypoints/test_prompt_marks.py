@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offsets in a conversation, for templates that are easy and for ones that refuse parts of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm.entrypoints.openai.prompt_marks import (
+    common_prefix,
+    message_ends,
+    preamble_ids,
+    preamble_of,
+)
+from vllm.exceptions import VLLMValidationError
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "hi"}
+
+
+def ids(text):
+    return list(text.encode())
+
+
+def simple(messages, add_generation_prompt):
+    text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+    return ids(text + ("<assistant>" if add_generation_prompt else ""))
+
+
+def needs_a_user(messages, add_generation_prompt):
+    if not any(m["role"] == "user" for m in messages):
+        raise VLLMValidationError("no user query")
+    return simple(messages, add_generation_prompt)
+
+
+def refuses_everything(messages, add_generation_prompt):
+    raise VLLMValidationError("no")
+
+
+def test_common_prefix():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+
+
+@pytest.mark.parametrize(
+    "messages, count",
+    [([SYSTEM, USER], 1), ([USER, SYSTEM], 0), ([SYSTEM, SYSTEM, USER], 2), ([SYSTEM], 1), ([], 0)],
+)
+def test_preamble(messages, count):
+    assert preamble_of(messages) == messages[:count]
+
+
+@pytest.mark.parametrize("render", [simple, needs_a_user])
+def test_preamble_ends_before_the_first_users_words(render):
+    assert preamble_ids([SYSTEM], render) == ids("<system>be brief\n<user>")
+
+
+def test_no_preamble_where_the_template_refuses():
+    assert preamble_ids([SYSTEM], refuses_everything) == []
+
+
+def test_message_ends():
+    messages = [SYSTEM, USER, ANSWER, USER]
+    whole = simple(messages, True)
+    lengths = [len(simple(messages[:n], False)) for n in range(1, 5)]
+    assert message_ends(messages, whole, simple) == lengths
+    assert message_ends(messages, whole, needs_a_user) == lengths[1:]
+    assert message_ends(messages, whole, refuses_everything) == []
+
+
+def test_a_template_that_rewrites_history_gives_the_shared_part():
+    """Some drop the reasoning of earlier answers: what differs is not marked."""
+
+    def rewrites(messages, add_generation_prompt):
+        last = len(messages) - 1
+        shown = [
+            {**m, "content": m["content"] if i == last else m["content"][:1]}
+            for i, m in enumerate(messages)
+        ]
+        return simple(shown, add_generation_prompt)
+
+    whole = rewrites([USER, ANSWER], True)
+    assert message_ends([USER, ANSWER], whole, rewrites) == [len("<user>h"), len(whole) - 11]

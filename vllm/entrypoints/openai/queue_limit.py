@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusing work that would only wait (`--max-queued-requests`)."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.route_path import route_path
+
+_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
+_RETRY_AFTER_S = 1
+
+
+class QueueLimit:
+    """Answers 503 to a generation request while `max_running + max_queued` are in progress.
+
+    A request counts from its arrival to the end of its reply, before its body is read, so that
+    none of the stages in between can pile up work. It counts once, whatever its `n`.
+    """
+
+    def __init__(self, app: ASGIApp, max_running: int, max_queued: int) -> None:
+        self.app = app
+        self._limit = max_running + max_queued
+        self._num_in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and route_path(scope) in _GENERATING
+        )
+        if not counts:
+            await self.app(scope, receive, send)
+            return
+        if self._num_in_progress >= self._limit:
+            await self._refuse(scope, receive, send)
+            return
+        self._num_in_progress += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._num_in_progress -= 1
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        info = ErrorInfo(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "ServiceUnavailable",
+            f"The server is busy: {self._limit} requests are in progress or waiting "
+            "(--max-num-seqs plus --max-queued-requests). Please try again later.",
+        )
+        # The body is unread, so the connection cannot carry another request.
+        headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
+        await info.response(headers)(scope, receive, send)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of other servers that clients may try: a 501 that says what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from fastapi import APIRouter, Request, Response
+
+from vllm.entrypoints.openai.errors import APIError
+
+_GENERATE = "use /v1/chat/completions or /v1/completions"
+_POOLING = "only text generation is served, on /v1/chat/completions and /v1/completions"
+_AUDIO = "only text is served, on /v1/chat/completions and /v1/completions"
+_LORA = "merge the adapter into the checkpoint and serve that"
+_PROFILE = "use /metrics, or a profiler attached to the processes"
+_NO_CACHE = "only text is served, there is no such cache; see /reset_prefix_cache"
+
+#: path -> what to do instead
+UNSUPPORTED = {
+    "/v1/responses": _GENERATE,
+    "/v1/responses/{response_id}": _GENERATE,
+    "/v1/responses/{response_id}/cancel": _GENERATE,
+    "/v1/messages": _GENERATE,
+    "/v1/messages/count_tokens": "use /tokenize, which takes messages",
+    "/v1/embeddings": _POOLING,
+    "/v2/embed": _POOLING,
+    "/pooling": _POOLING,
+    "/classify": _POOLING,
+    "/score": _POOLING,
+    "/v1/score": _POOLING,
+    "/rerank": _POOLING,
+    "/v1/rerank": _POOLING,
+    "/v2/rerank": _POOLING,
+    "/generative_scoring": "use /v1/completions with echo, logprobs and max_tokens 0",
+    "/invocations": _GENERATE,
+    "/v1/audio/transcriptions": _AUDIO,
+    "/v1/audio/translations": _AUDIO,
+    "/v1/audio/speech": _AUDIO,
+    "/v1/realtime": "stream /v1/chat/completions instead",
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/abort_requests": "close the request's connection, which aborts it",
+    "/reset_mm_cache": _NO_CACHE,
+    "/reset_encoder_cache": _NO_CACHE,
+}
+
+
+def _refusal(path: str, instead: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        message = f"{path} is not supported by this server; {instead}"
+        raise APIError(HTTPStatus.NOT_IMPLEMENTED, "NotImplementedError", message)
+
+    return refuse
+
+
+router = APIRouter()
+for _path, _instead in UNSUPPORTED.items():
+    router.add_api_route(
+        _path, _refusal(_path, _instead), methods=["GET", "POST"], include_in_schema=False
+    )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/inference/v1/generate`: what a render route prepared, generated without any text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.entrypoints.openai import logprobs as lp
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.token_generate import (
+    TokenChoice,
+    TokenGenerateRequest,
+    TokenGenerateResponse,
+)
+from vllm.entrypoints.openai.rendering import RenderedPrompt
+from vllm.entrypoints.openai.sampling import resolve_max_tokens
+from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, RequestContext
+from vllm.entrypoints.openai.stream_usage import StreamUsage
+from vllm.entrypoints.openai.streaming import event
+from vllm.entrypoints.utils import safe_id
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+Source = AsyncGenerator[tuple[int, "RequestOutput"], None]
+
+
+class ServingTokens(OpenAIServing):
+    """Token ids and engine parameters in, token ids out."""
+
+    async def create(
+        self, request: TokenGenerateRequest, context: RequestContext
+    ) -> TokenGenerateResponse | AsyncGenerator[bytes, None]:
+        """The reply, or its stream of events; raises before anything reaches the engine."""
+        self.models.check(request.model)
+        params = self._params(request)
+        self.check_fan_out(1, params.n)
+        request_id = safe_id(request.request_id or context.request_id)
+        planned = Planned(request_id, RenderedPrompt(request.token_ids), params)
+        scheduling = GenerationRequest(
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            stream=request.stream,
+            stream_options=request.stream_options,
+        )
+        scheduling.check_supported()
+        source = self.generate([planned], scheduling, context)
+        if request.stream:
+            usage = StreamUsage(self, scheduling, [len(request.token_ids)])
+            return self._events(request_id, params, usage, source)
+        *_, output = [output async for _, output in source]
+        return TokenGenerateResponse(
+            request_id=request_id,
+            choices=[self._choice(params, one) for one in output.outputs],
+            prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs),
+            kv_transfer_params=output.kv_transfer_params,
+        )
+
+    def _params(self, request: TokenGenerateRequest) -> SamplingParams:
+        if request.features:
+            refuse("features", "features belong to images, audio or video; only text is supported")
+        if not request.token_ids:
+            refuse("token_ids", "the prompt has no tokens")
+        try:
+            params = msgspec.convert(request.sampling_params, SamplingParams, str_keys=True)
+        except msgspec.ValidationError as error:
+            refuse("sampling_params", f"sampling_params: {error}")
+        if request.stream and params.prompt_logprobs is not None:
+            refuse("sampling_params", "prompt_logprobs are not available with stream=true")
+        params.max_tokens = resolve_max_tokens(
+            params.max_tokens, None, len(request.token_ids), self.models.max_model_len, None
+        )
+        if request.kv_transfer_params is not None:
+            given = {"kv_transfer_params": request.kv_transfer_params}
+            params.extra_args = {**(params.extra_args or {}), **given}
+        # Stop strings are text; without them nothing needs to be decoded.
+        params.detokenize = bool(params.stop) and self.renderer.tokenizer is not None
+        params.output_kind = (
+            RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        )
+        return params
+
+    def _choice(self, params: SamplingParams, completion: CompletionOutput) -> TokenChoice:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = lp.chat_logprobs(
+                completion.token_ids,
+                completion.logprobs or (),
+                num_top=params.logprobs,
+                as_ids=True,
+            )
+        return TokenChoice(
+            index=completion.index,
+            token_ids=list(completion.token_ids),
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
+    async def _events(
+        self, request_id: str, params: SamplingParams, usage: StreamUsage, source: Source
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async for _, output in source:
+                usage.seen(0, output)
+                choices = [self._choice(params, one) for one in output.outputs]
+                usage.generated(sum(len(choice.token_ids) for choice in choices))
+                chunk: dict[str, Any] = {
+                    "request_id": request_id,
+                    "choices": [choice.model_dump() for choice in choices],
+                }
+                if output.finished and output.kv_transfer_params is not None:
+                    chunk["kv_transfer_params"] = output.kv_transfer_params
+                if usage.on_every_chunk:
+                    chunk["usage"] = usage.as_dict()
+                yield event(chunk)
+        finally:
+            await source.aclose()
+        if usage.at_end:
+            yield event({"request_id": request_id, "choices": [], "usage": usage.as_dict()})
