@@ -3,31 +3,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
+from vllm.beam_search import BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.chat_utils import apply_hf_chat_template, load_chat_template
+from vllm.entrypoints.llm_refusals import LLMRefusals
+from vllm.entrypoints.offline_beam_search import run_beam_searches, start_beam_search
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
-from vllm.lora.request import LoRARequest
+from vllm.lora.request import LoRARequest, check_no_lora
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Metric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from vllm.v1.core.explain import Explanation
+
 R = TypeVar("R")
 Messages = list[dict[str, Any]]
+#: False, True, or what makes the bar, called like `tqdm.tqdm`
+UseTqdm: TypeAlias = "bool | Callable[..., tqdm[Any]]"
 
 
-class LLM:
+class LLM(LLMRefusals):
     """A model that generates for lists of prompts.
 
     Keywords are the fields of `EngineArgs`; an unknown one is a `TypeError`. Statistics are off
@@ -56,6 +64,16 @@ class LLM:
         self._request_ids = itertools.count()
         self._default_params: dict[str, Any] | None = None
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """An `LLM` with the given arguments."""
+        names = [field.name for field in dataclasses.fields(engine_args)]
+        return cls(**{name: getattr(engine_args, name) for name in names})
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory, as deleting the object does."""
+        self.llm_engine.shutdown()
+
     # ---- generation ----------------------------------------------------------------------------
 
     def generate(
@@ -63,7 +81,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -97,7 +115,7 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
@@ -139,6 +157,41 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
         )
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first.
+
+        `concurrency_limit`: most prompts searched at once. Each step scores every beam as a request
+        of its own; with prefix caching only its last block is computed anew.
+        """
+        check_no_lora(lora_request)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise VLLMValidationError(
+                f"concurrency_limit must be at least 1, got {concurrency_limit}",
+                "concurrency_limit",
+                concurrency_limit,
+            )
+        processor = self.llm_engine.input_processor
+        searches = [start_beam_search(processor, item, params) for item in _as_prompts(prompts)]
+        with _bar(use_tqdm, len(searches), "Beam search", "prompt") as bar:
+            run_beam_searches(
+                lambda items, each: self.generate(items, each, use_tqdm=False),
+                searches,
+                concurrency_limit or len(searches),
+                bar,
+            )
+        outputs = [search.output() for search in searches]
+        if (tokenizer := self.llm_engine.tokenizer) is not None:
+            for sequence in (s for output in outputs for s in output.sequences):
+                sequence.text = str(tokenizer.decode(sequence.tokens))
+        return outputs
+
     def _add(
         self,
         prompt: PromptType,
@@ -160,15 +213,10 @@ class LLM:
         )
         return request_id
 
-    def _run(
-        self, ids: list[str], use_tqdm: bool | Callable[..., tqdm[Any]]
-    ) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step until every request is done; outputs in the order of `ids`."""
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         finished: dict[str, RequestOutput] = {}
-        with make_bar(
-            total=len(ids), desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        with _bar(use_tqdm, len(ids), "Generating", "req") as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     if output.finished:
@@ -199,6 +247,13 @@ class LLM:
         """A snapshot of the metrics; needs `disable_log_stats=False`."""
         return self.llm_engine.get_metrics()
 
+    def explain(self, lengths: Sequence[int] | None = None) -> Explanation:
+        """What this engine allocated, what requests of `lengths` tokens cost and what fits; the
+        report of `vllm explain`. ValueError for a length outside `1..max_model_len`."""
+        from vllm.v1.core.explain import explain
+
+        return explain(self.llm_engine.vllm_config, lengths=lengths)
+
     # ---- workers -------------------------------------------------------------------------------
 
     def collective_rpc(
@@ -224,11 +279,27 @@ class LLM:
         """Forget cached prefixes; False if blocks in use stopped it."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def sleep(self, level: int = 1) -> None:
-        raise NotImplementedError("sleeping is not supported; delete the LLM to free its memory")
+    # ---- sleeping ------------------------------------------------------------------------------
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        raise NotImplementedError("sleeping is not supported, so there is nothing to wake")
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory until `wake_up`; needs `enable_sleep_mode=True`.
+
+        Level 1 moves the weights to host memory and drops all state; level 2 drops the weights
+        too. Requests are refused meanwhile.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back "weights" (after level 2 from the checkpoint), "kv_cache", or both (None)."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
+
+def _bar(use_tqdm: UseTqdm, total: int, desc: str, unit: str) -> tqdm[Any]:
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc=desc, unit=unit, disable=not use_tqdm, dynamic_ncols=True)
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

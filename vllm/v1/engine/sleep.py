@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep mode, seen from the engine core: when it may sleep, and what it does meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+logger = init_logger(__name__)
+
+#: longest wait for transfers, and the pause between looking
+_DRAIN_S = 10.0
+_TICK_S = 0.001
+#: what can be woken separately
+TAGS = ("weights", "kv_cache")
+LEVELS = (1, 2)
+ASLEEP = "the engine sleeps and takes no requests; wake it up first"
+
+
+def check_sleep(vllm_config: VllmConfig, level: int) -> None:
+    """Raise `VLLMValidationError` if the engine may not sleep like that."""
+    assert vllm_config.model_config is not None
+    if not vllm_config.model_config.enable_sleep_mode:
+        raise VLLMValidationError(
+            "sleeping needs enable_sleep_mode=True (--enable-sleep-mode)", "enable_sleep_mode"
+        )
+    if level not in LEVELS:
+        raise VLLMValidationError(
+            f"sleep level must be 1 (weights to host memory) or 2 (weights dropped), got {level!r}",
+            "level",
+            level,
+        )
+
+
+def check_tags(tags: Iterable[str] | None) -> tuple[str, ...]:
+    """The tags to wake, all for None; raises `VLLMValidationError` for an unknown one."""
+    chosen = TAGS if tags is None else tuple(tags)
+    if unknown := [tag for tag in chosen if tag not in TAGS]:
+        raise VLLMValidationError(
+            f"unknown wake-up tags {unknown}; known: {', '.join(TAGS)}", "tags", unknown
+        )
+    return chosen
+
+
+class CoreSleep:
+    """Puts a core's workers to sleep, once it is idle, and wakes them up."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._level = 0
+        self._asleep: set[str] = set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int) -> None:
+        """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
+        check_sleep(self._core.vllm_config, level)
+        if self.is_sleeping:
+            if level == self._level:
+                return
+            raise RuntimeError(f"the engine sleeps at level {self._level}; wake it up first")
+        if self._core.scheduler.has_unfinished_requests():
+            raise RuntimeError("the engine cannot sleep while requests run; abort them first")
+        self._drain()
+        if not self._core.scheduler.reset_prefix_cache():
+            raise RuntimeError("the engine cannot sleep: state blocks are still in use")
+        begin = time.monotonic()
+        self._level, self._asleep = level, set(TAGS)
+        released = sum(self._core.executor.collective_rpc("sleep", args=(level,)))
+        elapsed = time.monotonic() - begin
+        logger.info(
+            "asleep (level %d): %.2f GiB released in %.2f s", level, released / 2**30, elapsed
+        )
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        chosen = check_tags(tags)
+        begin = time.monotonic()
+        self._core.executor.collective_rpc("wake_up", args=(chosen,))
+        self._asleep.difference_update(chosen)
+        left = f", {', '.join(sorted(self._asleep))} still asleep" if self._asleep else ""
+        logger.info("awake in %.2f s%s", time.monotonic() - begin, left)
+
+    def _drain(self) -> None:
+        """Tell the workers what ended and wait for transfers; nobody waits for the outputs."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._core.has_work():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the engine cannot sleep: transfers of finished requests go on")
+            self._core.step()
+            if self._core.only_waits:
+                time.sleep(_TICK_S)
