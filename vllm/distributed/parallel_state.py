@@ -7,6 +7,8 @@ outside an engine is an unsharded layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -134,6 +136,20 @@ def _own_group(partition: list[range]) -> GroupCoordinator:
             own = GroupCoordinator(tuple(ranks), ranks.index(rank), handle)
     assert own is not None, f"rank {rank} is in none of {partition}"
     return own
+
+
+@contextmanager
+def as_first_rank_of(tp_size: int) -> Iterator[None]:
+    """Inside the block layers are built as rank 0 of `tp_size` builds them.
+
+    For shapes only: there are no other ranks to communicate with.
+    """
+    own = _groups.tp
+    _groups.tp = GroupCoordinator(ranks=tuple(range(tp_size)), rank_in_group=0)
+    try:
+        yield
+    finally:
+        _groups.tp = own
 
 
 def model_parallel_is_initialized() -> bool:

@@ -74,13 +74,14 @@ class RotaryEmbedding(nn.Module):
                 f"dimension {self.rotary_dim}"
             )
         inv_freq = inverse_frequencies(self.rotary_dim, rope_parameters)
-        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, inv_freq)
-        # Cosines are computed on the CPU so that every device has the same table.
+        device = torch.get_default_device()
+        # Cosines are computed on the CPU so that every device has the same table; a `meta` one has
+        # no values.
+        where = device if device.type == "meta" else torch.device("cpu")
+        positions = torch.arange(max_position, dtype=torch.float32, device=where)
+        angles = torch.outer(positions, inv_freq.to(where))
         table = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        self.register_buffer(
-            "cos_sin_cache", table.to(torch.get_default_device()), persistent=False
-        )
+        self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated `query, key [tokens, heads * head_size]` (or `[tokens, heads, head_size]`).

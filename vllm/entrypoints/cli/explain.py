@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm explain`: what a configuration allocates, without weights or a GPU."""
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.batch_defaults import UsageContext
+from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.flag_types import human_int
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT])(i?)B")
+
+
+def byte_count(text: str) -> int:
+    """`100GB` (10^11), `96GiB`, `500MB`, or a count with the suffixes of other flags."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return human_int(text)
+    number, prefix, binary = match.groups()
+    return human_int(number + (prefix.upper() + "i" if binary else prefix.lower()))
+
+
+def token_counts(text: str) -> list[int]:
+    """`12,1k,32k` -> `[12, 1000, 32000]`."""
+    return [human_int(part) for part in text.split(",")]
+
+
+class ExplainCommand(CLISubcommand):
+    """Prints tables, JSON or a picture."""
+
+    description = (
+        "Say what a configuration allocates: bytes per kind of state, the page plan, what requests "
+        "cost, what fits, what is wasted and what a changed flag would do. Reads config.json only."
+    )
+
+    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+        parser.add_argument("model_tag", metavar="MODEL", help="Model path or repository.")
+        group = parser.add_argument_group("Explain", "What to explain, and how to show it.")
+        group.add_argument(
+            "--lengths",
+            type=token_counts,
+            metavar="N,N,...",
+            help="Request lengths in tokens, prompt and output together (default: 12,1k,32k, as "
+            "far as --max-model-len allows).",
+        )
+        group.add_argument(
+            "--memory",
+            type=byte_count,
+            metavar="BYTES",
+            help="Memory of the arena, such as 100GB or 96GiB (default: what the engine would use "
+            "here; --num-gpu-blocks-override gives it in pages).",
+        )
+        group.add_argument(
+            "--device-memory",
+            type=byte_count,
+            metavar="BYTES",
+            help="Memory of the device; the arena gets --gpu-memory-utilization of it, less the "
+            "weights and --reserved-memory.",
+        )
+        group.add_argument(
+            "--reserved-memory",
+            type=byte_count,
+            default=0,
+            metavar="BYTES",
+            help="What activations and the driver take of --device-memory; the engine measures it "
+            "at its start (default: 0).",
+        )
+        group.add_argument("--no-what-ifs", action="store_true", help="Only this configuration.")
+        group.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+        group.add_argument(
+            "--plot", type=Path, metavar="FILE", help="Also draw a picture (needs vllm[plot])."
+        )
+        EngineArgs.add_cli_args(parser)
+        parser.set_defaults(model=None)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from vllm.entrypoints.cli.explain_plot import plot
+        from vllm.entrypoints.cli.explain_text import render
+        from vllm.v1.core.explain import Budget, explain
+
+        if args.model is not None:
+            raise VLLMValidationError("give the model as MODEL, not as --model", "model")
+        if args.memory is not None and args.device_memory is not None:
+            raise VLLMValidationError(
+                "--memory is the arena's, --device-memory the device's: give one of them", "memory"
+            )
+        args.model = args.model_tag
+        config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        try:
+            report = explain(
+                config,
+                Budget(args.memory, args.device_memory, args.reserved_memory),
+                args.lengths,
+                what_ifs=not args.no_what_ifs,
+            )
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from error
+        if args.plot is not None:
+            plot(report, args.plot)
+        print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
+        return 0
+
+
+def command(name: str) -> CLISubcommand:
+    """Factory for the command table."""
+    return ExplainCommand()

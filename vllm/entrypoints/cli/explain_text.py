@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An `Explanation` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vllm.v1.core.explain import Explanation, GroupReport, WhatIf
+from vllm.v1.core.explain_request import ByteUse, RequestCost
+
+
+def render(report: Explanation) -> str:
+    """Tables in this order: model and memory, state, requests, use of the bytes, changed flags,
+    decisions."""
+    sections = [
+        list(_head(report)),
+        ["State", *_table(_STATE_COLUMNS, [_state_row(g) for g in report.groups])],
+        list(_pages(report)),
+        [
+            "A request costs",
+            *_table(_cost_columns(report), [_cost_row(c) for c in report.requests]),
+        ],
+        list(_capacity(report)),
+        ["A full arena holds", *_table(_use_columns(report), list(_use_rows(report)))],
+        list(_findings(report)),
+    ]
+    if report.what_ifs:
+        rows = [_what_if_row(w) for w in report.what_ifs if not w.refused]
+        sections.append(["What if", *_table(_what_if_columns(report), rows)])
+        sections.append([f"  {w.flag}: not possible: {w.refused}" for w in _refused(report)])
+    sections.append(["Decisions", *(f"  {line}" for line in _decisions(report))])
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in decimal units: `51.5 MB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            scaled = num_bytes / factor
+            return f"{scaled:,.0f} {unit}" if scaled >= 1000 else f"{scaled:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+# ---- sections ----------------------------------------------------------------------------------
+
+_STATE_COLUMNS = (
+    "kind", "layers", "one layer keeps", "block", "tokens", "per token", "per sequence",
+)  # fmt: skip
+
+
+def _head(report: Explanation) -> Iterator[str]:
+    yield f"{report.architecture} ({report.model}), {report.dtype}"
+    yield (
+        f"block size {report.block_size}, max model len {report.max_model_len:,}, "
+        f"{report.max_num_batched_tokens:,} tokens per step, prefix caching "
+        f"{'on' if report.prefix_caching else 'off'}"
+    )
+    memory = report.memory
+    if memory.device_bytes is not None:
+        yield (
+            f"device {amount(memory.device_bytes)}, weights {amount(memory.weight_bytes)}, "
+            f"reserved {amount(memory.reserved_bytes or 0)}"
+        )
+    else:
+        yield f"weights {amount(memory.weight_bytes)}"
+    yield f"arena {memory.arena_bytes:,} bytes ({memory.source})"
+
+
+def _state_row(group: GroupReport) -> list[str]:
+    paged = group.bytes_per_token is not None
+    return [
+        group.kind,
+        str(group.layers),
+        group.keeps,
+        f"{group.data_bytes:,}",
+        str(group.tokens_per_block) if paged else "all",
+        f"{group.bytes_per_token:,.0f}" if group.bytes_per_token is not None else "",
+        f"{group.bytes_per_sequence:,}" if group.bytes_per_sequence is not None else "",
+    ]
+
+
+def _pages(report: Explanation) -> Iterator[str]:
+    yield f"Pages: {report.num_pages:,} of {report.page_bytes:,} bytes, one of them the null page"
+    rows = [
+        [g.kind, str(g.blocks_per_page), f"{g.stride_bytes:,}", f"{g.padding:.2%}"]
+        for g in report.groups
+    ]
+    yield from _table(("kind", "blocks per page", "bytes per block", "padding"), rows)
+
+
+def _cost_columns(report: Explanation) -> list[str]:
+    blocks = [f"{group.kind} blocks" for group in report.groups]
+    return ["tokens", *blocks, "bytes", "pages alone", "fit at once", "tokens in all", "of ideal"]
+
+
+def _cost_row(cost: RequestCost) -> list[str]:
+    return [
+        f"{cost.num_tokens:,}",
+        *(f"{n:,}" for n in cost.blocks),
+        f"{cost.num_bytes:,}",
+        f"{cost.pages:,}",
+        f"{cost.sequences:,}",
+        f"{cost.tokens:,}",
+        f"{cost.sequences / cost.ideal_sequences:.1%}",
+    ]
+
+
+def _capacity(report: Explanation) -> Iterator[str]:
+    longest = report.max_model_len
+    yield (
+        f"Requests of {longest:,} tokens: {report.max_concurrency:.2f} at once, "
+        f"{report.capacity_tokens:,} tokens."
+    )
+    if report.longest_request < longest:
+        yield (
+            f"The longest request that fits has {report.longest_request:,} tokens: the engine "
+            f"would not start with --max-model-len {longest}."
+        )
+    if report.cached_turn_bytes:
+        yield (
+            f"With prefix caching one cached turn keeps {report.cached_turn_bytes:,} bytes, a copy "
+            "of the recurrent state, beside its tokens' blocks; it can be evicted."
+        )
+
+
+def _use_columns(report: Explanation) -> list[str]:
+    return ["at tokens per request", *(f"{use.num_tokens:,}" for use in report.uses)]
+
+
+def _use_rows(report: Explanation) -> Iterator[list[str]]:
+    def row(what: str, sizes: Sequence[int]) -> list[str]:
+        whole = report.memory.arena_bytes
+        return [what, *(f"{amount(size)} {size / whole:.1%}" for size in sizes)]
+
+    for i, group in enumerate(report.groups):
+        yield row(group.kind, [use.state_bytes[i] for use in report.uses])
+    for i, waste in enumerate(report.uses[0].wastes):
+        sizes = [use.wastes[i].num_bytes for use in report.uses]
+        if any(sizes):
+            yield row(waste.what, sizes)
+    yield row("too little for one more such request", [use.left_bytes for use in report.uses])
+
+
+def _findings(report: Explanation) -> Iterator[str]:
+    """The largest waste and the best change, per length."""
+    for i, use in enumerate(report.uses):
+        text = f"At {use.num_tokens:,} tokens the largest waste is {_waste(report, use)}"
+        best = _best_change(report, i)
+        if best is not None:
+            now, then = report.requests[i].sequences, best.sequences[i]
+            text += f" Most would gain: {best.flag}, {now:,} -> {then:,} requests."
+        yield text
+
+
+def _waste(report: Explanation, use: ByteUse) -> str:
+    waste = use.largest_waste
+    share = waste.num_bytes / report.memory.arena_bytes
+    flag = f"changed by {waste.flag}" if waste.flag else "no flag makes it smaller"
+    return f"{share:.2%}: {waste.what} ({flag})."
+
+
+def _best_change(report: Explanation, index: int) -> WhatIf | None:
+    """The change on the same device that lets the most requests of a length run at once."""
+    changes = [
+        change
+        for change in report.what_ifs
+        if change.sequences and not change.flag.startswith("--tensor-parallel-size")
+    ]
+    best = max(changes, key=lambda change: change.sequences[index], default=None)
+    if best is None or best.sequences[index] <= report.requests[index].sequences:
+        return None
+    return best
+
+
+def _what_if_columns(report: Explanation) -> list[str]:
+    lengths = [cost.num_tokens for cost in report.requests]
+    return [
+        "flag", "page", "pages",
+        *(f"bytes at {n:,}" for n in lengths), *(f"fit at {n:,}" for n in lengths), "",
+    ]  # fmt: skip
+
+
+def _what_if_row(change: WhatIf) -> list[str]:
+    return [
+        change.flag,
+        amount(change.page_bytes),
+        f"{change.num_pages:,}",
+        *(amount(size) for size in change.request_bytes),
+        *(f"{n:,}" for n in change.sequences),
+        change.note,
+    ]
+
+
+def _refused(report: Explanation) -> list[WhatIf]:
+    return [change for change in report.what_ifs if change.refused]
+
+
+def _decisions(report: Explanation) -> Iterator[str]:
+    for decision in report.decisions:
+        rejected = f" instead of {decision.instead_of}" if decision.instead_of else ""
+        yield f"{decision.what}: {decision.chosen}{rejected} ({decision.why})"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: text (the first, and any with letters) to the left, numbers to the right."""
+    cells = [list(columns), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    left = [i == 0 or columns[i] in ("one layer keeps", "") for i in range(len(columns))]
+    return [
+        "  " + "  ".join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in cells
+    ]  # fmt: skip

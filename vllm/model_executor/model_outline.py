@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model without its weights: what its layers keep and how many bytes its parameters take."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import as_first_rank_of
+from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """Of one tensor-parallel rank: `specs` by layer name, in layer order; bytes of all parameters
+    and buffers."""
+
+    specs: dict[str, KVCacheSpec]
+    weight_bytes: int
+
+
+def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
+    """Builds the model on the `meta` device, so that its layers themselves say what they keep.
+
+    Takes no memory and reads no checkpoint; `vllm_config` and the engine that may run from it are
+    left alone. Raises ValueError for what the layers refuse: an unknown architecture, a dtype no
+    kernel reads, heads that `tp_size` does not divide.
+    """
+    assert vllm_config.model_config is not None
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    layers = config.compilation_config.static_forward_context = {}
+    meta = torch.device("meta")
+    with (
+        torch.no_grad(),
+        set_default_torch_dtype(config.model_config.dtype),
+        meta,
+        as_first_rank_of(tp_size),
+        set_current_vllm_config(config),
+    ):
+        model = initialize_model(config)
+        speculative = config.speculative_config
+        if speculative is not None and speculative.uses_extract_hidden_states():
+            ExtractHiddenStatesProposer(config, meta).load_model(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    return ModelOutline(
+        specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
+        weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    )

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine will allocate, computed from its configuration alone.
+
+The layers say what they keep (`outline_model`), the engine's own planner lays it out; nothing here
+repeats their arithmetic. docs/state_memory.md, "Explaining a configuration".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm import decisions
+from vllm.config.resolve import resolve
+from vllm.model_executor.model_outline import ModelOutline, outline_model
+from vllm.platforms import current_platform
+from vllm.v1.core.arena_planner import plan_arena
+from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
+from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
+from vllm.v1.core.state_groups import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    ArenaPlan,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DEFAULT_LENGTHS = (12, 1_000, 32_000)
+TP_SIZES = (1, 2, 4, 8)
+BLOCK_SIZES = (16, 32, 64, 128)
+STATE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory to plan for, in bytes: that of the arena, or that of the device.
+
+    A device's is shared by weights, `reserved_bytes` (activations and driver, which an engine
+    measures at its start) and the arena. Nothing given: what an engine here would use.
+    """
+
+    arena_bytes: int | None = None
+    device_bytes: int | None = None
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group of layers with equal state.
+
+    `data_bytes`: what its layers keep in one block; `stride_bytes`: what the block takes. Paged
+    groups have `tokens_per_block` and `bytes_per_token`, recurrent ones `bytes_per_sequence`.
+    """
+
+    kind: str
+    keeps: str
+    layers: int
+    data_bytes: int
+    stride_bytes: int
+    blocks_per_page: int
+    padding: float
+    tokens_per_block: int | None = None
+    bytes_per_token: float | None = None
+    bytes_per_sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the arena's bytes come from: `source` in words; device figures where they are known."""
+
+    source: str
+    arena_bytes: int
+    weight_bytes: int
+    device_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The same model and memory with one flag changed; per request length of the report.
+
+    `refused`: why that cannot be, with the other fields zero or empty; `note`: what to know.
+    """
+
+    flag: str
+    page_bytes: int = 0
+    num_pages: int = 0
+    arena_bytes: int = 0
+    request_bytes: tuple[int, ...] = ()
+    sequences: tuple[int, ...] = ()
+    note: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """See the fields' types. `capacity_tokens`: tokens held at once in requests of
+    `max_model_len`; `longest_request`: the longest the arena holds, up to `max_model_len`.
+    `cached_turn_bytes`: what the prefix cache keeps per checkpoint besides its tokens' blocks."""
+
+    model: str
+    architecture: str
+    dtype: str
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    memory: Memory
+    page_bytes: int
+    num_pages: int
+    groups: tuple[GroupReport, ...]
+    requests: tuple[RequestCost, ...]
+    uses: tuple[ByteUse, ...]
+    capacity_tokens: int
+    max_concurrency: float
+    longest_request: int
+    cached_turn_bytes: int
+    what_ifs: tuple[WhatIf, ...]
+    decisions: tuple[decisions.Decision, ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A model's groups in an arena."""
+
+    vllm_config: VllmConfig
+    memory: Memory
+    groups: list[KVCacheGroupSpec]
+    arena: ArenaPlan
+
+    def cost(self, num_tokens: int) -> RequestCost:
+        batched = self.vllm_config.scheduler_config.max_num_batched_tokens
+        memory = self.memory.arena_bytes
+        return cost_of_request(self.groups, self.arena, batched, num_tokens, memory)
+
+
+def explain(
+    vllm_config: VllmConfig,
+    budget: Budget | None = None,
+    lengths: Sequence[int] | None = None,
+    *,
+    what_ifs: bool = True,
+) -> Explanation:
+    """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens.
+
+    Raises ValueError for a model without state, a length outside `1..max_model_len`, and memory
+    below one page.
+    """
+    longest = vllm_config.model_config.max_model_len
+    if lengths is None:
+        lengths = [n for n in DEFAULT_LENGTHS if n < longest] or [longest]
+    for length in lengths:
+        if not 0 < length <= longest:
+            raise ValueError(f"length {length} is outside 1..max_model_len ({longest})")
+    budget = budget or Budget()
+    plan = _plan(vllm_config, budget, vllm_config.parallel_config.tensor_parallel_size)
+    model, arena = vllm_config.model_config, plan.arena
+    tokens, concurrency = get_kv_cache_capacity(
+        vllm_config, KVCacheConfig(arena.num_pages, [], plan.groups, arena)
+    )
+    costs = tuple(plan.cost(length) for length in lengths)
+    specs = {name: g.kv_cache_spec for g in plan.groups for name in g.layer_names}
+    return Explanation(
+        model=model.model,
+        architecture=model.architecture,
+        dtype=_dtype_name(model.dtype),
+        block_size=vllm_config.cache_config.block_size,
+        max_model_len=longest,
+        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        memory=plan.memory,
+        page_bytes=arena.page_bytes,
+        num_pages=arena.num_pages,
+        groups=tuple(_report(g, arena, i) for i, g in enumerate(plan.groups)),
+        requests=costs,
+        uses=tuple(
+            use_of_bytes(plan.groups, arena, plan.memory.arena_bytes, cost) for cost in costs
+        ),
+        capacity_tokens=tokens,
+        max_concurrency=concurrency,
+        longest_request=estimate_max_model_len(
+            vllm_config, specs, arena.num_pages * arena.page_bytes
+        ),
+        cached_turn_bytes=sum(
+            arena.block_stride(i)
+            for i, group in enumerate(plan.groups)
+            if isinstance(group.kv_cache_spec, MambaSpec)
+        ),
+        what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
+        decisions=tuple(decisions.decisions()),
+    )
+
+
+# ---- the arena ---------------------------------------------------------------------------------
+
+
+def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
+    outline = outline_model(vllm_config, tp_size)
+    groups = get_kv_cache_groups(vllm_config, dict(outline.specs))
+    if not groups:
+        raise ValueError("the model keeps no state: there is nothing to plan")
+    arena = plan_arena(groups, num_pages=1)
+    memory = _memory(vllm_config, budget, outline, arena.page_bytes)
+    arena = replace(arena, num_pages=memory.arena_bytes // arena.page_bytes)
+    if arena.num_pages < 1:
+        raise ValueError(
+            f"{memory.arena_bytes} bytes ({memory.source}) are less than one page of "
+            f"{arena.page_bytes}"
+        )
+    return _Plan(vllm_config, memory, groups, arena)
+
+
+def _memory(
+    vllm_config: VllmConfig, budget: Budget, outline: ModelOutline, page_bytes: int
+) -> Memory:
+    """The given budget before the configured pages before what an engine here would take."""
+    cache, weights = vllm_config.cache_config, outline.weight_bytes
+    if budget.arena_bytes is not None:
+        return Memory("given", budget.arena_bytes, weights)
+    device, reserved = budget.device_bytes, budget.reserved_bytes
+    if device is None:
+        pages = cache.num_gpu_blocks or cache.num_gpu_blocks_override
+        if pages is not None:
+            source = "the engine's pages" if cache.num_gpu_blocks else "--num-gpu-blocks-override"
+            return Memory(source, pages * page_bytes, weights)
+        if cache.kv_cache_memory_bytes is not None:
+            return Memory("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, weights)
+        if vllm_config.device_config.device_type == "cpu":
+            return Memory("VLLM_CPU_KVCACHE_SPACE", cache.cpu_kvcache_space_bytes, weights)
+        device = current_platform.total_memory_bytes()
+    usable = int(device * cache.gpu_memory_utilization)
+    source = f"{cache.gpu_memory_utilization:g} of the device, less weights and reserve"
+    return Memory(source, max(usable - weights - reserved, 0), weights, device, reserved)
+
+
+def _report(group: KVCacheGroupSpec, arena: ArenaPlan, group_id: int) -> GroupReport:
+    spec, layers = group.kv_cache_spec, len(group.layer_names)
+    data = spec.page_size_bytes * layers
+    plan = arena.groups[group_id]
+    report = GroupReport(
+        kind=_kind(spec),
+        keeps=_keeps(spec),
+        layers=layers,
+        data_bytes=data,
+        stride_bytes=arena.block_stride(group_id),
+        blocks_per_page=plan.blocks_per_page,
+        padding=1.0 - data / arena.block_stride(group_id),
+    )
+    if isinstance(spec, MambaSpec):
+        return replace(report, bytes_per_sequence=data)
+    size = spec.block_size
+    return replace(report, tokens_per_block=size, bytes_per_token=data / size)
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    if isinstance(spec, HiddenStateCacheSpec):
+        return "hidden states"
+    if isinstance(spec, MLAAttentionSpec):
+        return "latent attention"
+    if isinstance(spec, SlidingWindowSpec):
+        return f"sliding window {spec.sliding_window}"
+    if isinstance(spec, MambaSpec):
+        return f"recurrent ({spec.mamba_type.value})"
+    return "attention"
+
+
+def _keeps(spec: KVCacheSpec) -> str:
+    """The state of one layer, in words."""
+    if isinstance(spec, MambaSpec):
+        pairs = zip(spec.shapes, spec.dtypes, strict=True)
+        return " + ".join(f"{list(shape)} {_dtype_name(dtype)}" for shape, dtype in pairs)
+    values: Any = spec
+    what = "rows" if isinstance(spec, MLAAttentionSpec) else "heads"
+    return f"{values.num_kv_heads} {what} x {values.head_size} {_dtype_name(values.dtype)}"
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- changed flags -----------------------------------------------------------------------------
+
+
+def _what_ifs(base: _Plan, budget: Budget, lengths: Sequence[int]) -> tuple[WhatIf, ...]:
+    """One row per flag and value. Given device memory is divided anew, an arena stays as large."""
+    config = base.vllm_config
+    if budget.device_bytes is None:
+        budget = Budget(arena_bytes=base.memory.arena_bytes)
+    ranks = config.parallel_config.tensor_parallel_size
+    rows = []
+    for size in TP_SIZES:
+        flag = f"--tensor-parallel-size {size}"
+        rows.append(_what_if(base, flag, lambda: config, budget, size, lengths))
+    for flag, field, values in _changes(base.groups):
+        for value in values:
+            changed = partial(_changed, config, field, value)
+            rows.append(_what_if(base, f"{flag} {value}", changed, budget, ranks, lengths))
+    return tuple(rows)
+
+
+def _changed(config: VllmConfig, field: str, value: Any) -> VllmConfig:
+    """The configuration with one field of the cache changed; ValueError if it is refused."""
+    changed = copy.copy(config)
+    changed.cache_config = replace(config.cache_config, **{field: value})
+    changed.scheduler_config = copy.copy(config.scheduler_config)
+    changed.compilation_config = copy.copy(config.compilation_config)
+    resolve(changed)
+    return changed
+
+
+def _changes(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """`(flag, field of the cache config, values)` that bear on these groups."""
+    changes: list[tuple[str, str, tuple[Any, ...]]] = [("--block-size", "block_size", BLOCK_SIZES)]
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+        changes += [
+            ("--mamba-ssm-cache-dtype", "mamba_ssm_cache_dtype", STATE_DTYPES),
+            ("--mamba-cache-dtype", "mamba_cache_dtype", STATE_DTYPES),
+        ]
+    return [*changes, ("--kv-cache-dtype", "cache_dtype", STATE_DTYPES)]
+
+
+def _what_if(
+    base: _Plan,
+    flag: str,
+    config: Callable[[], VllmConfig],
+    budget: Budget,
+    tp_size: int,
+    lengths: Sequence[int],
+) -> WhatIf:
+    try:
+        plan = _plan(config(), budget, tp_size)
+    except ValueError as error:
+        return WhatIf(flag, refused=str(error))
+    costs = [plan.cost(length) for length in lengths]
+    return WhatIf(
+        flag,
+        page_bytes=plan.arena.page_bytes,
+        num_pages=plan.arena.num_pages,
+        arena_bytes=plan.memory.arena_bytes,
+        request_bytes=tuple(cost.num_bytes for cost in costs),
+        sequences=tuple(cost.sequences for cost in costs),
+        note="; ".join(_notes(base, plan, tp_size)),
+    )
+
+
+def _notes(base: _Plan, plan: _Plan, tp_size: int) -> list[str]:
+    if plan.groups == base.groups:
+        return ["as configured"]
+    parallel = base.vllm_config.parallel_config
+    if tp_size == parallel.tensor_parallel_size:
+        return []
+    notes = ["per device"]
+    if _layer_bytes(plan) * tp_size > _layer_bytes(base) * parallel.tensor_parallel_size:
+        notes.append("some state is replicated")
+    try:
+        replace(parallel, tensor_parallel_size=tp_size)
+    except ValueError:
+        notes.append("not run by this version")
+    return notes
+
+
+def _layer_bytes(plan: _Plan) -> int:
+    """Bytes of one block of every layer."""
+    return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in plan.groups)
