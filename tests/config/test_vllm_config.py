@@ -289,3 +289,20 @@ def test_model_family_rules_are_applied(llama: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(model_rules.MODELS_CONFIG_MAP, "LlamaForCausalLM", Rules)
     config = VllmConfig(model_config=ModelConfig(llama))
     assert seen == [config]
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_convolution_state_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converts: bool
+) -> None:
+    """Kernels that cannot convert it are found out at the start, not in the first step."""
+    monkeypatch.setattr(type(current_platform), "converts_conv_state", converts)
+    model = ModelConfig(write_config(tmp_path, "hybrid"), dtype="bfloat16")
+    for same in ("auto", "bfloat16"):
+        VllmConfig(model_config=model, cache_config=CacheConfig(mamba_cache_dtype=same))  # type: ignore[arg-type]
+    other = CacheConfig(mamba_cache_dtype="float32")
+    if converts:
+        VllmConfig(model_config=model, cache_config=other)
+        return
+    with pytest.raises(VLLMValidationError, match="--mamba-cache-dtype float32.*bfloat16; leave"):
+        VllmConfig(model_config=model, cache_config=other)

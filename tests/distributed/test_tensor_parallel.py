@@ -2,13 +2,13 @@
 """Two processes, each with half of a model, give the logits of one."""
 
 import multiprocessing
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.model_executor.harness import Chunk, Harness, naive_kernels
+from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from vllm.distributed import parallel_state
 
@@ -30,24 +30,18 @@ def _rank(rank: int, port: int, paths: list[Path], out: Path) -> None:
     parallel_state.destroy_distributed_environment()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares CPU processes")
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
     """Attention, gated delta net, biases, tied and untied heads, all sharded."""
     paths = [tiny_model(family) for family in ("llama3_rope", "qwen3", "qwen3_5")]
     spawn = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     ranks = [spawn.Process(target=_rank, args=(r, port, paths, tmp_path)) for r in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in ranks] == [0, 0]
     first, second = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     for path, half, other in zip(paths, first, second, strict=True):

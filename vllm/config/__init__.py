@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.config.scheduler import SchedulerConfig
     from vllm.config.speculative import SpeculativeConfig
+    from vllm.config.structured_outputs import StructuredOutputsConfig
     from vllm.config.vllm import VllmConfig
 
 #: submodule -> names it offers
@@ -50,6 +51,7 @@ _MODULES = {
     "parallel": ("ParallelConfig",),
     "scheduler": ("SchedulerConfig",),
     "speculative": ("SpeculativeConfig",),
+    "structured_outputs": ("StructuredOutputsConfig",),
     "vllm": ("VllmConfig",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -70,6 +72,7 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "StructuredOutputsConfig",
     "VllmConfig",
     "get_current_vllm_config",
     "get_current_vllm_config_or_none",

@@ -16,6 +16,10 @@ def _cpu_space() -> int:
     return int(envs.VLLM_CPU_KVCACHE_SPACE * _GIB)
 
 
+def _sanitize() -> bool:
+    return bool(envs.VLLM_SANITIZE)
+
+
 @config
 class CacheConfig:
     """State memory of the model's layers."""
@@ -42,8 +46,7 @@ class CacheConfig:
     enable_prefix_caching: bool = option(
         default=True,
         resolved=True,
-        help="Reuse the state of common prefixes; on for models with attention only, off for "
-        "models with recurrent layers.",
+        help="Reuse the state of common prefixes, recurrent state included.",
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = option(
         default="sha256", help="Hash of prefix blocks."
@@ -55,12 +58,22 @@ class CacheConfig:
         default="auto",
         help="Dtype of the recurrent state; `auto` is the checkpoint's choice, else float32.",
     )
-    mamba_block_size: int | None = option(
-        default=None, flag=False, help="Tokens per recurrent block; a block is a whole sequence."
-    )
-    mamba_cache_mode: Literal["none"] = option(
+    mamba_cache_mode: Literal["none", "align", "all"] = option(
         default="none",
-        help="Which recurrent states are kept for reuse; only `none` (the running one) so far.",
+        help="Checkpoints of recurrent state for the prefix cache besides those at exact token "
+        "counts (ends of prompts and turns, learnt divergences, marks): `all` adds one every "
+        "--mamba-block-size prompt tokens; `none` and `align` add nothing.",
+    )
+    mamba_block_size: int | None = option(
+        default=None,
+        kind=FlagKind.HUMAN_INT,
+        help="Prompt tokens between the checkpoints of --mamba-cache-mode=all; 1024 by default.",
+    )
+    sanitize: bool = option(
+        default_factory=_sanitize,
+        help="Check the use of state memory in every step: freed blocks are filled with NaN, block "
+        "tables are compared with who owns what, and the first bad read or write ends the engine, "
+        "naming request, group, block and token. Also switched on by VLLM_SANITIZE=1.",
     )
     sliding_window: int | None = option(
         default=None, flag=False, help="The model's window in tokens, when all layers share it."
@@ -81,6 +94,15 @@ class CacheConfig:
             _fail("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             _fail("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
+        if self.mamba_block_size is not None and self.mamba_block_size < 1:
+            _fail("mamba_block_size", self.mamba_block_size, "positive")
+        if self.mamba_block_size is not None and self.mamba_cache_mode != "all":
+            raise VLLMValidationError(
+                "--mamba-block-size needs --mamba-cache-mode=all: other checkpoints are not "
+                "aligned",
+                "mamba_block_size",
+                self.mamba_block_size,
+            )
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
             _fail(
                 "num_gpu_blocks_override",
@@ -89,6 +111,11 @@ class CacheConfig:
             )
         if self.cpu_kvcache_space_bytes < 1:
             raise VLLMValidationError("the variable VLLM_CPU_KVCACHE_SPACE must be positive")
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Prompt tokens between additional checkpoints of recurrent state; None for none."""
+        return (self.mamba_block_size or 1024) if self.mamba_cache_mode == "all" else None
 
     def metrics_info(self) -> dict[str, str]:
         """The fields as label values of the metric `vllm:cache_config_info`."""

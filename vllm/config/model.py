@@ -98,6 +98,10 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(
         default=False, help="Load no tokenizer; prompts are token ids and no text is returned."
     )
+    enable_sleep_mode: bool = option(
+        default=False,
+        help="Allow `sleep` and `wake_up`, which free the device memory for a while.",
+    )
     served_model_name: str | list[str] | None = option(
         default=None,
         help="Names under which the model is served; the first appears in responses and metrics.",
@@ -116,7 +120,9 @@ class ModelConfig:
         help="Source of sampling defaults: `auto` (the checkpoint), `vllm` (none), or a directory.",
     )
     override_generation_config: dict[str, Any] = option(
-        default_factory=dict, kind=FlagKind.JSON, help="Changes to the sampling defaults."
+        default_factory=dict,
+        kind=FlagKind.JSON,
+        help="Changes to the generation config: sampling defaults, end-of-sequence ids.",
     )
     runner: Literal["auto", "generate"] = option(
         default="auto", help="Kind of service; only generation models are served."
@@ -302,18 +308,20 @@ class ModelConfig:
         return shared_sliding_window(self.hf_text_config)
 
     def try_get_generation_config(self) -> dict[str, Any]:
-        """Generation settings of the checkpoint, per `generation_config`."""
+        """Generation settings of the checkpoint, per `generation_config`; overrides win."""
         from vllm.transformers_utils.config import get_generation_config
 
         if self.generation_config == "vllm":
-            return {}
-        if self.generation_config == "auto":
-            return get_generation_config(self.model, revision=self.revision)
-        return get_generation_config(self.generation_config, required=True)
+            found = {}
+        elif self.generation_config == "auto":
+            found = get_generation_config(self.model, revision=self.revision)
+        else:
+            found = get_generation_config(self.generation_config, required=True)
+        return {**found, **self.override_generation_config}
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
-        """Default sampling parameters, named as in `SamplingParams`; overrides win."""
-        settings = {**self.try_get_generation_config(), **self.override_generation_config}
+        """Default sampling parameters, named as in `SamplingParams`."""
+        settings = self.try_get_generation_config()
         return {
             field: settings[key]
             for key, field in _SAMPLING_KEYS.items()

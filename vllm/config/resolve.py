@@ -29,6 +29,7 @@ def resolve(config: VllmConfig) -> None:
     _adopt_attention_config(config)
     _adopt_model_length(config)
     _apply_model_rules(config)
+    _check_convolution_dtype(config)
     _resolve_recurrent_dtypes(config)
     _resolve_speculation(config)
     _resolve_hybrid_manager(config)
@@ -57,6 +58,22 @@ def _adopt_model_length(config: VllmConfig) -> None:
     config.scheduler_config.max_model_len = model.max_model_len
     if config.cache_config.sliding_window is None:
         config.cache_config.sliding_window = model.get_sliding_window()
+
+
+def _check_convolution_dtype(config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    model, asked = config.model_config, config.cache_config.mamba_cache_dtype
+    if model is None or not model.is_hybrid or asked == "auto":
+        return
+    of_model = str(model.dtype).removeprefix("torch.")
+    if asked != of_model and not current_platform.converts_conv_state:
+        raise VLLMValidationError(
+            f"--mamba-cache-dtype {asked}: on this device the convolution's state has the dtype "
+            f"of the model, {of_model}; leave it out or add --dtype {asked}",
+            parameter="mamba_cache_dtype",
+            value=asked,
+        )
 
 
 def _resolve_recurrent_dtypes(config: VllmConfig) -> None:

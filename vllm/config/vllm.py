@@ -20,6 +20,7 @@ from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
+from vllm.config.structured_outputs import StructuredOutputsConfig
 
 
 def _short_id() -> str:
@@ -71,12 +72,21 @@ class VllmConfig:
         default=None, kind=FlagKind.JSON, help="KV connector, a JSON object."
     )
     kv_events_config: KVEventsConfig | None = option(
-        default=None, flag=False, help="Publishing of cache events."
+        default=None,
+        kind=FlagKind.JSON,
+        help="Publishing of what the prefix cache holds, a JSON object: "
+        '{"enable_kv_cache_events": true}.',
     )
     additional_config: dict[str, Any] = option(
         default_factory=dict,
         kind=FlagKind.JSON,
         help="A free JSON object for plugins.",
+    )
+    structured_outputs_config: StructuredOutputsConfig = option(
+        default_factory=StructuredOutputsConfig,
+        resolved=True,
+        kind=FlagKind.JSON,
+        help='Structured outputs, a JSON object: {"disable_any_whitespace": true}.',
     )
     attention_backend: str | None = option(
         default=None,
