@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q
+# One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
 
@@ -54,16 +56,16 @@ lint: build ## ruff and mypy
 	$(PY) -m mypy vllm
 
 test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
-	$(PYTEST) tests -m "not gpu and not parity and not e2e and not extraction"
+	$(PARALLEL) tests -m "not gpu and not parity and not e2e and not extraction"
 
 test-parity: build ## token-exact against transformers
-	$(PYTEST) tests -m "parity and not gpu"
+	$(PARALLEL) tests -m "parity and not gpu"
 
 test-e2e: build ## real server, real clients
-	$(PYTEST) tests -m "e2e and not gpu"
+	$(PARALLEL) tests -m "e2e and not gpu"
 
 test-extraction: build ## hidden-state extraction, end to end
-	$(PYTEST) tests -m "extraction and not gpu"
+	$(PARALLEL) tests -m "extraction and not gpu"
 
 test-gpu: build ## what needs a GPU
 	$(PYTEST) tests -m gpu

@@ -3,7 +3,18 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core processes are forked although tests that ran before may have left threads: those are
+    idle, and a spawned process would import everything again."""
+    from vllm.v1.engine import core_process
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr(core_process, "_other_threads", list)

@@ -31,15 +31,14 @@ def test_unknown_name() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, time\n"
-        "start = time.perf_counter()\n"
+        "import sys\n"
+        "before = set(sys.modules)\n"
         "import vllm\n"
-        "elapsed = time.perf_counter() - start\n"
         "heavy = {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "assert elapsed < 0.5, elapsed\n"
+        "assert len(set(sys.modules) - before) < 100\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
 def test_the_parser_does_not_need_torch() -> None:
@@ -47,7 +46,7 @@ def test_the_parser_does_not_need_torch() -> None:
         "import sys, vllm.utils.argparse_utils, vllm.sampling_params\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
 def test_version() -> None:

@@ -70,6 +70,7 @@ _VARIABLES = (
     Variable("VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between throughput log lines"),
     Variable("VLLM_NO_USAGE_STATS", _bool, False, "accepted; nothing is ever reported"),
     Variable("VLLM_DO_NOT_TRACK", _bool, False, "accepted; nothing is ever reported"),
+    Variable("VLLM_STARTUP_PHASES", _optional, None, "file for the phases of the start"),
     # processes
     Variable(
         "VLLM_WORKER_MULTIPROC_METHOD",
@@ -107,6 +108,7 @@ _VARIABLES = (
     Variable("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _bool, False, "allow exceeding the model's length"),
     Variable("VLLM_BATCH_INVARIANT", _bool, False, "ask for batch-invariant kernels"),
     Variable("VLLM_SKIP_P2P_CHECK", _bool, False, "accepted"),
+    Variable("VLLM_SANITIZE", _bool, False, "check every use of state memory, as --sanitize"),
     # caches, connectors and events
     Variable("VLLM_CACHE_ROOT", str, _xdg("XDG_CACHE_HOME", "~/.cache"), "cache directory"),
     Variable("VLLM_CONFIG_ROOT", str, _xdg("XDG_CONFIG_HOME", "~/.config"), "config directory"),

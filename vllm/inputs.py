@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms a prompt may take."""
+"""Forms a prompt may take; for the `cache_*` keys see `vllm.cache_options.CacheOptions`."""
 
 from typing import Any, TypeAlias, TypedDict
 
@@ -13,6 +13,9 @@ class TextPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
     mm_processor_kwargs: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
+    cache_checkpoints: NotRequired[list[int]]
+    cache_pin_seconds: NotRequired[float]
+    return_cache_report: NotRequired[bool]
 
 
 class TokensPrompt(TypedDict):
@@ -23,6 +26,9 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
     mm_processor_kwargs: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
+    cache_checkpoints: NotRequired[list[int]]
+    cache_pin_seconds: NotRequired[float]
+    return_cache_report: NotRequired[bool]
 
 
 #: one prompt; a bare list of integers is token ids

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.cache_options import CacheReport
 from vllm.logger import init_logger
 from vllm.logprobs import PromptLogprobs, SampleLogprobs
 
@@ -72,6 +73,7 @@ class RequestOutput:
         num_cached_tokens: int | None = None,
         *,
         kv_transfer_params: dict[str, Any] | None = None,
+        cache_report: CacheReport | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -88,6 +90,7 @@ class RequestOutput:
         self.encoder_prompt_token_ids = encoder_prompt_token_ids
         self.num_cached_tokens = num_cached_tokens
         self.kv_transfer_params = kv_transfer_params
+        self.cache_report = cache_report
 
     def add(self, new: RequestOutput, aggregate: bool) -> None:
         """Merge a later output; completions are appended (`aggregate`) or replaced."""
@@ -96,6 +99,7 @@ class RequestOutput:
         self.num_cached_tokens = new.num_cached_tokens
         self.kv_transfer_params = new.kv_transfer_params or self.kv_transfer_params
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        self.cache_report = self.cache_report or new.cache_report
         known = {completion.index: i for i, completion in enumerate(self.outputs)}
         for completion in new.outputs:
             i = known.get(completion.index)

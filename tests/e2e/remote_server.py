@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,11 @@ import httpx
 import openai
 import psutil
 
+from tests.ports import free_port
+
 #: seconds until a tiny model must be ready, on a busy machine
 _START_TIMEOUT_S = 240.0
-_STOP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 90.0
 
 
 class RemoteServer:
@@ -31,9 +32,7 @@ class RemoteServer:
     """
 
     def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.model = str(model)
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-server-", suffix=".log")  # noqa: SIM115
@@ -98,7 +97,7 @@ class RemoteServer:
 
     def get(self, path: str) -> Any:
         """JSON of the reply."""
-        reply = httpx.get(self.url + path, timeout=30)
+        reply = httpx.get(self.url + path, timeout=120)
         assert reply.status_code == 200, reply.text
         return reply.json()
 

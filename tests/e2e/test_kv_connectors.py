@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.outputs import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 PROMPTS = [[(7 * i + 3 * n) % 256 for i in range(n)] for n in (1, 17, 18, 40, 100)]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import re
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from tests.e2e.conftest import MAX_MODEL_LEN
 from tests.e2e.remote_server import RemoteServer
 from tests.entrypoints.bad_input import bad_requests
 from tests.tiny_models import VOCAB_SIZE, hf_reference_generate, tiny_model
+from vllm.entrypoints.cli.main import main
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +58,35 @@ def test_stream_equals_reply(server: RemoteServer) -> None:
         text += chunk.choices[0].text
         tokens += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
     assert text == whole["text"] and tokens == whole["logprobs"]["tokens"]
+
+
+def streamed_text(server: RemoteServer, path: str, body: dict) -> str:
+    text = ""
+    with httpx.stream("POST", server.url + path, json={**body, "stream": True}) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                text += choice["text"] if "text" in choice else choice["delta"]["content"]
+    return text
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Größe — naïve", "日本語と中文", "नमस्ते दुनिया", "👩‍👩‍👧 🏳️‍🌈 שלום"]
+)
+def test_streamed_text_equals_the_reply_byte_for_byte(server: RemoteServer, prompt: str) -> None:
+    """A random model's bytes are mostly no whole characters, which is the hard case."""
+    body = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    completion = {**body, "prompt": prompt, "echo": True}
+    chat = {**body, "messages": [{"role": "user", "content": prompt}]}
+    whole = server.post("/v1/completions", **completion)["choices"][0]["text"]
+    assert streamed_text(server, "/v1/completions", completion) == whole
+    (choice,) = server.post("/v1/chat/completions", **chat)["choices"]
+    assert streamed_text(server, "/v1/chat/completions", chat) == choice["message"]["content"]
+    middle = whole[len(prompt) :][4:7]
+    completion["stop"] = [middle]
+    stopped = server.post("/v1/completions", **completion)["choices"][0]
+    assert stopped["stop_reason"] == middle
+    assert streamed_text(server, "/v1/completions", completion) == stopped["text"]
 
 
 def test_seeded_sampling_repeats(server: RemoteServer) -> None:
@@ -200,3 +232,14 @@ def test_render_matches_generation(server: RemoteServer) -> None:
     text = server.post("/detokenize", tokens=rendered["token_ids"])["prompt"]
     again = server.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
     assert again == rendered["token_ids"]
+
+
+def test_bench_serve_counts_what_the_server_did(server: RemoteServer, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    load = ["--num-prompts", "8", "--random-input-len", "20", "--random-output-len", "6"]
+    saved = ["--save-detailed", "--result-filename", str(path), "--disable-tqdm"]
+    assert main(["bench", "serve", "--base-url", server.url, "--ignore-eos", *load, *saved]) == 0
+    result = json.loads(path.read_text())
+    assert (result["completed"], result["failed"], result["model_id"]) == (8, 0, "tiny")
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (160, 48)
+    assert result["output_lens"] == [6] * 8 and 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]

@@ -153,7 +153,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_offloading_size": 4}, "--kv-offloading-size 4"),
     ({"mm_processor_kwargs": {"a": 1}}, "--mm-processor-kwargs"),
     ({"gdn_prefill_backend": "x"}, "--gdn-prefill-backend"),
-    ({"kv_events_config": {"enable_kv_cache_events": True}}, "--kv-events-config"),
     ({"cpu_offload_gb": 1}, "--cpu-offload-gb 1"),
 ]
 
@@ -222,8 +221,8 @@ def test_flags(line: list[str], field: str, value: Any) -> None:
     [
         ("llama", None, True),
         ("llama", False, False),
-        ("hybrid", None, False),
-        ("hybrid", True, True),
+        ("hybrid", None, True),
+        ("hybrid", False, False),
     ],
 )
 def test_prefix_caching(tmp_path: Path, family: str, given: bool | None, result: bool) -> None:
@@ -231,7 +230,17 @@ def test_prefix_caching(tmp_path: Path, family: str, given: bool | None, result:
     config = EngineArgs(model=path, enable_prefix_caching=given).create_engine_config()
     assert config.cache_config.enable_prefix_caching is result
     assert (record("enable_prefix_caching") is not None) == (given is None)
-    assert (record("prefix cache hits") is not None) == (family == "hybrid" and given is True)
+
+
+def test_checkpoint_modes(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "hybrid")
+    aligned = EngineArgs(model=path, mamba_cache_mode="align").create_engine_config()
+    assert aligned.cache_config.checkpoint_interval is None
+    assert record("mamba_cache_mode") is not None
+    every = EngineArgs(model=path, mamba_cache_mode="all").create_engine_config()
+    assert every.cache_config.checkpoint_interval == 1024
+    args = EngineArgs(model=path, mamba_cache_mode="all", mamba_block_size=64)
+    assert args.create_engine_config().cache_config.checkpoint_interval == 64
 
 
 def test_async_scheduling(llama: str) -> None:

@@ -31,16 +31,16 @@ def start(name: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     process = start(name, *arguments)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=280)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Poll often, so that the caller acts within milliseconds; fails if the process ends first."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "waited for two minutes"
+        assert time.monotonic() < deadline, "waited for four minutes"
         time.sleep(0.001)
 
 
@@ -51,5 +51,5 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def assert_gone(processes: list[psutil.Process]) -> None:
     """All of them end soon."""
     assert processes
-    alive = psutil.wait_procs(processes, timeout=20)[1]
+    alive = psutil.wait_procs(processes, timeout=90)[1]
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -61,7 +61,7 @@ def test_prefix_cached(family: str, make_engine: MakeEngine) -> None:
         # Everything but the last partial block was computed in the first round.
         assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in batch]
     else:
-        assert hits == [0, 0, 0], "recurrent state has no checkpoints yet"
+        assert hits == [len(prompt) - 1 for prompt in batch]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,7 @@ from vllm.config import (
     CacheConfig,
     CompilationConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     LoadConfig,
     ModelConfig,
@@ -22,18 +23,19 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
+    StructuredOutputsConfig,
     VllmConfig,
 )
 from vllm.config.base import build, check_keys
 from vllm.config.hybrid_manager import resolve_hybrid_manager
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
-from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, UnsupportedFlag, check_unsupported
+from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
-from vllm.utils.flag_types import json_value, optional
+from vllm.utils.startup_phases import startup_phase
 
 logger = init_logger(__name__)
 
@@ -106,11 +108,7 @@ class EngineArgs(_Fields):
         other.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line "
                            "is stronger.")  # fmt: skip
         other.add_argument("--swap-space", type=float, help="Ignored, with a warning.")
-        refused = parser.add_argument_group(
-            "Unsupported", "Accepted at their default value only; any other value is an error."
-        )
-        for name, flag in UNSUPPORTED_FLAGS.items():
-            _add_unsupported(refused, name, flag)
+        add_unsupported(parser, "Unsupported", UNSUPPORTED_FLAGS)
         return parser
 
     @classmethod
@@ -141,6 +139,7 @@ class EngineArgs(_Fields):
         config.verify_architecture()
         return config
 
+    @startup_phase("config")
     def create_engine_config(
         self, usage_context: UsageContext = UsageContext.UNKNOWN_CONTEXT
     ) -> VllmConfig:
@@ -155,6 +154,15 @@ class EngineArgs(_Fields):
         if self.attention_config is not None:
             given = self.attention_config
             values["attention_config"] = build(AttentionConfig, given, "--attention-config")
+        if self.kv_events_config is not None:
+            given = self.kv_events_config
+            values["kv_events_config"] = build(KVEventsConfig, given, "--kv-events-config")
+        if self.structured_outputs_config is not None:
+            values["structured_outputs_config"] = build(
+                StructuredOutputsConfig,
+                self.structured_outputs_config,
+                "--structured-outputs-config",
+            )
         values.update(
             model_config=model,
             cache_config=self._cache_config(model),
@@ -173,12 +181,11 @@ class EngineArgs(_Fields):
         values = self._values(CacheConfig)
         caching = self.enable_prefix_caching
         if caching is None:
-            caching = not model.is_hybrid
-            why = "all state is attention" if caching else "recurrent state is not checkpointed yet"
-            decisions.record("enable_prefix_caching", caching, why, not caching)
-        elif caching and model.is_hybrid:
-            why = "recurrent state is not checkpointed yet, so no prefix can be continued"
-            decisions.record("prefix cache hits", 0, why)
+            caching = True
+            decisions.record("enable_prefix_caching", True, "every kind of state can be continued")
+        if model.is_hybrid and values.get("mamba_cache_mode") == "align":
+            why = "checkpoints are kept at exact token counts, so nothing needs aligning"
+            decisions.record("mamba_cache_mode", "none", why, "align")
         return CacheConfig(**{**values, "enable_prefix_caching": caching})
 
     def _scheduler_config(
@@ -285,25 +292,4 @@ def _fail_twice(key: str, structured: str, flag: str | None = None) -> None:
     raise VLLMValidationError(
         f"{key} is given both by {flag or _flag(key)} and in {structured}; use one of them",
         parameter=key,
-    )
-
-
-def _add_unsupported(group: argparse._ArgumentGroup, name: str, flag: UnsupportedFlag) -> None:
-    settings: dict[str, Any]
-    if isinstance(flag.default, bool):
-        settings = {"action": argparse.BooleanOptionalAction}
-    elif isinstance(flag.default, int | float):
-        settings = {"type": type(flag.default), "metavar": "X"}
-    elif isinstance(flag.default, dict) or name.endswith(("_config", "_kwargs")):
-        settings = {"type": optional(json_value), "metavar": "JSON"}
-    else:
-        settings = {"type": optional(str), "metavar": "TEXT"}
-    text = f"Not supported yet: {flag.what}; instead, {flag.instead}."
-    group.add_argument(
-        *flag.aliases,
-        _flag(name),
-        dest=name,
-        default=flag.default,
-        help=text,
-        **settings,
     )

@@ -56,6 +56,11 @@ def parse_chat_messages(
     ]
 
 
+def message_text(message: dict[str, Any]) -> str:
+    """The content of a message as one string."""
+    return str(_parse_content("content", message.get("content"), "string"))
+
+
 def _fail(where: str, message: str) -> VLLMValidationError:
     return VLLMValidationError(f"{where}: {message}", parameter=where)
 

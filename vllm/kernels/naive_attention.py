@@ -60,5 +60,7 @@ def attend(
     visible = k_pos <= q_pos
     if sliding_window is not None:
         visible &= k_pos > q_pos - sliding_window
+    # Blocks that slid out may be another group's by now: not even 0 times a value.
+    value = value.masked_fill(~visible.any(0)[:, None, None], 0)
     probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, value).to(query.dtype)

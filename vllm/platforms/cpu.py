@@ -53,6 +53,7 @@ class CpuPlatform(Platform):
     dispatch_key = "CPU"
     dist_backend = "gloo"
     supports_graphs = False
+    converts_conv_state = False
     supports_pinned_memory = False
 
     @property

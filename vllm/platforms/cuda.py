@@ -92,6 +92,7 @@ class CudaPlatform(Platform):
     dispatch_key = "CUDA"
     dist_backend = "nccl"
     supports_graphs = True
+    converts_conv_state = True
     supports_pinned_memory = True
 
     @property

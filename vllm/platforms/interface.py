@@ -32,6 +32,8 @@ class Platform(ABC):
     dist_backend: ClassVar[str]
     #: whether a batch shape can be captured once and replayed
     supports_graphs: ClassVar[bool]
+    #: whether a convolution's state may have another dtype than its inputs
+    converts_conv_state: ClassVar[bool]
     #: whether copies to pinned host memory can overlap with compute
     supports_pinned_memory: ClassVar[bool]
 

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.cache_options import CacheOptions, CacheReport
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHasher
+    from vllm.v1.structured_output.grammar import RequestGrammar
 
 
 class RequestStatus(enum.IntEnum):
@@ -45,6 +46,9 @@ _FINISH_REASONS = {
 }
 
 
+_NO_OPTIONS = CacheOptions()
+
+
 class Request:
     """Tokens, progress and block hashes of one request.
 
@@ -67,7 +71,8 @@ class Request:
         client_index: int = 0,
         lora_request: Any | None = None,
         mm_features: list[Any] | None = None,
-        block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+        cache: CacheOptions = _NO_OPTIONS,
+        block_hasher: BlockHasher | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -80,6 +85,8 @@ class Request:
         self.client_index = client_index
         self.lora_request = lora_request
         self.mm_features = mm_features or []
+        self.cache = cache
+        self.cache_report: CacheReport | None = None
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -96,6 +103,8 @@ class Request:
         self.queued_time = 0.0
         self.first_scheduled_time = 0.0
         self.max_tokens = 0
+        #: what constrains the output, None for free text
+        self.grammar: RequestGrammar | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
         if sampling_params is not None:
             assert sampling_params.max_tokens is not None
@@ -104,13 +113,14 @@ class Request:
             self.kv_transfer_params = extra.get("kv_transfer_params")
         self.block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
+        self._prefix_hashes: dict[int, BlockHash] = {}
         self._extend_block_hashes()
 
     @classmethod
     def from_engine_core_request(
         cls,
         request: EngineCoreRequest,
-        block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+        block_hasher: BlockHasher | None = None,
     ) -> Request:
         return cls(
             request_id=request.request_id,
@@ -121,12 +131,32 @@ class Request:
             priority=request.priority,
             cache_salt=request.cache_salt,
             client_index=request.client_index,
+            cache=request.cache,
             block_hasher=block_hasher,
         )
 
     def _extend_block_hashes(self) -> None:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per entry of `block_hashes`."""
+        assert self._block_hasher is not None
+        return self._block_hasher.block_size
+
+    def prefix_parent(self, num_tokens: int) -> BlockHash:
+        """Hash of the full blocks of the first `num_tokens` tokens."""
+        assert self._block_hasher is not None
+        return self._block_hasher.parent(self, num_tokens)
+
+    def prefix_hash(self, num_tokens: int) -> BlockHash:
+        """Hash of exactly the first `num_tokens` tokens, all known."""
+        found = self._prefix_hashes.get(num_tokens)
+        if found is None:
+            assert self._block_hasher is not None
+            found = self._prefix_hashes[num_tokens] = self._block_hasher.prefix(self, num_tokens)
+        return found
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:
         """Add tokens that came back from the workers."""
@@ -140,9 +170,12 @@ class Request:
 
     def truncate_output(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` output tokens."""
+        if self.grammar is not None:
+            self.grammar.rewind(num_tokens)
         del self.output_token_ids[num_tokens:]
         del self.all_token_ids[self.num_prompt_tokens + num_tokens :]
         self.block_hashes.clear()
+        self._prefix_hashes.clear()
         self._extend_block_hashes()
 
     @property

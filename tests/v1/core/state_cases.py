@@ -13,6 +13,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import (
     ArenaPlan,
     FullAttentionSpec,
@@ -52,7 +53,7 @@ def recurrent(**changes: Any) -> MambaSpec:
         "dtypes": (torch.bfloat16, torch.float32),
         **changes,
     }
-    return MambaSpec(block_size=BLOCK, **fields)
+    return MambaSpec(**{"block_size": BLOCK, **fields})
 
 
 def vllm_config(
@@ -135,3 +136,31 @@ def done(manager: KVCacheManager, name: str, tokens) -> None:
     req = request(name, tokens)
     assert run(manager, req)
     manager.free(req)
+
+
+def step(manager: KVCacheManager, *requests: Request, budget: int = 10_000) -> list[BlockCopy]:
+    """One scheduler step of these requests, cut where checkpoints are due; the copies it makes."""
+    manager.begin_step()
+    for req in requests:
+        blocks, hit = None, 0
+        if req.num_computed_tokens == 0:
+            blocks, hit = manager.get_computed_blocks(req)
+            manager.plan_checkpoints(req, hit)
+        computed = req.num_computed_tokens + hit
+        end = manager.chunk_end(req.request_id, computed) or req.num_tokens
+        new = min(end - computed, budget)
+        assert manager.allocate_slots(req, new, hit, blocks) is not None
+        req.num_computed_tokens = computed + new
+    before, after = manager.take_copies()
+    return before + after
+
+
+def generate(manager: KVCacheManager, req: Request, num_tokens: int, first: int = 100) -> None:
+    """Compute the prompt and all but the last of `num_tokens` sampled tokens `first, ...`."""
+    for i in range(num_tokens + 1):
+        while req.num_computed_tokens < req.num_tokens:
+            step(manager, req)
+        if i < num_tokens:
+            req.append_output_token_ids(first + i)
+            if i == num_tokens - 1:
+                return

@@ -50,8 +50,6 @@ def test_amounts_are_checked():
         manager.allocate_slots(request("a", range(50)), 33)
     with pytest.raises(ValueError, match="watermark"):
         manager_of([full()], 10, watermark=1.0)
-    with pytest.raises(ValueError, match="events"):
-        manager_of([full()], 10, enable_kv_cache_events=True)
 
 
 def test_unknown_requests():

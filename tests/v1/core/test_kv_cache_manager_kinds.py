@@ -4,8 +4,6 @@
 import pytest
 from state_cases import done, full, manager_of, recurrent, request, run, window
 
-from vllm import decisions
-
 # ---- sliding windows -----------------------------------------------------------------------------
 
 
@@ -94,17 +92,6 @@ def test_hits_outside_the_window_are_not_held():
 
 
 # ---- recurrent states ----------------------------------------------------------------------------
-
-
-def test_recurrent_layers_turn_hits_off_and_say_so():
-    decisions.clear()
-    manager = manager_of([full(), recurrent()], 50)
-    done(manager, "a", range(48))
-    assert manager.get_computed_blocks(request("b", range(48)))[1] == 0
-    assert manager.block_pool.num_cached_blocks == 0
-    (decision,) = [d for d in decisions.decisions() if d.what == "prefix cache"]
-    assert (decision.chosen, decision.instead_of) == ("off", "on")
-    assert "MambaSpec" in decision.why
 
 
 def test_one_state_for_life():

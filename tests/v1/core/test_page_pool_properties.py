@@ -53,7 +53,7 @@ class PoolMachine(RuleBasedStateMachine):
         pages = self.pool.pages
         return (
             dict(self.pool._cached),
-            [list(group.lru) for group in pages.groups],
+            [list(group.idle) for group in pages.groups],
             [page.index for page in pages._idle_pages],
             list(pages._returned),
             pages._first_unused,
@@ -166,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
             free = group.capacity - len(live) - len(idle)
             assert (page.live, page.idle) == (len(live), len(idle))
             assert live or idle, "an empty page must have gone back"
-            assert all(b in group.lru for b in idle)
+            assert all(b in group.idle for b in idle)
             assert (page in group.with_idle) == bool(live and idle)
             expected = (group.pinned if live else group.resting) if free else None
             assert page.bucket is expected
@@ -177,7 +177,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(pages._idle_pages) == idle_pages
         for group in pages.groups:
             own = [p for p in pages._pages if p is not None and p.group is group]
-            assert len(group.lru) == sum(p.idle for p in own)
+            assert len(group.idle) == sum(p.idle for p in own)
             assert group.live == sum(p.live for p in own)
             assert group.supply == sum(group.capacity - p.live for p in own if p.live)
         lent = sum(1 for page in pages._pages if page is not None)

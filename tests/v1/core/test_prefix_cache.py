@@ -18,7 +18,7 @@ class Continues:
     def __init__(self, *lengths: int) -> None:
         self.lengths = {0, *lengths}
 
-    def find_longest_hit(self, block_hashes, max_tokens):
+    def find_longest_hit(self, prefix, max_tokens):
         length = max(n for n in self.lengths if n <= max_tokens)
         return GroupHit(length, [KVCacheBlock(length)] if length else [])
 
@@ -26,16 +26,16 @@ class Continues:
 def test_every_group_must_continue():
     assert find_common_hit([Continues(16, 32, 48), Continues(32)], [], 100)[0] == 32
     assert find_common_hit([Continues(16, 32, 48), Continues()], [], 100)[0] == 0
-    assert find_common_hit([Continues()], [], 100) == (0, [[]])
+    assert find_common_hit([Continues()], [], 100) == (0, [GroupHit(0, [])])
     assert find_common_hit([], [], 100) == (0, [])
 
 
 def test_blocks_are_those_of_the_common_length():
     """The second group shortens the first, which falls between its own lengths."""
     groups = [Continues(16, 48), Continues(40, 37, 16), Continues(16, 37)]
-    num_tokens, blocks = find_common_hit(groups, [], 100)
+    num_tokens, hits = find_common_hit(groups, [], 100)
     assert num_tokens == 16
-    assert [[b.block_id for b in group] for group in blocks] == [[16], [16], [16]]
+    assert [[b.block_id for b in hit.blocks] for hit in hits] == [[16], [16], [16]]
 
 
 def test_limit_is_kept():
@@ -50,9 +50,9 @@ def test_limit_is_kept():
 def test_longest_common_length(lengths, max_tokens):
     groups = [Continues(*group) for group in lengths]
     common = [n for n in set.intersection(*lengths) if n <= max_tokens]
-    num_tokens, blocks = find_common_hit(groups, [], max_tokens)
+    num_tokens, hits = find_common_hit(groups, [], max_tokens)
     assert num_tokens == max(common, default=0)
-    assert len(blocks) == len(groups)
+    assert len(hits) == len(groups)
 
 
 @pytest.mark.parametrize(

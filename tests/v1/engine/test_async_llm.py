@@ -18,6 +18,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+pytestmark = pytest.mark.usefixtures("forking")
+
 
 @asynccontextmanager
 async def running(log_stats=False, **options):
@@ -31,6 +33,14 @@ async def running(log_stats=False, **options):
 
 def prompt_of(seed, length):
     return random.Random(seed).choices(range(20, VOCAB_SIZE), k=length)
+
+
+async def until(condition):
+    """Wait for a condition that a slow machine reaches too, if late."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        await asyncio.sleep(0.01)
 
 
 async def collect(engine, request_id, prompt, params):
@@ -92,12 +102,13 @@ def test_leaving_the_loop_aborts_in_the_core():
 
 def test_abort_ends_the_stream():
     async def main():
-        async with running(additional_config={"step_s": 0.005}) as engine:
+        async with running(additional_config={"step_s": 0.05}) as engine:
             params = SamplingParams(max_tokens=400, ignore_eos=True)
-            task = asyncio.create_task(collect(engine, "a", prompt_of(0, 9), params))
-            await asyncio.sleep(0.1)
-            await engine.abort("a")
-            outputs = await asyncio.wait_for(task, 5)
+            outputs = []
+            async for output in engine.generate(prompt_of(0, 9), params, "a"):
+                if not outputs:
+                    await engine.abort("a")
+                outputs.append(output)
             assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished
 
     asyncio.run(main())
@@ -106,7 +117,7 @@ def test_abort_ends_the_stream():
 @pytest.mark.parametrize("fault", ["fail_at_step", "exit_at_step", "kill"])
 def test_death_fails_every_stream_at_once(fault):
     async def main():
-        faults = {"step_s": 0.01} | ({} if fault == "kill" else {fault: 5})
+        faults = {"step_s": 0.05} | ({} if fault == "kill" else {fault: 5})
         async with running(additional_config=faults) as engine:
             params = SamplingParams(max_tokens=400, ignore_eos=True)
             tasks = [
@@ -116,9 +127,7 @@ def test_death_fails_every_stream_at_once(fault):
             await asyncio.sleep(0.02)
             if fault == "kill":
                 os.kill(engine.engine_core.process_id, signal.SIGKILL)
-            started = time.monotonic()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - started < 20
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
             assert all(isinstance(result, EngineDeadError) for result in results)
             assert engine.errored and not engine.is_running
             with pytest.raises(EngineDeadError):
@@ -134,11 +143,8 @@ def test_death_without_any_request_is_noticed():
         async with running() as engine:
             await engine.check_health()
             os.kill(engine.engine_core.process_id, signal.SIGKILL)
-            for _ in range(200):
-                await asyncio.sleep(0.02)
-                if engine.errored:
-                    break
-            assert engine.errored and "exit code -9" in str(engine.dead_error)
+            await until(lambda: engine.errored)
+            assert "exit code -9" in str(engine.dead_error)
 
     asyncio.run(main())
 
@@ -156,13 +162,13 @@ def test_invalid_requests_never_reach_the_core():
 
 def test_shutdown_fails_pending_streams():
     async def main():
-        async with running(additional_config={"step_s": 0.01}) as engine:
+        async with running(additional_config={"step_s": 0.05}) as engine:
             params = SamplingParams(max_tokens=400, ignore_eos=True)
             task = asyncio.create_task(collect(engine, "a", prompt_of(0, 9), params))
-            await asyncio.sleep(0.05)
+            await until(engine.output_processor.has_unfinished_requests)
             engine.shutdown()
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 60)
 
     asyncio.run(main())
 
@@ -178,9 +184,9 @@ def test_a_slow_consumer_gets_merged_deltas():
             async for output in engine.generate(prompt, params, "slow"):
                 tokens += output.outputs[0].token_ids
                 messages += 1
-                await asyncio.sleep(0.02)
+                await until(lambda: not engine.output_processor.has_unfinished_requests())
             assert tokens == expected_tokens(prompt, params)
-            assert messages < 40
+            assert messages <= 2
 
     asyncio.run(main())
 

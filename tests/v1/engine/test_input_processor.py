@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.v1.engine.fakes import EOS, VOCAB_SIZE, make_vllm_config
+from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -62,9 +63,9 @@ def test_bad_prompts(processor, prompt, text):
         ({"stop_token_ids": [1000]}, "stop_token_ids", "outside the vocabulary"),
         ({"min_tokens": 62, "max_tokens": 62}, "min_tokens", "^This model's maximum context"),
         (
-            {"structured_outputs": StructuredOutputsParams(regex="a")},
+            {"structured_outputs": StructuredOutputsParams(regex="(")},
             "structured_outputs",
-            "not supported yet",
+            "not closed",
         ),
     ],
 )
@@ -72,6 +73,13 @@ def test_bad_parameters(processor, params, parameter, text):
     with pytest.raises(VLLMValidationError, match=text) as caught:
         process(processor, params=SamplingParams(**params))
     assert caught.value.parameter == parameter
+
+
+def test_a_schema_travels_as_text(processor):
+    given = SamplingParams(structured_outputs=StructuredOutputsParams(json={"const": 2**80}))
+    sent = process(processor, params=given).sampling_params
+    assert sent.structured_outputs.json == f'{{"const": {2**80}}}'
+    assert given.structured_outputs.json == {"const": 2**80}, "the caller's is not changed"
 
 
 def test_other_arguments(processor):
@@ -98,7 +106,8 @@ def test_without_tokenizer_only_ids_pass():
     assert process(processor).eos_token_id == EOS
     with pytest.raises(VLLMValidationError, match="skip-tokenizer-init"):
         process(processor, "text")
-    for params in (SamplingParams(stop="a"), SamplingParams(bad_words=["a"])):
+    constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    for params in (SamplingParams(stop="a"), SamplingParams(bad_words=["a"]), constrained):
         with pytest.raises(VLLMValidationError, match="skip-tokenizer-init"):
             process(processor, params=params)
 
@@ -154,3 +163,16 @@ def test_internal_ids(processor, monkeypatch):
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     assert process(processor).request_id == "id"
     assert processor.process("..", [1], SamplingParams()).request.request_id == "request__"
+
+
+def test_connector_parameters_need_a_connector(processor, tokenizer):
+    params = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    with pytest.raises(VLLMValidationError, match="--kv-transfer-config") as caught:
+        process(processor, params=params)
+    assert caught.value.parameter == "kv_transfer_params"
+    for nothing in (None, {}):
+        process(processor, params=SamplingParams(extra_args={"kv_transfer_params": nothing}))
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    config = make_vllm_config(max_model_len=64, kv_transfer_config=connector)
+    made = process(InputProcessor(config, tokenizer), params=params)
+    assert made.sampling_params.extra_args == params.extra_args

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 
 import pytest
 
@@ -24,6 +23,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
+
+pytestmark = pytest.mark.usefixtures("forking")
 
 
 def make_engine(multiprocess=False, log_stats=False, **options):
@@ -50,13 +51,6 @@ def is_alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().split(")")[1].split()[0] != "Z"
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.mark.parametrize("multiprocess", [False, True])
@@ -193,7 +187,7 @@ def test_killed_core_fails_a_waiting_utility():
     future = client._link.call("collective_rpc", "hang_on")
     os.kill(client.process_id, signal.SIGKILL)
     with pytest.raises((EngineDeadError, EngineGenerateError)):
-        future.result(timeout=5)
+        future.result(timeout=60)
         client.reset_prefix_cache()
     engine.shutdown()
 
@@ -219,9 +213,11 @@ def test_shutdown_and_collection_leave_nothing_behind(tmp_path, monkeypatch):
 
 def test_terminate_signal_ends_the_core_cleanly():
     engine = make_engine(True)
-    process = engine.engine_core._link._core.process
+    link = engine.engine_core._link
+    process = link._core.process
     process.terminate()
-    process.join(10)
+    link._reader.join(60)  # it collects the exit status, which only one thread can
+    process.join(60)
     assert process.exitcode == 0
     with pytest.raises(EngineDeadError):
         engine.engine_core.reset_prefix_cache()
@@ -233,7 +229,7 @@ def test_sending_before_the_death_is_known_does_not_hang():
     engine = make_engine(True)
     link = engine.engine_core._link
     link._core.process.kill()
-    link._reader.join(10)
+    link._reader.join(60)
     death, link.dead = link.dead, None
     threading.Timer(0.2, lambda: setattr(link, "dead", death)).start()
     with pytest.raises(EngineDeadError):

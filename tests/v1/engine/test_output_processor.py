@@ -197,3 +197,12 @@ def test_statistics(tokenizer):
     assert (finished.queued_time, finished.prefill_time, finished.decode_time) == (1.0, 2.0, 2.0)
     assert (finished.e2e_latency, finished.time_per_output_token) == (6.0, 2.0)
     assert (finished.inference_time, finished.max_tokens) == (4.0, 7)
+
+
+def test_the_longest_completion_is_reported_once(tokenizer):
+    processor = start(tokenizer, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    iteration = IterationStats()
+    for request_id, tokens in (("0_r-x", [40, 41, 42]), ("1_r-x", [43])):
+        output = EngineCoreOutput(request_id, tokens, finish_reason=FinishReason.LENGTH)
+        processor.process_outputs(EngineCoreOutputs([output], timestamp=1.0), iteration)
+    assert [one.longest_completion for one in iteration.finished] == [None, 3]

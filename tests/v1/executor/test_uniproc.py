@@ -21,7 +21,7 @@ class _Output(AsyncModelRunnerOutput):
         self.step, self.released = step, released
 
     def get_output(self) -> ModelRunnerOutput:
-        assert self.released.wait(10)
+        assert self.released.wait(60)
         return ModelRunnerOutput([str(self.step)], [[self.step]])
 
 
@@ -55,13 +55,13 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> UniProcExecutor:
 def test_a_step_is_launched_while_the_one_before_still_runs(executor: UniProcExecutor) -> None:
     worker: Any = executor.worker
     futures = [executor.execute_model(step) for step in range(3)]  # type: ignore[arg-type]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(worker.launched) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert worker.launched == [0, 1, 2]
     assert not any(future.done() for future in futures)
     worker.released.set()
-    assert [future.result(10).sampled_token_ids for future in futures] == [[[0]], [[1]], [[2]]]
+    assert [future.result(60).sampled_token_ids for future in futures] == [[[0]], [[1]], [[2]]]
     executor.shutdown()
 
 

@@ -66,10 +66,10 @@ def registry():
 
 def iteration_with_one_request():
     iteration = IterationStats()
-    stats = RequestStateStats(arrival_ts=1.0, num_prompt_tokens=9)
+    stats = RequestStateStats(arrival_ts=1.0, num_prompt_tokens=9, num_cached_tokens=4)
     iteration.add_tokens(stats, 1, 3.0, (1.5, 2.0))
     iteration.add_tokens(stats, 1, 3.5, None)
-    iteration.add_finished(stats, FinishReason.LENGTH, 3.5, 2, 1)
+    iteration.add_finished(stats, FinishReason.LENGTH, 3.5, 2, 1, 2)
     return iteration
 
 
@@ -104,6 +104,9 @@ def test_text_form_that_clients_parse(config, registry):
         r"^vllm:num_requests_running" + labels + r"\} 2.0$",
         r"^vllm:kv_cache_usage_perc" + labels + r"\} 0.25$",
         r"^vllm:prompt_tokens_total" + labels + r"\} 9.0$",
+        r"^vllm:prompt_tokens_cached_total" + labels + r"\} 4.0$",
+        r"^vllm:request_prefill_kv_computed_tokens_sum" + labels + r"\} 5.0$",
+        r"^vllm:request_max_num_generation_tokens_sum" + labels + r"\} 2.0$",
         r"^vllm:generation_tokens_total" + labels + r"\} 2.0$",
         r'^vllm:request_success_total\{engine="0",finished_reason="length",model_name=\S+ 1.0$',
         r'^vllm:time_to_first_token_seconds_bucket\{engine="0",le="2.5",model_name=\S+ 1.0$',

@@ -61,7 +61,7 @@ def pages_per_request(
     return pages
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest `n <= limit` with `fits(n)` for a monotone `fits`; 0 if there is none."""
     low, high = 0, limit
     while low < high:
@@ -74,7 +74,7 @@ def _max_len_that_fits(
     vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan
 ) -> int:
     batched = vllm_config.scheduler_config.max_num_batched_tokens
-    return _largest(
+    return largest(
         _max_model_len(vllm_config),
         lambda n: pages_per_request(groups, plan, batched, n) < plan.num_pages,
     )
@@ -237,7 +237,7 @@ def get_kv_cache_capacity(
     longest = _max_model_len(vllm_config)
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     blocks = max(plan.num_blocks(group_id) for group_id in range(len(groups)))
-    tokens = _largest(
+    tokens = largest(
         blocks * longest,
         lambda n: pages_per_request(groups, plan, batched, n, longest) < plan.num_pages,
     )

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
+    Tail,
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.page_pool import PagePool
+from vllm.v1.core.prefix_cache import Prefix
 from vllm.v1.kv_cache_interface import ArenaPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_events import BlockEvents
+
+#: evicted entries remembered, so that a later miss can say why
+_NUM_REMEMBERED = 65_536
 
 
 class BlockPool:
@@ -25,6 +35,13 @@ class BlockPool:
         self.null_block = KVCacheBlock(0, is_null=True)
         self.pages = PagePool(plan, self._forget)
         self._cached: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        #: what the cache could find once, the oldest first; parents for tails
+        self._gone: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        self._gone_tails: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        #: parent -> lengths of the tails that follow it, each with how many there are
+        self._lengths: dict[BlockHashWithGroupId, dict[int, int]] = {}
+        #: told what the cache gains and loses
+        self.events: BlockEvents | None = None
 
     # ---- taking and giving back ----------------------------------------------------------------
 
@@ -57,6 +74,7 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
+        """Entries the cache can find: full blocks and tails."""
         return len(self._cached)
 
     def get_cached_block(self, block_hash: BlockHash, group_id: int) -> KVCacheBlock | None:
@@ -69,10 +87,35 @@ class BlockPool:
         if block.block_hash is None and key not in self._cached:
             block.block_hash = key
             self._cached[key] = block
+            if self.events is not None:
+                self.events.stored(block.group_id, block_hash)
+
+    def tail_lengths(self, parent: BlockHash, group_id: int) -> list[int]:
+        """Lengths of the tails there are after these full blocks, longest first."""
+        lengths = self._lengths.get(make_block_hash_with_group_id(parent, group_id))
+        return sorted(lengths, reverse=True) if lengths else []
+
+    def cache_tail(
+        self, block: KVCacheBlock, prefix: BlockHash, parent: BlockHash, length: int
+    ) -> bool:
+        """Let the cache find what the live block holds of a prefix that ends `length` tokens into
+        it; False if another block holds the same."""
+        group_id = block.group_id
+        key = make_block_hash_with_group_id(prefix, group_id)
+        if key in self._cached:
+            return False
+        tail = Tail(key, make_block_hash_with_group_id(parent, group_id), length)
+        block.tails += (tail,)
+        self._cached[key] = block
+        lengths = self._lengths.setdefault(tail.parent, {})
+        lengths[length] = lengths.get(length, 0) + 1
+        if self.events is not None:
+            self.events.stored_tail(group_id, prefix, parent, length)
+        return True
 
     def uncache_block(self, block: KVCacheBlock) -> None:
         """Make the cache forget a block's content; an idle block becomes free."""
-        if block.block_hash is None:
+        if not block.is_cached:
             return
         if block.ref_cnt:
             self._forget(block)
@@ -93,12 +136,52 @@ class BlockPool:
         if self.pages.num_live_blocks:
             return False
         self.pages.evict_idle_pages()
+        self._gone.clear()
+        self._gone_tails.clear()
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     def _forget(self, block: KVCacheBlock) -> None:
-        assert block.block_hash is not None
-        del self._cached[block.block_hash]
+        if self.events is not None:
+            self.events.removed(block)
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            self._remember(self._gone, block.block_hash)
+        for tail in block.tails:
+            del self._cached[tail.key]
+            self._remember(self._gone_tails, tail.parent)
+            lengths = self._lengths[tail.parent]
+            lengths[tail.length] -= 1
+            if not lengths[tail.length]:
+                del lengths[tail.length]
+                if not lengths:
+                    del self._lengths[tail.parent]
         block.reset_hash()
+
+    # ---- what there was ------------------------------------------------------------------------
+
+    def was_cached(self, block_hash: BlockHash, group_id: int) -> bool:
+        """Whether the group has this full block, or had it not long ago."""
+        key = make_block_hash_with_group_id(block_hash, group_id)
+        return key in self._cached or key in self._gone
+
+    def evicted_tail_between(self, prefix: Prefix, start: int, end: int, group_id: int) -> bool:
+        """Whether the group once had a tail of this prefix in a block between `start` and `end`
+        tokens."""
+        size = prefix.hash_block_size
+        return any(
+            make_block_hash_with_group_id(prefix.prefix_parent(index * size), group_id)
+            in self._gone_tails
+            for index in range(start // size, end // size + 1)
+        )
+
+    @staticmethod
+    def _remember(gone: OrderedDict[BlockHashWithGroupId, None], key: BlockHashWithGroupId) -> None:
+        gone[key] = None
+        gone.move_to_end(key)
+        if len(gone) > _NUM_REMEMBERED:
+            gone.popitem(last=False)
 
     # ---- how full ------------------------------------------------------------------------------
 

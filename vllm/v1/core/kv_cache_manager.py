@@ -8,20 +8,37 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
-from vllm import decisions
+from vllm.cache_options import CacheReport
+from vllm.distributed.kv_events.messages import KVCacheEvent
+from vllm.v1.core.block_events import BlockEvents
+from vllm.v1.core.block_journal import BlockJournal
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
+from vllm.v1.core.checkpoint_policy import CheckpointPolicy
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.prefix_cache import PrefixCacheStats, find_common_hit, reads_prefix_cache
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager, get_manager
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.core.pinned_prefixes import PinnedPrefixes
+from vllm.v1.core.prefix_cache import PrefixCacheStats, reads_prefix_cache
+from vllm.v1.core.prefix_lookup import PrefixLookup, PrefixMatch
+from vllm.v1.core.sched.output import BlockCopy, BlockOperation
+from vllm.v1.core.single_type_kv_cache_manager import (
+    RecurrentManager,
+    SlidingWindowManager,
+    get_manager,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request
 
 
 @dataclass
 class KVCacheBlocks:
-    """Blocks per group, in token order; null blocks (id 0) where nothing is kept."""
+    """Blocks per group, in token order; null blocks (id 0) where nothing is kept.
+
+    `sources`: of a cached prefix, per group the block whose content ends it and has to be copied
+    (see `GroupHit`); empty for anything else.
+    """
 
     blocks: tuple[Sequence[KVCacheBlock], ...]
+    sources: tuple[KVCacheBlock | None, ...] = ()
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         return KVCacheBlocks(
@@ -60,8 +77,8 @@ class KVCacheManager:
     """Allocates, shares, caches and frees the blocks of requests.
 
     `watermark`: part of the arena's pages that admitting a request must leave available while
-    others are running. Raises `ValueError` for a watermark outside `[0, 1)` and for KV events,
-    which are not supported.
+    others are running. Raises `ValueError` for a watermark outside `[0, 1)` and for KV events
+    without a prefix cache, whose content they tell.
     """
 
     def __init__(
@@ -73,35 +90,89 @@ class KVCacheManager:
         enable_caching: bool,
         watermark: float = 0.0,
         enable_kv_cache_events: bool = False,
+        checkpoint_interval: int | None = None,
+        sanitize: bool = False,
     ) -> None:
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
-        if enable_kv_cache_events:
-            raise ValueError("KV cache events are not supported; unset enable_kv_cache_events")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         plan = kv_cache_config.plan
         self.block_pool = BlockPool(plan)
+        if sanitize:
+            self.block_pool.pages.journal = BlockJournal()
+        groups = kv_cache_config.kv_cache_groups
+        has_state = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
         self.managers = [
-            get_manager(group.kv_cache_spec, group_id, self.block_pool)
-            for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+            get_manager(group.kv_cache_spec, group_id, self.block_pool, exact=has_state)
+            for group_id, group in enumerate(groups)
         ]
         self._windowed = [m for m in self.managers if isinstance(m, SlidingWindowManager)]
-        self.enable_caching = enable_caching and self._every_group_can_hit()
+        self.enable_caching = enable_caching and bool(self.managers)
+        if enable_kv_cache_events:
+            if not self.enable_caching:
+                raise ValueError("KV events need the prefix cache: --enable-prefix-caching")
+            self.block_pool.events = BlockEvents([group.kv_cache_spec for group in groups])
+        self.checkpoints: CheckpointKeeper | None = None
+        if self.enable_caching and has_state:
+            self.checkpoints = self._make_keeper(checkpoint_interval)
+        self.pins = PinnedPrefixes(self.block_pool)
         self._watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
         self._stats = PrefixCacheStats()
+        self._lookup = PrefixLookup(self.managers, self.block_pool)
+        self._matches: dict[str, tuple[PrefixMatch, CacheReport]] = {}
 
-    def _every_group_can_hit(self) -> bool:
-        stuck = [type(m.spec).__name__ for m in self.managers if not m.can_hit]
-        if stuck:
-            decisions.record(
-                "prefix cache",
-                "off",
-                f"{', '.join(stuck)} layers keep no checkpoints, so no prefix can be continued",
-                instead_of="on",
-            )
-        return bool(self.managers) and not stuck
+    def _make_keeper(self, interval: int | None) -> CheckpointKeeper:
+        plan = self.kv_cache_config.plan
+        paged_bytes = state_bytes = 0
+        block_size = 1
+        for manager in self.managers:
+            num_bytes = plan.block_stride(manager.group_id)
+            if isinstance(manager, RecurrentManager):
+                state_bytes += num_bytes
+            else:
+                paged_bytes += num_bytes
+                block_size = manager.block_size
+        policy = CheckpointPolicy(block_size, paged_bytes, interval)
+        return CheckpointKeeper(self.managers, self.block_pool, policy, state_bytes)
+
+    # ---- around a step -------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Call before scheduling a step: what the one before saved can be found from here on."""
+        self.pins.expire()
+        if self.checkpoints is not None:
+            self.checkpoints.begin_step()
+
+    def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """Block copies to make before and after the step just scheduled."""
+        return self.checkpoints.take_copies() if self.checkpoints is not None else ([], [])
+
+    def take_block_log(self) -> list[BlockOperation] | None:
+        """What happened to blocks since the last call; None unless the engine sanitizes."""
+        journal = self.block_pool.pages.journal
+        return journal.take() if journal is not None else None
+
+    def plan_checkpoints(self, request: Request, num_computed_tokens: int) -> None:
+        """Decide where a request that starts at `num_computed_tokens` leaves checkpoints; then
+        ask `chunk_end` where its chunks must end."""
+        if self.checkpoints is not None:
+            found = self._matches.get(request.request_id)
+            diverged = self._lookup.diverged(found[0]) if found is not None else 0
+            self.checkpoints.plans.make(request, num_computed_tokens, diverged)
+
+    def chunk_end(self, request_id: str, num_computed_tokens: int) -> int | None:
+        """The next token count at which a chunk of the request must end, if there is one."""
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.plans.next_position(request_id, num_computed_tokens)
+
+    def is_coming(self, request: Request, num_cached_tokens: int) -> bool:
+        """Whether another request is about to leave a longer prefix of this one in the cache."""
+        if self.checkpoints is None or not reads_prefix_cache(request):
+            return False
+        return self.checkpoints.plans.awaited(request, num_cached_tokens) > 0
 
     # ---- prefix hits ---------------------------------------------------------------------------
 
@@ -112,13 +183,29 @@ class KVCacheManager:
         """
         if not self.enable_caching or not reads_prefix_cache(request):
             return self._empty(), 0
-        num_tokens, blocks = find_common_hit(
-            self.managers, request.block_hashes, request.num_tokens - 1
-        )
+        match = self._lookup.search(request)
+        # Now: once the request has blocks, its own tokens are in the cache.
+        report = self._lookup.report(request, match)
+        self._matches[request.request_id] = (match, report)
         self._stats.requests += 1
         self._stats.queries += request.num_tokens
-        self._stats.hits += num_tokens
-        return KVCacheBlocks(tuple(blocks)), num_tokens
+        self._stats.hits += match.num_tokens
+        found = KVCacheBlocks(
+            tuple(hit.blocks for hit in match.hits), tuple(hit.source for hit in match.hits)
+        )
+        return found, match.num_tokens
+
+    def discard_match(self, request: Request) -> None:
+        """What the last look-up of the request found is not used."""
+        self._matches.pop(request.request_id, None)
+
+    def take_report(self, request: Request) -> CacheReport | None:
+        """What the last look-up of the request found, and what it did not and why; None without
+        a prefix cache."""
+        if not self.enable_caching:
+            return None
+        _, report = self._matches.pop(request.request_id, (None, None))
+        return report or self._lookup.report(request, None)
 
     def take_prefix_cache_stats(self) -> PrefixCacheStats:
         """Look-ups since the last call, one for every `get_computed_blocks` that searched."""
@@ -157,11 +244,15 @@ class KVCacheManager:
         computed = min(local + num_external_computed_tokens, self.max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         self.remove_skipped_blocks(request_id, computed)
+        is_new = not self._knows(request_id)
+        sources: Sequence[KVCacheBlock | None] = ()
         if new_computed_blocks is None and self._covers(request_id, num_tokens):
             appended: list[list[KVCacheBlock]] | None = [[] for _ in self.managers]
         else:
-            found = self._found_blocks(request, new_computed_blocks, computed)
-            appended = self._grow(request_id, found, computed, num_tokens)
+            found = self._found_blocks(request, new_computed_blocks, local, computed)
+            if new_computed_blocks is not None:
+                sources = new_computed_blocks.sources
+            appended = self._grow(request_id, found, sources, computed, num_tokens)
         if appended is None:
             return None
         if self.enable_caching:
@@ -169,12 +260,19 @@ class KVCacheManager:
                 manager.rewind(request_id, local)
             if not delay_cache_blocks:
                 self.cache_blocks(request, computed + num_new_tokens)
+        if self.checkpoints is not None:
+            if sources:
+                self.checkpoints.start_from(request_id, sources, local)
+            if is_new:
+                self.checkpoints.plans.announce(request)
+            self.checkpoints.advance(request, computed + num_new_tokens)
         return KVCacheBlocks(tuple(appended))
 
     def _grow(
         self,
         request_id: str,
         found: list[list[KVCacheBlock]],
+        sources: Sequence[KVCacheBlock | None],
         num_computed_tokens: int,
         num_tokens: int,
     ) -> list[list[KVCacheBlock]] | None:
@@ -187,6 +285,7 @@ class KVCacheManager:
         ]
         demands = [num_new for _, num_new in growth]
         hits = [block for blocks in found for block in blocks]
+        hits += [source for source in sources if source is not None]
         is_new = not self._knows(request_id)
         if not self.block_pool.can_allocate(demands, hits, self._pages_to_keep(is_new)):
             return None
@@ -214,17 +313,28 @@ class KVCacheManager:
             )
 
     def _found_blocks(
-        self, request: Request, computed_blocks: KVCacheBlocks | None, num_computed_tokens: int
+        self,
+        request: Request,
+        computed_blocks: KVCacheBlocks | None,
+        num_found_tokens: int,
+        num_computed_tokens: int,
     ) -> list[list[KVCacheBlock]]:
-        if computed_blocks is None or not any(computed_blocks.blocks):
+        """The shared blocks of a cached prefix, after checking that all of it is still there."""
+        if computed_blocks is None or not num_found_tokens:
             return [[] for _ in self.managers]
         if self._knows(request.request_id):
             raise ValueError(
                 f"request {request.request_id} has blocks already and cannot take cached ones"
             )
+        sources = computed_blocks.sources or (None,) * len(self.managers)
         found = []
-        for manager, blocks in zip(self.managers, computed_blocks.blocks, strict=True):
-            if not manager.is_current(blocks, request.block_hashes):
+        for manager, blocks, source in zip(
+            self.managers, computed_blocks.blocks, sources, strict=True
+        ):
+            current = manager.is_current(blocks, request.block_hashes) and (
+                source is None or manager.holds(source, request, num_found_tokens)
+            )
+            if not current:
                 raise ValueError("a cached block was evicted between look-up and allocation")
             found.append(manager.clip(blocks, num_computed_tokens))
         return found
@@ -256,6 +366,8 @@ class KVCacheManager:
         """
         if not self.enable_caching:
             return
+        if self.block_pool.events is not None:
+            self.block_pool.events.request = request
         for manager in self.managers:
             manager.cache(request.request_id, request.block_hashes, num_computed_tokens)
 
@@ -267,8 +379,33 @@ class KVCacheManager:
         Call it before `request.num_computed_tokens` is reset: blocks past it were scheduled but
         never computed, and the cache forgets them.
         """
+        self._matches.pop(request.request_id, None)
+        if self._knows(request.request_id):
+            # With tokens that were still on the device when the last step was scheduled.
+            self.cache_blocks(request, request.num_computed_tokens)
+        if request.cache.pin_seconds and request.is_finished and self.enable_caching:
+            self._pin(request)
+        if self.checkpoints is not None and self._knows(request.request_id):
+            self.checkpoints.leave(request)
         for manager in self.managers:
             manager.free(request.request_id, request.num_computed_tokens)
+
+    def _pin(self, request: Request) -> None:
+        """Keep all the request has computed, and the checkpoints on the way, from eviction."""
+        blocks = [block for m in self.managers for block in m.blocks_of(request.request_id)]
+        if self.checkpoints is not None:
+            blocks += self.checkpoints.blocks_left_by(request)
+        self.pins.pin(blocks, request.cache.pin_seconds)
+
+    def forget_after(self, request: Request, num_tokens: int) -> None:
+        """No later request may find what this one computed after `num_tokens` tokens."""
+        if self.checkpoints is not None:
+            self.checkpoints.forget_after(request, num_tokens)
+        stale: set[int] = set()
+        for manager in self.managers:
+            blocks = manager.blocks_of(request.request_id)
+            stale.update(b.block_id for b in blocks[num_tokens // manager.block_size :])
+        self.evict_blocks(stale)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make the prefix cache forget blocks with these ids, in every group."""
@@ -276,7 +413,14 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False, and nothing happens, while requests hold blocks."""
+        self.begin_step()
+        while self.pins.release_next():
+            pass
         return self.block_pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the prefix cache gained and lost since the last call, if events are enabled."""
+        return self.block_pool.events.take() if self.block_pool.events is not None else []
 
     # ---- views ---------------------------------------------------------------------------------
 

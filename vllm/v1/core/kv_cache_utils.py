@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NewType
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 from vllm.utils.hashing import HashFunction
 from vllm.v1.core.arena_sizing import (
@@ -31,8 +31,10 @@ __all__ = [
     "NONE_HASH",
     "BlockHash",
     "BlockHashWithGroupId",
+    "BlockHasher",
     "ExternalBlockHash",
     "KVCacheBlock",
+    "Tail",
     "check_enough_kv_cache_memory",
     "create_kv_cache_group_specs",
     "estimate_max_model_len",
@@ -94,15 +96,38 @@ def maybe_convert_block_hash(block_hash: BlockHash) -> ExternalBlockHash:
     return block_hash
 
 
+class Tail(NamedTuple):
+    """A token count inside a block at which the prefix cache can continue.
+
+    `key`: hash of all tokens up to it; `parent`: hash of the full blocks before the block;
+    `length`: tokens of the block that count (0 for a recurrent state at a block boundary).
+    """
+
+    key: BlockHashWithGroupId
+    parent: BlockHashWithGroupId
+    length: int
+
+
 class KVCacheBlock:
     """One block of one group: who uses it and what it holds.
 
-    `ref_cnt`: requests holding it. `block_hash`: set while the prefix cache can find it. A block
-    with no references and a hash is idle: it can be hit and can be evicted. `page`: index of its
-    page in the arena.
+    `ref_cnt`: requests holding it. `block_hash`: set while the prefix cache can find it as a full
+    block, `tails`: the counts inside it at which it can be continued from a copy. A block with no
+    references and any of these is idle: it can be hit and can be evicted, the lowest `rank` first.
+    `page`: index of its page in the arena.
     """
 
-    __slots__ = ("block_id", "group_id", "page", "ref_cnt", "block_hash", "idle_since", "is_null")
+    __slots__ = (
+        "block_id",
+        "group_id",
+        "page",
+        "ref_cnt",
+        "block_hash",
+        "tails",
+        "credit",
+        "rank",
+        "is_null",
+    )
 
     def __init__(
         self, block_id: int, group_id: int = 0, page: int = 0, is_null: bool = False
@@ -112,11 +137,20 @@ class KVCacheBlock:
         self.page = page
         self.ref_cnt = 0
         self.block_hash: BlockHashWithGroupId | None = None
-        self.idle_since = 0
+        self.tails: tuple[Tail, ...] = ()
+        self.credit = 1.0
+        self.rank = (0.0, 0)
         self.is_null = is_null
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the prefix cache can find anything in it."""
+        return self.block_hash is not None or bool(self.tails)
 
     def reset_hash(self) -> None:
         self.block_hash = None
+        self.tails = ()
+        self.credit = 1.0
 
     def __repr__(self) -> str:
         return f"KVCacheBlock(id={self.block_id}, group={self.group_id}, refs={self.ref_cnt})"
@@ -164,33 +198,54 @@ def hash_block_tokens(
     return BlockHash(hash_fn((parent or NONE_HASH, tuple(tokens), extra_keys)))
 
 
-def get_request_block_hasher(
-    block_size: int, hash_fn: HashFunction
-) -> Callable[[Request], list[BlockHash]]:
-    """A function giving the hashes of a request's full blocks not hashed yet.
+class BlockHasher:
+    """Hashes of a request's prefixes, in blocks of `block_size` tokens.
 
-    It reads `request.block_hashes` for what is done and only known tokens; the caller appends
-    the result.
+    Called with a request, it gives the hashes of its full blocks not hashed yet: it reads
+    `request.block_hashes` for what is done and only known tokens; the caller appends the result.
     """
 
-    def hash_new_blocks(request: Request) -> list[BlockHash]:
-        hashes = request.block_hashes
-        start = len(hashes) * block_size
-        tokens = request.all_token_ids
-        if start + block_size > len(tokens):
+    def __init__(self, block_size: int, hash_fn: HashFunction) -> None:
+        self.block_size = block_size
+        self._hash_fn = hash_fn
+
+    def __call__(self, request: Request) -> list[BlockHash]:
+        size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
+        start = len(hashes) * size
+        if start + size > len(tokens):
             return []
         parent = hashes[-1] if hashes else None
         extra = need_extra_keys(request)
         new: list[BlockHash] = []
         mm_index = 0
-        for first in range(start, len(tokens) - block_size + 1, block_size):
+        for first in range(start, len(tokens) - size + 1, size):
             keys = None
             if extra:
                 keys, mm_index = generate_block_hash_extra_keys(
-                    request, first, first + block_size, mm_index
+                    request, first, first + size, mm_index
                 )
-            parent = hash_block_tokens(hash_fn, parent, tokens[first : first + block_size], keys)
+            parent = hash_block_tokens(self._hash_fn, parent, tokens[first : first + size], keys)
             new.append(parent)
         return new
 
-    return hash_new_blocks
+    def parent(self, request: Request, num_tokens: int) -> BlockHash:
+        """Hash of the full blocks of the first `num_tokens` tokens."""
+        num_blocks = num_tokens // self.block_size
+        return request.block_hashes[num_blocks - 1] if num_blocks else NONE_HASH
+
+    def prefix(self, request: Request, num_tokens: int) -> BlockHash:
+        """Hash of exactly the first `num_tokens` tokens, which must be known."""
+        start = num_tokens - num_tokens % self.block_size
+        parent = self.parent(request, num_tokens)
+        if start == num_tokens:
+            return parent
+        keys = None
+        if need_extra_keys(request):
+            keys, _ = generate_block_hash_extra_keys(request, start, num_tokens)
+        return hash_block_tokens(
+            self._hash_fn, parent, request.all_token_ids[start:num_tokens], keys
+        )
+
+
+def get_request_block_hasher(block_size: int, hash_fn: HashFunction) -> BlockHasher:
+    return BlockHasher(block_size, hash_fn)

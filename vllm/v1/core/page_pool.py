@@ -5,17 +5,24 @@ A block is *free*, *live* (a request holds it) or *idle* (no request, but the pr
 it). A page belongs to a group while any of its blocks is live or idle. It is *pinned* while one is
 live, else it is an *idle page*, which any group may take after evicting what it caches.
 
-The order in which a group takes blocks, and why it cannot fail while a page is evictable, are in
-docs/state_memory.md. Everything is O(1) amortised: counters and insertion-ordered indexes.
+Idle blocks leave in the order of their rank: the rank of what was evicted last when they became
+idle, plus their credit (GreedyDual: with equal credits, least recently used first). The order in
+which a group takes blocks, and why it cannot fail while a page is evictable, are in
+docs/state_memory.md. Everything is O(1) amortised, but O(log idle) for becoming idle.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import ArenaPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_journal import BlockJournal
 
 
 class PageBuckets:
@@ -48,13 +55,60 @@ class PageBuckets:
         return next(iter(self._by_free[lowest]))
 
 
+class _Ranked(Protocol):
+    rank: tuple[float, int]
+
+
+_Item = TypeVar("_Item", bound=_Ranked)
+
+
+class IdleQueue(Generic[_Item]):
+    """Items by rank, the lowest first; an item's rank must not change while it is queued."""
+
+    __slots__ = ("_heap", "_queued")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, int], int, _Item]] = []
+        self._queued: dict[_Item, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __iter__(self) -> Iterator[_Item]:
+        return iter(self._queued)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._queued
+
+    def add(self, item: _Item) -> None:
+        # Removed items stay in the heap until they surface or are half of it.
+        if len(self._heap) > 2 * len(self._queued) + 64:
+            self._heap = [entry for entry in self._heap if self._queued.get(entry[2]) == entry[1]]
+            heapify(self._heap)
+        number = item.rank[1]
+        self._queued[item] = number
+        heappush(self._heap, (item.rank, number, item))
+
+    def remove(self, item: _Item) -> None:
+        del self._queued[item]
+
+    def first(self) -> _Item | None:
+        heap = self._heap
+        while heap:
+            _, number, item = heap[0]
+            if self._queued.get(item) == number:
+                return item
+            heappop(heap)
+        return None
+
+
 class GroupPages:
     """A group's pages by what can be had from them.
 
     `supply`: free and idle blocks of its pinned pages, to be had without another page.
     """
 
-    __slots__ = ("group_id", "capacity", "pinned", "resting", "with_idle", "lru", "supply", "live")
+    __slots__ = ("group_id", "capacity", "pinned", "resting", "with_idle", "idle", "supply", "live")
 
     def __init__(self, group_id: int, capacity: int) -> None:
         self.group_id = group_id
@@ -62,7 +116,7 @@ class GroupPages:
         self.pinned = PageBuckets()
         self.resting = PageBuckets()
         self.with_idle: OrderedDict[Page, None] = OrderedDict()
-        self.lru: OrderedDict[KVCacheBlock, None] = OrderedDict()
+        self.idle: IdleQueue[KVCacheBlock] = IdleQueue()
         self.supply = 0
         self.live = 0
 
@@ -71,7 +125,7 @@ class Page:
     """A page lent to a group.
 
     `blocks[i]`: its i-th block; they are made in order, as they are first needed. `spare`: those
-    of them that are free.
+    of them that are free. `rank`: the highest rank a block of it was left idle with.
     """
 
     __slots__ = (
@@ -81,7 +135,7 @@ class Page:
         "spare",
         "live",
         "idle",
-        "idle_since",
+        "rank",
         "is_idle",
         "supply",
         "bucket",
@@ -95,7 +149,7 @@ class Page:
         self.spare: list[KVCacheBlock] = []
         self.live = 0
         self.idle = 0
-        self.idle_since = 0
+        self.rank = (0.0, 0)
         self.is_idle = False
         self.supply = 0
         self.bucket: PageBuckets | None = None
@@ -112,12 +166,15 @@ class PagePool:
     def __init__(self, plan: ArenaPlan, on_evict: Callable[[KVCacheBlock], None]) -> None:
         self.groups = [GroupPages(i, g.blocks_per_page) for i, g in enumerate(plan.groups)]
         self.num_pages = plan.num_pages
+        #: told which blocks are taken and become free
+        self.journal: BlockJournal | None = None
         self._on_evict = on_evict
         self._pages: list[Page | None] = [None] * plan.num_pages
         self._returned: list[int] = []
         self._first_unused = 1
-        self._idle_pages: OrderedDict[Page, None] = OrderedDict()
+        self._idle_pages: IdleQueue[Page] = IdleQueue()
         self._clock = 0
+        self._floor = 0.0
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -227,19 +284,21 @@ class PagePool:
         return self._pages_needed(missing, supply) <= left
 
     def _evict_and_take(self, group: GroupPages, count: int, may_pin: bool) -> list[KVCacheBlock]:
-        block = next(iter(group.lru), None)
-        page = next(iter(self._idle_pages), None)
-        if may_pin and page is not None and (block is None or page.idle_since < block.idle_since):
+        block = group.idle.first()
+        page = self._idle_pages.first()
+        if may_pin and page is not None and (block is None or page.rank < block.rank):
+            self._floor = max(self._floor, page.rank[0])
             self._evict_page(page)
             return self._take_free(self._lend(group), count)
         if block is not None:
             own = self._page_of(block)
             if own.live or may_pin:
+                self._floor = max(self._floor, block.rank[0])
                 self._evict(block, own)
                 return self._take_free(own, 1)
         # The oldest block lies in an idle page another group is about to need.
         crowded = next(iter(group.with_idle))
-        idle = [b for b in crowded.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+        idle = [b for b in crowded.blocks if b.ref_cnt == 0 and b.is_cached]
         for b in idle[:count]:
             self._evict(b, crowded)
         return self._take_free(crowded, count)
@@ -258,6 +317,8 @@ class PagePool:
             blocks.append(block)
         for block in blocks:
             block.ref_cnt = 1
+        if self.journal is not None:
+            self.journal.taken(blocks)
         page.live += count
         group.live += count
         self._place(page)
@@ -271,7 +332,7 @@ class PagePool:
         if block.ref_cnt == 1:
             page = self._page_of(block)
             group = page.group
-            del group.lru[block]
+            group.idle.remove(block)
             page.idle -= 1
             page.live += 1
             group.live += 1
@@ -288,12 +349,15 @@ class PagePool:
         group = page.group
         page.live -= 1
         group.live -= 1
-        if block.block_hash is None:
+        if block.block_hash is None and not block.tails:
             page.spare.append(block)
+            if self.journal is not None:
+                self.journal.freed(block)
         else:
             self._clock += 1
-            block.idle_since = self._clock
-            group.lru[block] = None
+            block.rank = (self._floor + block.credit, self._clock)
+            page.rank = max(page.rank, block.rank)
+            group.idle.add(block)
             page.idle += 1
         self._place(page)
 
@@ -305,19 +369,21 @@ class PagePool:
 
     def evict_idle_pages(self) -> None:
         """Return every idle page."""
-        while self._idle_pages:
-            self._evict_page(next(iter(self._idle_pages)))
+        while (page := self._idle_pages.first()) is not None:
+            self._evict_page(page)
 
     def _evict(self, block: KVCacheBlock, page: Page) -> None:
         """As `evict`, without placing the page: the caller takes from it next."""
         self._on_evict(block)
-        del page.group.lru[block]
+        page.group.idle.remove(block)
         page.idle -= 1
         page.spare.append(block)
+        if self.journal is not None:
+            self.journal.freed(block)
 
     def _evict_page(self, page: Page) -> None:
         for block in page.blocks:
-            if block.block_hash is not None:
+            if block.is_cached:
                 self._evict(block, page)
         self._place(page)
 
@@ -351,16 +417,15 @@ class PagePool:
                 bucket = group.pinned
             if page.is_idle:
                 page.is_idle = False
-                del self._idle_pages[page]
+                self._idle_pages.remove(page)
         elif idle:
             if num_free:
                 bucket = group.resting
             if not page.is_idle:
                 page.is_idle = True
-                page.idle_since = self._clock
-                self._idle_pages[page] = None
+                self._idle_pages.add(page)
         elif page.is_idle:
-            del self._idle_pages[page]
+            self._idle_pages.remove(page)
         if live and idle:
             group.with_idle[page] = None
         else:

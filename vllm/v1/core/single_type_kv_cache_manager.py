@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -13,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.prefix_cache import GroupHit
+from vllm.v1.core.prefix_cache import GroupHit, Prefix
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -25,15 +24,17 @@ from vllm.v1.kv_cache_interface import (
 class SingleTypeKVCacheManager(ABC):
     """Block lists of all requests for one group.
 
-    `can_hit`: whether a cached prefix can ever be continued by this kind of state.
+    `exact`: whether hits may end inside a block, which is then copied. Models with recurrent state
+    need that, since a state exists at one token count only; the others hit whole blocks.
     """
 
-    can_hit: ClassVar[bool] = True
-
-    def __init__(self, spec: KVCacheSpec, group_id: int, pool: BlockPool) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, group_id: int, pool: BlockPool, exact: bool = False
+    ) -> None:
         self.spec = spec
         self.group_id = group_id
         self.pool = pool
+        self.exact = exact
         self.block_size = spec.block_size
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         #: blocks at the start of the list whose hashing is settled, and those of them that were
@@ -52,8 +53,35 @@ class SingleTypeKVCacheManager(ABC):
         """Tokens at the front no later step reads."""
 
     @abstractmethod
-    def find_longest_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> GroupHit:
+    def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
         """See `HitSource`."""
+
+    def find_tail(
+        self, prefix: Prefix, num_blocks: int, max_tokens: int
+    ) -> tuple[int, KVCacheBlock] | None:
+        """`(num_tokens, block)` of the longest tail that follows `num_blocks` full blocks."""
+        start = num_blocks * prefix.hash_block_size
+        parent = prefix.prefix_parent(start)
+        for length in self.pool.tail_lengths(parent, self.group_id):
+            num_tokens = start + length
+            if 0 < num_tokens <= max_tokens:
+                block = self.pool.get_cached_block(prefix.prefix_hash(num_tokens), self.group_id)
+                if block is not None:
+                    return num_tokens, block
+        return None
+
+    def find_partial(
+        self, prefix: Prefix, num_blocks: int, max_tokens: int
+    ) -> tuple[int, KVCacheBlock] | None:
+        """As `find_tail`; the first tokens of a full block will do as well."""
+        start = num_blocks * self.block_size
+        if not self.exact or max_tokens <= start:
+            return None
+        if num_blocks == max_tokens // self.block_size and num_blocks < len(prefix.block_hashes):
+            block = self.pool.get_cached_block(prefix.block_hashes[num_blocks], self.group_id)
+            if block is not None:
+                return max_tokens, block
+        return self.find_tail(prefix, num_blocks, max_tokens)
 
     # ---- a request's blocks --------------------------------------------------------------------
 
@@ -71,6 +99,30 @@ class SingleTypeKVCacheManager(ABC):
             or block.block_hash == make_block_hash_with_group_id(block_hash, self.group_id)
             for block, block_hash in zip(found, block_hashes, strict=False)
         )
+
+    def holds(self, source: KVCacheBlock, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether a block still holds the end of a prefix, full block or tail."""
+        keys = [prefix.prefix_hash(num_tokens)]
+        index = num_tokens // self.block_size
+        if index < len(prefix.block_hashes):
+            keys.append(prefix.block_hashes[index])
+        return any(self.pool.get_cached_block(key, self.group_id) is source for key in keys)
+
+    def cache_tail(self, prefix: Prefix, block: KVCacheBlock, num_tokens: int) -> bool:
+        """Let the cache continue from `block` after `num_tokens` tokens."""
+        return self.pool.cache_tail(
+            block,
+            prefix.prefix_hash(num_tokens),
+            prefix.prefix_parent(num_tokens),
+            num_tokens % prefix.hash_block_size,
+        )
+
+    def block_at(self, request_id: str, num_tokens: int) -> KVCacheBlock | None:
+        """The partly filled block that ends a prefix; None at a block boundary."""
+        if num_tokens % self.block_size == 0:
+            return None
+        block = self.req_to_blocks[request_id][num_tokens // self.block_size]
+        return None if block.is_null else block
 
     def clip(self, blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> list[KVCacheBlock]:
         """`blocks` of a prefix, with null blocks where nothing will be read."""
@@ -153,21 +205,26 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0
 
-    def find_longest_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> GroupHit:
+    def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
         found: list[KVCacheBlock] = []
-        for block_hash in block_hashes[: max_tokens // self.block_size]:
+        for block_hash in prefix.block_hashes[: max_tokens // self.block_size]:
             block = self.pool.get_cached_block(block_hash, self.group_id)
             if block is None:
                 break
             found.append(block)
+        partial = self.find_partial(prefix, len(found), max_tokens)
+        if partial is not None:
+            return GroupHit(partial[0], found, partial[1])
         return GroupHit(len(found) * self.block_size, found)
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """The last `window` tokens are kept; a hit needs only the blocks its next token can see."""
 
-    def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool) -> None:
-        super().__init__(spec, group_id, pool)
+    def __init__(
+        self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, exact: bool = False
+    ) -> None:
+        super().__init__(spec, group_id, pool, exact)
         self.window = spec.sliding_window
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -176,34 +233,41 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(num_computed_tokens - self.window + 1, 0)
 
-    def find_longest_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> GroupHit:
-        end = min(max_tokens // self.block_size, len(block_hashes))
-        run: list[KVCacheBlock] = []
-        for i in range(end - 1, -1, -1):
-            block = self.pool.get_cached_block(block_hashes[i], self.group_id)
-            if block is None:
-                run = []
-                end = i
-                continue
-            run.append(block)
-            if i == self._num_skipped_blocks(end * self.block_size):
-                nulls = [self.pool.null_block] * i
-                return GroupHit(end * self.block_size, nulls + run[::-1])
+    def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
+        hashes = prefix.block_hashes[: max_tokens // self.block_size]
+        blocks = [self.pool.get_cached_block(h, self.group_id) for h in hashes]
+        #: runs[i]: cached blocks in a row before block i
+        runs = [0]
+        for block in blocks:
+            runs.append(0 if block is None else runs[-1] + 1)
+        for end in range(len(blocks), -1, -1):
+            for num_tokens, source in self._ends(prefix, end, max_tokens):
+                skipped = self._num_skipped_blocks(num_tokens)
+                if num_tokens and runs[end] >= end - skipped:
+                    nulls = [self.pool.null_block] * skipped
+                    kept = [block for block in blocks[skipped:end] if block is not None]
+                    return GroupHit(num_tokens, nulls + kept, source)
         return GroupHit(0, [])
+
+    def _ends(
+        self, prefix: Prefix, num_blocks: int, max_tokens: int
+    ) -> Iterator[tuple[int, KVCacheBlock | None]]:
+        """Where a hit that shares `num_blocks` blocks can end, the longest first."""
+        partial = self.find_partial(prefix, num_blocks, max_tokens)
+        if partial is not None:
+            yield partial
+        yield num_blocks * self.block_size, None
 
 
 class RecurrentManager(SingleTypeKVCacheManager):
-    """One state for the request's life, plus `num_speculative_blocks` for draft tokens.
+    """One running state for the request's life, plus `num_speculative_blocks` for draft tokens.
 
-    A recurrent state exists at one token count only. Without checkpoints no prefix can be
-    continued; they enter through `find_longest_hit`, which then returns the longest checkpoint
-    of at most `max_tokens` tokens, and `can_hit`.
+    A recurrent state exists at one token count only, so a hit needs a *checkpoint*: a block that
+    holds a copy of the state (or a state its request left behind) at that count.
     """
 
-    can_hit = False
-
-    def __init__(self, spec: MambaSpec, group_id: int, pool: BlockPool) -> None:
-        super().__init__(spec, group_id, pool)
+    def __init__(self, spec: MambaSpec, group_id: int, pool: BlockPool, exact: bool = True) -> None:
+        super().__init__(spec, group_id, pool, exact)
         self.num_states = 1 + spec.num_speculative_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -215,16 +279,31 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """The running state changes every step: there is nothing a hash could name."""
 
-    def find_longest_hit(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> GroupHit:
+    def block_at(self, request_id: str, num_tokens: int) -> KVCacheBlock | None:
+        """The running state."""
+        return self.req_to_blocks[request_id][0]
+
+    def holds(self, source: KVCacheBlock, prefix: Prefix, num_tokens: int) -> bool:
+        key = prefix.prefix_hash(num_tokens)
+        return self.pool.get_cached_block(key, self.group_id) is source
+
+    def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
+        # A state belongs to no block: any group's hashes will do.
+        for num_blocks in range(max_tokens // prefix.hash_block_size, -1, -1):
+            tail = self.find_tail(prefix, num_blocks, max_tokens)
+            if tail is not None:
+                return GroupHit(tail[0], [], tail[1])
         return GroupHit(0, [])
 
 
-def get_manager(spec: KVCacheSpec, group_id: int, pool: BlockPool) -> SingleTypeKVCacheManager:
+def get_manager(
+    spec: KVCacheSpec, group_id: int, pool: BlockPool, exact: bool = False
+) -> SingleTypeKVCacheManager:
     """The manager of a group; `ValueError` for a kind of state the arena cannot keep."""
     if isinstance(spec, MambaSpec):
         return RecurrentManager(spec, group_id, pool)
     if isinstance(spec, SlidingWindowSpec):
-        return SlidingWindowManager(spec, group_id, pool)
+        return SlidingWindowManager(spec, group_id, pool, exact)
     if isinstance(spec, FullAttentionSpec):
-        return FullAttentionManager(spec, group_id, pool)
+        return FullAttentionManager(spec, group_id, pool, exact)
     raise ValueError(f"no cache manager for {type(spec).__name__}")

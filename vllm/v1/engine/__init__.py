@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from vllm.cache_options import CacheOptions, CacheReport
 from vllm.sampling_params import SamplingParams
 
 
@@ -43,6 +44,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_salt: str | None = None
     client_index: int = 0
     trace_headers: dict[str, str] | None = None
+    cache: CacheOptions = CacheOptions()
 
 
 class StopRequest(msgspec.Struct, array_like=True):
@@ -77,6 +79,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     #: monotonic times in seconds of (queued, first scheduled), sent with the first token
     times: tuple[float, float] | None = None
+    #: sent with the first token of a request that asked for it
+    cache_report: CacheReport | None = None
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
@@ -97,6 +101,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     prefix_hits: int = 0
     external_queries: int = 0
     external_hits: int = 0
+    #: tokens each state group could have continued alone; tokens computed again, by reason
+    group_hits: list[int] = []
+    lost_tokens: dict[str, int] = {}
     num_preemptions: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -21,6 +22,7 @@ from vllm.v1.engine.front_end import FrontEnd
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.output_stream import OutputStream
 from vllm.v1.engine.prompt_checks import parse_prompt
+from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ logger = init_logger(__name__)
 
 #: outputs handled before other tasks of the event loop get a turn
 _CHUNK = 128
+#: pause between looks at whether all requests have ended
+_TICK_S = 0.02
 
 
 class AsyncLLM:
@@ -138,7 +142,7 @@ class AsyncLLM:
             tokenization_kwargs=tokenization_kwargs,
             cache_salt=cache_salt,
         )
-        processed = await self._process(prompt, process)
+        processed = await self._process(prompt, sampling_params, process)
         stream = self._start(processed, request_id)
         finished = False
         try:
@@ -155,10 +159,11 @@ class AsyncLLM:
                 self._abort_internal(stream.request_ids)
 
     async def _process(
-        self, prompt: PromptType, process: Callable[[], ProcessedInput]
+        self, prompt: PromptType, params: SamplingParams, process: Callable[[], ProcessedInput]
     ) -> ProcessedInput:
-        """Tokenise off the event loop; token ids need no thread."""
-        if parse_prompt(prompt).token_ids is not None:
+        """Tokenise and check grammars off the event loop; token ids alone need no thread."""
+        constrained = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        if parse_prompt(prompt).token_ids is not None and not constrained:
             return process()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_thread, process)
@@ -166,6 +171,7 @@ class AsyncLLM:
     def _start(self, processed: ProcessedInput, request_id: str) -> OutputStream:
         if self.errored:
             raise self.dead_error
+        self._front_end.require_awake()
         self._ensure_handler()
         stream = OutputStream(processed.request.sampling_params.output_kind)
         children = self.output_processor.add_request(
@@ -255,6 +261,37 @@ class AsyncLLM:
                 "reset_prefix_cache", reset_running_requests, reset_connector
             )
         )
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release device memory until `wake_up`; see `LLM.sleep`.
+
+        Running requests are aborted, or with `mode="wait"` finish first; new ones are refused at
+        once with `EngineSleepingError`. Raises `VLLMValidationError` for another level or mode.
+        """
+        check_sleep(self.vllm_config, level)
+        if mode not in ("abort", "wait"):
+            raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
+        before, self._front_end.asleep = self._front_end.asleep, set(TAGS)
+        try:
+            if mode == "abort":
+                await self.abort(self.output_processor.external_ids())
+            while self.output_processor.has_unfinished_requests():
+                await asyncio.sleep(_TICK_S)
+            self._ensure_handler()
+            await self.engine_core.call_utility("sleep", level)
+        except BaseException:
+            self._front_end.asleep = before
+            raise
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back "weights", "kv_cache", or both (None)."""
+        chosen = check_tags(tags)
+        self._ensure_handler()
+        await self.engine_core.call_utility("wake_up", chosen)
+        self._front_end.asleep.difference_update(chosen)
+
+    async def is_sleeping(self) -> bool:
+        return bool(self._front_end.asleep)
 
     async def do_log_stats(self) -> None:
         """Log throughput now."""

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from vllm import decisions, envs
+from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.logger import init_logger
 from vllm.utils.dotted import resolve_class
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
+    BlockHasher,
     estimate_max_model_len,
     get_kv_cache_capacity,
     get_kv_cache_configs,
@@ -30,8 +33,10 @@ from vllm.v1.engine import (
     FinishReason,
     StopRequest,
 )
+from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,15 +65,20 @@ class EngineCore:
         try:
             kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
+            self._event_publisher = self._create_event_publisher()
         except BaseException:
             self.executor.shutdown()
             raise
         self._depth = self.executor.max_concurrent_batches
         self._block_hasher = self._create_block_hasher()
+        self._grammars = StructuredOutputManager(vllm_config)
+        self.sleeping = CoreSleep(self)
         self._utilities: dict[str, Callable[..., Any]] = {
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.reset_prefix_cache,
             "check_health": self.executor.check_health,
+            "sleep": self.sleeping.sleep,
+            "wake_up": self.sleeping.wake_up,
         }
 
     @property
@@ -117,7 +127,14 @@ class EngineCore:
             )
         return scheduler
 
-    def _create_block_hasher(self) -> Callable[[Request], list[Any]] | None:
+    def _create_event_publisher(self) -> EventPublisher | None:
+        config = self.vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        rank = self.vllm_config.parallel_config.data_parallel_rank
+        return EventPublisherFactory.create(config, rank)
+
+    def _create_block_hasher(self) -> BlockHasher | None:
         cache = self.vllm_config.cache_config
         if not cache.enable_prefix_caching and self.vllm_config.kv_transfer_config is None:
             return None
@@ -129,11 +146,16 @@ class EngineCore:
 
     def make_request(self, request: EngineCoreRequest) -> Request:
         """Build the core's request (hashes the prompt's blocks); may run on another thread."""
-        return Request.from_engine_core_request(request, self._block_hasher)
+        made = Request.from_engine_core_request(request, self._block_hasher)
+        made.grammar = self._grammars.start(request.sampling_params)
+        return made
 
     def add_request(self, request: Request) -> EngineCoreOutput | None:
-        """Queue a request; returns its last message instead if its id is still in use."""
+        """Queue a request; returns its last message instead if it is refused: its id is still in
+        use, or the engine sleeps."""
         try:
+            if self.sleeping.is_sleeping:
+                raise ValueError(ASLEEP)
             self.scheduler.add_request(request)
         except ValueError as error:
             logger.error("%s", error)
@@ -169,6 +191,7 @@ class EngineCore:
         if len(self._in_flight) < self._depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._in_flight.append((output, self._launch(output)))
+            self._fill_token_masks()
             self._last_step_computed = output.total_num_scheduled_tokens > 0
             if self._last_step_computed and len(self._in_flight) < self._depth:
                 return {}
@@ -176,7 +199,22 @@ class EngineCore:
             return {}
         output, future = self._in_flight.popleft()
         result = future.result(timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        return self.scheduler.update_from_output(output, result)
+        produced = self.scheduler.update_from_output(output, result)
+        self._publish_events()
+        self._fill_token_masks()
+        return produced
+
+    def _publish_events(self) -> None:
+        if self._event_publisher is None:
+            return
+        events = self.scheduler.take_events()
+        if events:
+            self._event_publisher.publish(EventBatch(time.time(), events))
+
+    def _fill_token_masks(self) -> None:
+        """For the oldest step in flight: all tokens before it are known, so its masks are exact."""
+        if self._in_flight and (masks := self._in_flight[0][0].token_masks) is not None:
+            masks.fill()
 
     def _launch(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         if (
@@ -184,6 +222,7 @@ class EngineCore:
             or output.finished_req_ids
             or output.preempted_req_ids
             or output.kv_connector_metadata is not None
+            or output.block_log
         ):
             return self.executor.execute_model(output)
         nothing: Future[ModelRunnerOutput] = Future()
@@ -198,7 +237,9 @@ class EngineCore:
             raise ValueError(
                 f"the engine has no utility {method!r}; known: {', '.join(self._utilities)}"
             )
-        return self._utilities[method](*args)
+        result = self._utilities[method](*args)
+        self._publish_events()
+        return result
 
     def collective_rpc(
         self,
@@ -216,5 +257,11 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop scheduler, connector and workers; safe to call twice."""
+        for output, _ in self._in_flight:
+            if output.token_masks is not None:
+                output.token_masks.cancel()
+        self._grammars.shutdown()
         self.scheduler.shutdown()
+        if self._event_publisher is not None:
+            self._event_publisher.shutdown()
         self.executor.shutdown()

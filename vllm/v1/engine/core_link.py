@@ -82,8 +82,10 @@ class CoreLink:
         atexit.register(self.close)
         try:
             ready = self._core.wait_ready()
-        except BaseException:
-            self._close(timeout_s=0.0, started=False)
+        except BaseException as error:
+            # A core that reported an error is ending; a signal would cut its clean-up short.
+            ends_itself = isinstance(error, (ValueError, RuntimeError))
+            self._close(timeout_s=_SHUTDOWN_S if ends_itself else 0.0, started=False)
             raise
         decisions.adopt(ready.decisions)
         assert vllm_config.model_config is not None

@@ -23,6 +23,7 @@ import zmq
 
 from vllm import decisions
 from vllm.logger import init_logger
+from vllm.utils import startup_phases
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -256,6 +257,7 @@ def _start(setup: bytes) -> EngineCore:
 
     load_general_plugins()
     loaded: CoreSetup = cloudpickle.loads(setup)
+    startup_phases.end("spawn engine")
     return EngineCore(loaded.vllm_config, loaded.executor_class, loaded.log_stats)
 
 

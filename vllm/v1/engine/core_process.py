@@ -17,6 +17,7 @@ import torch
 from tqdm import TMonitor
 
 from vllm import decisions, envs
+from vllm.utils import startup_phases
 from vllm.v1.engine.core_proc import CoreAddresses, CoreReady, CoreSetup, run_engine_core
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
 
 _TERMINATE_S = 5.0
+_SLICE_S = 1.0
 
 
 def start_method() -> str:
@@ -66,6 +68,7 @@ class CoreProcess:
             args=(setup, addresses, child_end, os.getpid()),
             name="vllm-engine-core",
         )
+        startup_phases.begin("spawn engine")
         self.process.start()
         child_end.close()
 
@@ -77,7 +80,10 @@ class CoreProcess:
         """
         timeout_s = envs.VLLM_ENGINE_READY_TIMEOUT_S
         ready: Connection = self._ready
-        wait([ready, self.process.sentinel], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        # In slices: a signal that arrives just before a wait is handled after it.
+        while not wait([ready, self.process.sentinel], _SLICE_S) and time.monotonic() < deadline:
+            pass
         try:
             message = ready.recv() if ready.poll() else None
         except EOFError:

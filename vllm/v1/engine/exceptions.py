@@ -6,6 +6,10 @@ class EngineGenerateError(Exception):
     """One request failed; the engine goes on."""
 
 
+class EngineSleepingError(Exception):
+    """The engine sleeps; requests are taken again after `wake_up`."""
+
+
 class EngineDeadError(Exception):
     """The engine stopped working; every pending and later request fails with this."""
 

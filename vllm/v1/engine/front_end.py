@@ -6,8 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.tokenizers import get_tokenizer
+from vllm.utils.startup_phases import startup_phase
+from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.sleep import ASLEEP
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ class FrontEnd:
         self.vllm_config = vllm_config
         self.model_config: ModelConfig = vllm_config.model_config
         self.log_stats = log_stats
+        #: what of the engine sleeps: tags of `wake_up`
+        self.asleep: set[str] = set()
         self.tokenizer = _load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
         self.output_processor = OutputProcessor(
@@ -31,6 +36,11 @@ class FrontEnd:
             vllm_config.scheduler_config.stream_interval,
             core_sees_stops=vllm_config.kv_transfer_config is not None,
         )
+
+    def require_awake(self) -> None:
+        """`EngineSleepingError` while any part of the engine sleeps."""
+        if self.asleep:
+            raise EngineSleepingError(ASLEEP)
 
     def make_stat_loggers(self) -> StatLoggerManager | None:
         """After the core has started: some metrics show what it decided."""
@@ -43,6 +53,7 @@ class FrontEnd:
         return self.tokenizer
 
 
+@startup_phase("tokenizer")
 def _load_tokenizer(model_config: ModelConfig) -> PreTrainedTokenizerBase | None:
     if model_config.skip_tokenizer_init:
         return None

@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.bad_words import bad_word_token_ids
 from vllm.v1.engine.prompt_checks import ParsedPrompt, check_token_ids, parse_prompt
 from vllm.v1.engine.request_id import make_internal_id
+from vllm.v1.structured_output.validation import StructuredOutputValidator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,9 @@ class InputProcessor:
         self._vocab_size = self.model_config.get_vocab_size()
         self._generation_config = self.model_config.try_get_generation_config()
         self._eos_token_id = self._find_eos()
+        self._constraints = StructuredOutputValidator(
+            tokenizer, self._vocab_size, vllm_config.structured_outputs_config
+        )
 
     def _find_eos(self) -> int | None:
         """The tokenizer's end-of-sequence id; without a tokenizer the checkpoint's first."""
@@ -84,6 +88,7 @@ class InputProcessor:
             eos_token_id=self._eos_token_id,
             priority=priority,
             cache_salt=cache_salt or parsed.cache_salt,
+            cache=parsed.cache,
             trace_headers=None if trace_headers is None else dict(trace_headers),
         )
         return ProcessedInput(request, parsed.text)
@@ -175,14 +180,11 @@ class InputProcessor:
         params.update_from_generation_config(self._generation_config, self._eos_token_id)
         if params.bad_words:
             params.bad_words_token_ids = bad_word_token_ids(params.bad_words, self.tokenizer)
+        self._constraints.finish(params)
         return params
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.structured_outputs is not None:
-            raise VLLMValidationError(
-                "structured_outputs are not supported yet; validate the output yourself",
-                "structured_outputs",
-            )
+        self._check_connector(params)
         self._check_logprobs("logprobs", params.logprobs)
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         self._check_in_vocabulary("logit_bias", params.logit_bias or ())
@@ -193,6 +195,15 @@ class InputProcessor:
                 "stop strings and bad_words need a tokenizer, but --skip-tokenizer-init is set; "
                 "use stop_token_ids or logit_bias",
                 "stop",
+            )
+
+    def _check_connector(self, params: SamplingParams) -> None:
+        asked = (params.extra_args or {}).get("kv_transfer_params")
+        if asked and self.vllm_config.kv_transfer_config is None:
+            raise VLLMValidationError(
+                "kv_transfer_params are for a KV connector, and the engine runs without one; start "
+                "it with --kv-transfer-config or leave them out",
+                "kv_transfer_params",
             )
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:

@@ -13,6 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.front_end import FrontEnd
+from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 from vllm.v1.metrics.stats import IterationStats
 
@@ -83,7 +84,9 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Validate and start a request; raises `VLLMValidationError` before the engine sees it."""
+        """Validate and start a request; raises `VLLMValidationError` before the engine sees it,
+        `EngineSleepingError` while it sleeps."""
+        self._front_end.require_awake()
         processed = self.input_processor.process(
             request_id,
             prompt,
@@ -157,6 +160,21 @@ class LLMEngine:
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def sleep(self, level: int = 1) -> None:
+        """Abort every request and release device memory; see `LLM.sleep`."""
+        check_sleep(self.vllm_config, level)
+        self.abort_all()
+        self.engine_core.call_utility("sleep", level)
+        self._front_end.asleep = set(TAGS)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        chosen = check_tags(tags)
+        self.engine_core.call_utility("wake_up", chosen)
+        self._front_end.asleep.difference_update(chosen)
+
+    def is_sleeping(self) -> bool:
+        return bool(self._front_end.asleep)
 
     def do_log_stats(self) -> None:
         """Log throughput now."""

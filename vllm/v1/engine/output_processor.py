@@ -162,7 +162,12 @@ class OutputProcessor:
     ) -> None:
         if iteration is not None:
             iteration.add_finished(
-                state.stats, reason, timestamp, state.params.max_tokens, state.num_completions
+                state.stats,
+                reason,
+                timestamp,
+                state.params.max_tokens,
+                state.num_completions,
+                state.longest_completion(),
             )
         del self.request_states[state.request_id]
         siblings = self._internal_ids[state.external_id]

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from vllm.cache_options import CacheReport
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 _SEED_RANGE = 1 << 63
 
@@ -34,13 +35,31 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     return child
 
 
+class CacheReceipt:
+    """What the prefix cache had of a prompt before any of its completions ran: the first of n
+    computes it, the others find what the first has left."""
+
+    def __init__(self) -> None:
+        self.num_cached_tokens: int | None = None
+        self.report: CacheReport | None = None
+
+    def take(self, output: EngineCoreOutput) -> None:
+        if self.num_cached_tokens is None or output.num_cached_tokens < self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.report = output.cache_report or self.report
+        elif self.report is None:
+            self.report = output.cache_report
+
+
 class ParentRequest:
     """Gathers the completions of the children of one request."""
 
     def __init__(self, n: int, output_kind: RequestOutputKind) -> None:
         self.n = n
+        self.receipt = CacheReceipt()
         self._kind = output_kind
         self._running = set(range(n))
+        self._longest = 0
         self._latest: dict[int, CompletionOutput] = {}
         self._kv_transfer_params: dict[int, dict[str, Any]] = {}
 
@@ -65,6 +84,11 @@ class ParentRequest:
         if self._kind is RequestOutputKind.FINAL_ONLY and self._running:
             return []
         return [self._latest[index] for index in sorted(self._latest)]
+
+    def longest(self, num_tokens: int) -> int | None:
+        """Note a finished child's length; the greatest once all children are done."""
+        self._longest = max(self._longest, num_tokens)
+        return self._longest if self.finished else None
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from vllm.cache_options import CacheOptions
 from vllm.exceptions import VLLMValidationError
 
 _MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
@@ -19,6 +20,7 @@ class ParsedPrompt:
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
+    cache: CacheOptions = CacheOptions()
 
 
 def _fail(message: str, value: Any = None) -> NoReturn:
@@ -53,7 +55,12 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         raise VLLMValidationError(
             "cache_salt must be a non-empty string", parameter="cache_salt", value=salt
         )
-    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt)
+    cache = CacheOptions.validated(
+        prompt.get("cache_checkpoints"),
+        prompt.get("cache_pin_seconds"),
+        prompt.get("return_cache_report"),
+    )
+    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt, cache)
 
 
 def _as_ids(ids: Any) -> list[int]:

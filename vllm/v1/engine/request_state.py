@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import LogprobsCollector
-from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.engine.parallel_sampling import CacheReceipt, ParentRequest
 from vllm.v1.metrics.stats import RequestStateStats
 
 #: takes a request's outputs as they are made, with the reason if it failed
@@ -56,7 +56,7 @@ class RequestState:
         self._stream_interval = stream_interval
         self._parent = parent
         self._index = index
-        self._num_cached_tokens: int | None = None
+        self._own_receipt = CacheReceipt()
         self._num_sent_tokens = 0
         self._sent_prompt_logprobs = False
 
@@ -69,9 +69,20 @@ class RequestState:
     def num_completions(self) -> int:
         return self._parent.n if self._parent is not None else 1
 
+    def _receipt(self) -> CacheReceipt:
+        """What the cache did for the prompt; children of one request share it."""
+        return self._own_receipt if self._parent is None else self._parent.receipt
+
+    def longest_completion(self) -> int | None:
+        """At the end of this completion: tokens of the longest of all n, None while others run."""
+        if self._parent is None:
+            return self.num_tokens
+        return self._parent.longest(self.num_tokens)
+
     def update(self, output: EngineCoreOutput) -> str | None:
         """Take in new tokens, none after a stop string; returns that string once it is there."""
-        self._num_cached_tokens = output.num_cached_tokens
+        self.stats.num_cached_tokens = output.num_cached_tokens
+        self._receipt().take(output)
         self.error = output.error
         if self._stop is not None:
             return self._stop
@@ -112,8 +123,9 @@ class RequestState:
             completions,
             finished,
             metrics=self.stats,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self._receipt().num_cached_tokens,
             kv_transfer_params=kv_transfer_params,
+            cache_report=self._receipt().report,
         )
 
     def _is_due(self) -> bool:

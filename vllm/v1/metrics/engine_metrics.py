@@ -55,6 +55,8 @@ _TIMES = {
 _SIZES = {
     "request_prompt_tokens": "Prompt tokens of finished requests.",
     "request_generation_tokens": "Generated tokens of finished requests.",
+    "request_max_num_generation_tokens": "Tokens of the longest of a request's completions.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens computed, not found in a cache.",
     "request_params_n": "Completions asked for.",
     "request_params_max_tokens": "Limit on generated tokens.",
     "iteration_tokens_total": "Prompt and generated tokens of one step.",
@@ -85,7 +87,18 @@ class EngineMetrics:
         self.times = {n: self._bound(self._histogram(n, h, _SECONDS)) for n, h in _TIMES.items()}
         self.sizes = {n: self._bound(self._histogram(n, h, sizes)) for n, h in _SIZES.items()}
         self.scheduler_counters = self._counters(_SCHEDULER_COUNTERS)
+        self._group_hits = self._counter(
+            "prefix_cache_group_hits", "Tokens each state group could have continued.", ("group",)
+        )
+        self._lost_tokens = self._counter(
+            "prefix_cache_lost_tokens",
+            "Tokens once in the prefix cache that were computed again.",
+            ("reason",),
+        )
         self.prompt_tokens = self._bound(self._counter("prompt_tokens", "Prompt tokens done."))
+        self.cached_tokens = self._bound(
+            self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.")
+        )
         self.generation_tokens = self._bound(
             self._counter("generation_tokens", "Tokens generated.")
         )
@@ -177,12 +190,17 @@ class EngineMetrics:
         for field, counter in (*self.scheduler_counters.items(), *self.spec_counters.items()):
             if increments[field]:
                 counter.inc(increments[field])
+        for group, tokens in enumerate(stats.group_hits):
+            self._group_hits.labels(**self._values, group=str(group)).inc(tokens)
+        for reason, tokens in stats.lost_tokens.items():
+            self._lost_tokens.labels(**self._values, reason=reason).inc(tokens)
         if self.spec_counters:
             for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
                 counter.inc(count)
 
     def record_iteration(self, stats: IterationStats) -> None:
         self.prompt_tokens.inc(stats.num_prompt_tokens)
+        self.cached_tokens.inc(stats.num_cached_tokens)
         self.generation_tokens.inc(stats.num_generation_tokens)
         if total := stats.num_prompt_tokens + stats.num_generation_tokens:
             self.sizes["iteration_tokens_total"].observe(total)
@@ -197,6 +215,11 @@ class EngineMetrics:
         self.success[request.finish_reason].inc()
         self.sizes["request_prompt_tokens"].observe(request.num_prompt_tokens)
         self.sizes["request_generation_tokens"].observe(request.num_generation_tokens)
+        if request.longest_completion is not None:
+            longest = self.sizes["request_max_num_generation_tokens"]
+            longest.observe(request.longest_completion)
+        computed = request.num_prompt_tokens - request.num_cached_tokens
+        self.sizes["request_prefill_kv_computed_tokens"].observe(computed)
         self.sizes["request_params_n"].observe(request.n)
         if request.max_tokens is not None:
             self.sizes["request_params_max_tokens"].observe(request.max_tokens)

@@ -12,7 +12,8 @@ from vllm.v1.engine import FinishReason
 class RequestStateStats:
     """Moments of one request; `arrival_time` is wall-clock, the others are monotonic (0: not yet).
 
-    `num_prompt_tokens`, `num_generation_tokens` count tokens so far.
+    `num_prompt_tokens`, `num_generation_tokens` count tokens so far, `num_cached_tokens` the prompt
+    tokens found in a cache.
     """
 
     arrival_time: float = 0.0
@@ -24,6 +25,7 @@ class RequestStateStats:
     finished_ts: float = 0.0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def first_token_latency(self) -> float:
@@ -33,11 +35,16 @@ class RequestStateStats:
 
 @dataclass(frozen=True)
 class FinishedRequestStats:
-    """One finished request. Intervals that never began are None."""
+    """One finished request. Intervals that never began are None.
+
+    `longest_completion`: tokens of the longest of the n completions, with the last of them.
+    """
 
     finish_reason: FinishReason
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_generation_tokens: int
+    longest_completion: int | None
     max_tokens: int | None
     n: int
     e2e_latency: float
@@ -53,6 +60,7 @@ class IterationStats:
     """What one message from the core brought."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     times_to_first_token: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
@@ -75,6 +83,7 @@ class IterationStats:
         if not stats.first_token_ts:
             stats.first_token_ts = timestamp
             self.num_prompt_tokens += stats.num_prompt_tokens
+            self.num_cached_tokens += stats.num_cached_tokens
             self.times_to_first_token.append(max(0.0, timestamp - stats.arrival_ts))
         else:
             self.inter_token_latencies.append(timestamp - stats.last_token_ts)
@@ -87,6 +96,7 @@ class IterationStats:
         timestamp: float,
         max_tokens: int | None,
         n: int,
+        longest_completion: int | None = None,
     ) -> None:
         stats.finished_ts = timestamp
         started = stats.scheduled_ts > 0
@@ -97,6 +107,8 @@ class IterationStats:
             FinishedRequestStats(
                 finish_reason=reason,
                 num_prompt_tokens=stats.num_prompt_tokens,
+                num_cached_tokens=stats.num_cached_tokens,
+                longest_completion=longest_completion,
                 num_generation_tokens=stats.num_generation_tokens,
                 max_tokens=max_tokens,
                 n=n,

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     HiddenStateCacheSpec,
@@ -44,15 +47,26 @@ class Arena:
         self.buffer = torch.zeros(
             self.plan.num_pages * self.plan.page_bytes, dtype=torch.uint8, device=device
         )
+        #: every group's blocks, `uint8 [num_blocks, block_bytes]`
+        self._blocks: list[Tensor] = []
         self.layers: dict[str, LayerCache] = {}
         for group, group_plan in zip(config.kv_cache_groups, self.plan.groups, strict=True):
             stride = self.plan.page_bytes // group_plan.blocks_per_page
             num_blocks = self.plan.num_pages * group_plan.blocks_per_page
+            self._blocks.append(
+                self.buffer.as_strided((num_blocks, group_plan.block_bytes), (stride, 1))
+            )
             for name in group.layer_names:
                 offset = group_plan.layer_offsets[name]
                 self.layers[name] = self._layer_view(
                     group.kv_cache_spec, num_blocks, stride, offset
                 )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks, all layers of their group at once, in order."""
+        for copy in copies:
+            blocks = self._blocks[copy.group_id]
+            blocks[copy.target].copy_(blocks[copy.source])
 
     def _layer_view(
         self, spec: KVCacheSpec, num_blocks: int, stride: int, offset: int

@@ -38,7 +38,9 @@ from vllm.v1.outputs import (
 from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
+from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.structured_output.masks import StepMasks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.block_tables import BlockTables
@@ -46,6 +48,7 @@ from vllm.v1.worker.decode_graphs import DecodeGraphs, graphs_forbidden
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.prompt_logprobs import PromptScorer
+from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 
 logger = init_logger(__name__)
@@ -91,6 +94,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.graphs = DecodeGraphs([], self.max_rows)
         self.model: nn.Module
         self.proposer: ExtractHiddenStatesProposer | None = None
+        self.sanitizer: Sanitizer | None = None
         self._sampling_key: list[str] | None = None
         self._sampling: SamplingMetadata | None = None
 
@@ -127,6 +131,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.device,
             self.depth,
         )
+        if self.vllm_config.cache_config.sanitize:
+            self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
         self.groups = []
         for group in config.kv_cache_groups:
             backend = self.layers[group.layer_names[0]].get_attn_backend()
@@ -188,6 +194,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         for layer in self.layers.values():
             layer.kv_cache = torch.empty(0)
         del self.arena, self.block_tables
+        self.sanitizer = None
         self.groups = []
 
     @torch.inference_mode()
@@ -203,7 +210,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         logits = self.compute_logits(hidden)
         metadata = SamplingMetadata.build([params] * self.max_rows, self.vocab_size, self.device)
         positions = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
-        sample(logits, metadata, positions, [])
+        sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
 
     def close(self) -> None:
         """Drop the model, its state and every request."""
@@ -211,6 +218,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             layer.kv_cache = torch.empty(0)
         self.layers.clear()
         self.graphs = DecodeGraphs([], self.max_rows)
+        self.sanitizer = None
         for name in ("model", "arena", "block_tables", "proposer"):
             self.__dict__.pop(name, None)
 
@@ -222,27 +230,37 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Launch one step."""
         self._update_states(scheduler_output)
+        if self.sanitizer is None:
+            self.arena.copy_blocks(scheduler_output.copies_before)
+        else:
+            self.sanitizer.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return self._without_forward(scheduler_output)
-        return self._step(scheduler_output, has_kv_transfer_group())
+        return self._step(scheduler_output, has_kv_transfer_group(), self.sanitizer)
 
     @torch.inference_mode()
     def execute_dummy(self, scheduler_output: SchedulerOutput) -> None:
         """A step of made-up requests (profiling, warm-up); no connector sees it."""
         self._update_states(scheduler_output)
-        self._step(scheduler_output, False)
+        self._step(scheduler_output, False, None)
+        if self.sanitizer is not None:
+            self.sanitizer.clear_null_page()
 
     def forget(self, scheduler_output: SchedulerOutput) -> None:
         """Drop finished requests without running anything."""
         self._update_states(scheduler_output)
 
-    def _step(self, scheduler_output: SchedulerOutput, use_connector: bool) -> StepOutput:
+    def _step(
+        self, scheduler_output: SchedulerOutput, use_connector: bool, sanitizer: Sanitizer | None
+    ) -> StepOutput:
         order = self.batch.order(
             scheduler_output.num_scheduled_tokens, scheduler_output.sampling_req_ids
         )
         size = self.graphs.size_for(order.num_reqs) if order.decode_only else None
         inputs = self.inputs.build(order, size)
         context = self._forward_context(order, inputs, replayed=size is not None)
+        if sanitizer is not None:
+            sanitizer.check_inputs(order, inputs)
         connector = (
             self.maybe_get_kv_connector_output(scheduler_output, context)
             if use_connector
@@ -257,13 +275,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 replayed = self.graphs.replay(size)
                 aux = [stream[: inputs.num_tokens] for stream in replayed.aux]
                 logits = replayed.logits[: inputs.num_tokens]
-            sampled = self._sample(order, inputs, logits)
+            if sanitizer is not None:
+                sanitizer.observe(hidden, logits)
+            sampled = self._sample(order, inputs, logits, scheduler_output.token_masks)
             if self.proposer is not None:
                 self._propose(sampled, aux)
+        if sanitizer is not None:
+            sanitizer.end_step(order, inputs, kv_connector_output)
         # A replayed step samples for every request, so it scores no prompt position.
         prompt_logprobs = (
             [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
         )
+        self.arena.copy_blocks(scheduler_output.copies_after)
         for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
             state.num_computed_tokens += count
         sampling = order.sampling.tolist()
@@ -314,7 +337,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             return hidden.new_empty(0, self.vocab_size)
         return self.compute_logits(hidden.index_select(0, inputs.sample_indices))
 
-    def _sample(self, order: StepOrder, inputs: StepInputs, logits: Tensor) -> SamplerOutput | None:
+    def _sample(
+        self, order: StepOrder, inputs: StepInputs, logits: Tensor, step_masks: StepMasks | None
+    ) -> SamplerOutput | None:
         if not len(order.sampling):
             return None
         chosen = [order.states[i] for i in order.sampling.tolist()]
@@ -324,7 +349,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if state.req_id in self.adjustments
         ]
         metadata = self._sampling_metadata(order)
-        sampled = sample(logits, metadata, inputs.sample_positions, adjusted)
+        masks = None
+        if step_masks is not None:
+            masks = TokenMasks.upload(step_masks, [s.req_id for s in chosen], self.device)
+        sampled = sample(logits, metadata, inputs.sample_positions, adjusted, masks)
         self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
         for state in chosen:
             state.num_output_tokens += 1

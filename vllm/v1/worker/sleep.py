@@ -100,6 +100,8 @@ class Sleeper:
                 parked.restore()
             if tag == "weights" and self._reload:
                 self.reload_weights()
+            if tag == "kv_cache" and self._runner.sanitizer is not None:
+                self._runner.sanitizer.reset_memory()
             del self._asleep[tag]
         if not self._asleep and self._captured:
             self._captured = False

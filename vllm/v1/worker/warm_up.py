@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.sampling_params import SamplingParams
+from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -60,8 +61,9 @@ def warm_up(runner: ModelRunner) -> None:
         (filtered, [1] * min(many, runner.max_tokens)),
     ):
         _run_prefill(runner, lengths[: runner.max_tokens], params, then_decode=True)
-    runner.capture_graphs()
-    torch.cuda.synchronize(runner.device)
+    with startup_phase("graph capture"):
+        runner.capture_graphs()
+        torch.cuda.synchronize(runner.device)
 
 
 def _longest(runner: ModelRunner) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -21,10 +21,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.dotted import resolve_class
+from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.sleep import Sleeper
 from vllm.v1.worker.warm_up import profile_peak_bytes, warm_up
 
 logger = init_logger(__name__)
@@ -52,6 +54,7 @@ class Worker:
         extension.worker = self
         return extension
 
+    @startup_phase("init device")
     def init_device(self) -> None:
         self.device = torch.device(self.vllm_config.device_config.device_type)
         if self.device.type == "cuda":
@@ -61,7 +64,9 @@ class Worker:
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         torch.manual_seed(self.model_config.seed)
         self.model_runner = ModelRunner(self.vllm_config, self.device)
+        self.sleeper = Sleeper(self.model_runner)
 
+    @startup_phase("load weights")
     def load_model(self) -> None:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
@@ -72,6 +77,7 @@ class Worker:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()
 
+    @startup_phase("memory profile")
     def determine_available_memory(self) -> int:
         """Bytes for the arena: as given, or what weights and activations leave."""
         cache = self.cache_config
@@ -90,6 +96,7 @@ class Worker:
         )
         return available
 
+    @startup_phase("arena")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.initialize_kv_cache(kv_cache_config)
@@ -99,6 +106,7 @@ class Worker:
                 caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
                 get_kv_transfer_group().register_kv_caches(caches)
 
+    @startup_phase("compile and warm-up")
     def warm_up(self) -> None:
         with set_current_vllm_config(self.vllm_config):
             warm_up(self.model_runner)
@@ -121,6 +129,19 @@ class Worker:
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
         return function(self.get_model())
+
+    def sleep(self, level: int) -> int:
+        """Release device memory until `wake_up`; returns the bytes released."""
+        return self.sleeper.sleep(level)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.sleeper.wake_up(tags)
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint again into the same parameters."""
+        with set_current_vllm_config(self.vllm_config):
+            self.sleeper.reload_weights()
 
     def shutdown(self) -> None:
         """Drain the connector and free the device memory."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events.messages import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs, SchedulerStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -73,6 +74,10 @@ class SchedulerInterface(ABC):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget cached prefixes; False if blocks in use stopped it."""
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What state memory, and a connector's store, gained and lost since the last call."""
+        return []
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:

@@ -126,11 +126,3 @@ class KVTransfer:
         if valid is None or valid >= request.num_computed_tokens:
             return None
         return valid
-
-    def evict_after(self, request: Request, num_valid_tokens: int) -> None:
-        """Make sure no later request hits the blocks that follow the valid prefix."""
-        stale: set[int] = set()
-        block_ids = self._manager.get_block_ids(request.request_id)
-        for size, ids in zip(self._block_sizes, block_ids, strict=True):
-            stale.update(ids[num_valid_tokens // size :])
-        self._manager.evict_blocks(stale)

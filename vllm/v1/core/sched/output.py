@@ -10,6 +10,36 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
+    from vllm.v1.structured_output.masks import StepMasks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one block of a group, all its layers, to another."""
+
+    group_id: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksTaken:
+    """Free blocks of a group were given to somebody, each with its new generation."""
+
+    group_id: int
+    block_ids: list[int]
+    generations: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """Blocks of a group that nobody holds and the prefix cache cannot find any more."""
+
+    group_id: int
+    block_ids: list[int]
+
+
+BlockOperation = BlocksTaken | BlocksFreed | BlockCopy
 
 
 @dataclass
@@ -75,9 +105,12 @@ class SchedulerOutput:
 
     `num_scheduled_tokens`: request id -> tokens this step. A request samples a token in this step
     iff `num_computed_tokens + num_scheduled_tokens >= ` all its tokens known or in flight; the
-    scheduler states it in `sampling_req_ids`, nobody recomputes it. `preempted_req_ids` lost their
-    blocks or part of their computed tokens; workers drop them (they come back in
-    `resumed_req_ids`, possibly of the same step).
+    scheduler states it in `sampling_req_ids`, nobody recomputes it. `token_masks` constrain those
+    of them that follow a grammar; they are filled in after the launch. `preempted_req_ids` lost
+    their blocks or part of their computed tokens; workers drop them (they come back in
+    `resumed_req_ids`, possibly of the same step). `copies_before` are made before the forward pass,
+    `copies_after` after it. `block_log` (only with `--sanitize`): what happened to blocks since the
+    last step, in order; it contains `copies_before`.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -91,7 +124,11 @@ class SchedulerOutput:
     free_encoder_mm_hashes: list[str] = field(default_factory=list)
     preempted_req_ids: set[str] = field(default_factory=set)
     sampling_req_ids: set[str] = field(default_factory=set)
+    copies_before: list[BlockCopy] = field(default_factory=list)
+    copies_after: list[BlockCopy] = field(default_factory=list)
+    block_log: list[BlockOperation] | None = None
     kv_connector_metadata: KVConnectorMetadata | None = None
+    token_masks: StepMasks | None = None
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

@@ -82,6 +82,10 @@ class SchedulerResults(SchedulerState):
             if self.counts_drafts and request.output_token_ids:
                 self._counters.num_drafts += 1
                 self._counters.num_accepted_tokens += token == request.output_token_ids[-1]
+            if request.grammar is not None and not request.grammar.accept(token):
+                request.status = RequestStatus.FINISHED_ERROR
+                request.error = request.grammar.error()
+                return tokens[:position]
             request.append_output_token_ids(token)
             if check_stop(request, self.max_model_len):
                 return tokens[: position + 1]
@@ -108,6 +112,7 @@ class SchedulerResults(SchedulerState):
                 output.new_logprobs = logprobs_to_wire(runner_output.logprobs[request_id])
             if len(request.output_token_ids) == len(new_tokens):
                 output.times = (request.queued_time, request.first_scheduled_time)
+                output.cache_report = request.cache_report
         return output
 
     # ---- transfers -----------------------------------------------------------------------------
@@ -131,7 +136,7 @@ class SchedulerResults(SchedulerState):
             valid = self.transfer.num_valid_tokens(request, invalid_block_ids)
             if valid is None:
                 continue
-            self.transfer.evict_after(request, valid)
+            self.kv_cache_manager.forget_after(request, valid)
             if not self.recompute_failed_loads:
                 self._fail(request, "loading the request's KV cache failed")
                 continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.masks import StepMasks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -95,6 +96,7 @@ class Scheduler(SchedulerResults):
     def schedule(self) -> SchedulerOutput:
         if len(self._in_flight) >= self.max_steps_in_flight:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
+        self.kv_cache_manager.begin_step()
         step = _Step(self.max_num_batched_tokens)
         if self._schedule_running(step):
             self._schedule_waiting(step)
@@ -131,13 +133,18 @@ class Scheduler(SchedulerResults):
             or known >= self.max_model_len
         ):
             return 0
-        return self._chunk(known - request.num_computed_tokens, token_budget)
+        computed = request.num_computed_tokens
+        return self._chunk(request, computed, known - computed, token_budget)
 
-    def _chunk(self, num_tokens: int, token_budget: int) -> int:
+    def _chunk(self, request: Request, computed: int, num_tokens: int, token_budget: int) -> int:
+        """How many of the next `num_tokens` tokens to compute at once."""
         if num_tokens == 1:
             return 1
         if 0 < self.long_prefill_token_threshold < num_tokens:
             num_tokens = self.long_prefill_token_threshold
+        end = self.kv_cache_manager.chunk_end(request.request_id, computed)
+        if end is not None:
+            num_tokens = min(num_tokens, end - computed)
         return min(num_tokens, token_budget)
 
     def _add_running(
@@ -153,6 +160,8 @@ class Scheduler(SchedulerResults):
 
     def _make_room(self, request: Request) -> None:
         """Take the blocks of the running request with the least claim (maybe `request`)."""
+        if self.kv_cache_manager.pins.release_next():
+            return
         victim = self.running[-1]
         if victim is request and self._is_only_holder(request):
             self.running.pop()
@@ -178,25 +187,29 @@ class Scheduler(SchedulerResults):
 
     def _admit(self, request: Request, step: _Step) -> _Admission:
         """Start `request` in this step if it can; it stays queued unless the result is RUNS."""
+        if request.grammar is not None and not request.grammar.ready:
+            return _Admission.SKIPPED
+        if request.grammar is not None and (error := request.grammar.compile_error()) is not None:
+            self._fail(request, error)
+            return _Admission.FAILED
+        if request.num_output_placeholders:
+            # Preempted with a token on its way.
+            return _Admission.SKIPPED
         prefix = self._find_prefix(request)
         if prefix is None:
             return _Admission.SKIPPED
-        remaining = request.num_tokens - prefix.computed
-        num_tokens = 0 if prefix.load_async else self._chunk(remaining, step.token_budget)
-        if not self.enable_chunked_prefill and not prefix.load_async:
-            if remaining > step.token_budget:
-                return self._no_room(request, remaining > self.max_num_batched_tokens)
-            num_tokens = remaining
-        blocks = self.kv_cache_manager.allocate_slots(
-            request,
-            num_tokens,
-            num_new_computed_tokens=prefix.num_local,
-            new_computed_blocks=prefix.blocks,
-            num_external_computed_tokens=prefix.num_external,
-            delay_cache_blocks=prefix.load_async,
-        )
+        num_tokens, blocks = self._allocate(request, prefix, step.token_budget)
+        alone = not self.running and self._is_only_holder(request)
+        if blocks is None and alone and prefix.num_local:
+            # What a hit shares and what it copies from may be too much together.
+            prefix = self._find_prefix(request, read_cache=False)
+            assert prefix is not None
+            num_tokens, blocks = self._allocate(request, prefix, step.token_budget)
         if blocks is None:
-            return self._no_room(request, not self.running and self._is_only_holder(request))
+            if num_tokens or prefix.load_async:
+                return self._no_room(request, alone)
+            remaining = request.num_tokens - prefix.computed
+            return self._no_room(request, remaining > self.max_num_batched_tokens)
         if self.transfer is not None:
             self.transfer.after_allocation(request, prefix.num_external)
         self._count_prefix(request, prefix)
@@ -206,14 +219,49 @@ class Scheduler(SchedulerResults):
         self._start(request, step, num_tokens)
         return _Admission.RUNS
 
-    def _find_prefix(self, request: Request) -> _Prefix | None:
-        """What is computed already, here or at the connector; None: cannot be known yet."""
+    def _allocate(
+        self, request: Request, prefix: _Prefix, token_budget: int
+    ) -> tuple[int, KVCacheBlocks | None]:
+        """Tokens for a waiting request to compute now, and blocks for them if there are any.
+
+        0 tokens and no blocks if the prompt may not be cut and is longer than the budget.
+        """
+        remaining = request.num_tokens - prefix.computed
+        num_tokens = 0
+        if self.enable_chunked_prefill:
+            self.kv_cache_manager.plan_checkpoints(request, prefix.computed)
+            num_tokens = self._chunk(request, prefix.computed, remaining, token_budget)
+        elif remaining <= token_budget:
+            num_tokens = remaining
+        elif not prefix.load_async:
+            return 0, None
+        if prefix.load_async:
+            num_tokens = 0
+        return num_tokens, self.kv_cache_manager.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=prefix.num_local,
+            new_computed_blocks=prefix.blocks,
+            num_external_computed_tokens=prefix.num_external,
+            delay_cache_blocks=prefix.load_async,
+        )
+
+    def _find_prefix(self, request: Request, read_cache: bool = True) -> _Prefix | None:
+        """What is computed already, here or at the connector; None: cannot be known yet, or another
+        request is computing more of it."""
         if self.transfer is not None:
             if request.request_id in self.transfer.loading:
                 return None
             if request.request_id in self.transfer.received:
                 return self._received_prefix(request)
-        blocks, num_local = self.kv_cache_manager.get_computed_blocks(request)
+        blocks: KVCacheBlocks | None = None
+        num_local = 0
+        if not read_cache:
+            self.kv_cache_manager.discard_match(request)
+        else:
+            blocks, num_local = self.kv_cache_manager.get_computed_blocks(request)
+            if self.kv_cache_manager.is_coming(request, num_local):
+                return None
         num_external, load_async = 0, False
         if self.connector is not None:
             found, load_async = self.connector.get_num_new_matched_tokens(request, num_local)
@@ -264,12 +312,16 @@ class Scheduler(SchedulerResults):
         counters = self._counters
         counters.prefix_queries += request.num_tokens
         counters.prefix_hits += prefix.num_local
+        report = self.kv_cache_manager.take_report(request)
+        if report is not None:
+            counters.add_report(report)
+            request.cache_report = report if request.cache.report else None
         if self.connector is not None:
             counters.external_queries += request.num_tokens - prefix.num_local
             counters.external_hits += prefix.num_external
 
     def _no_room(self, request: Request, never: bool) -> _Admission:
-        if not never:
+        if not never or self.kv_cache_manager.pins.release_next():
             return _Admission.NO_ROOM
         self.waiting.pop()
         self._fail(request, "the request does not fit the KV cache or the token budget, even alone")
@@ -278,6 +330,7 @@ class Scheduler(SchedulerResults):
     # ---- output --------------------------------------------------------------------------------
 
     def _make_output(self, step: _Step) -> SchedulerOutput:
+        copies_before, copies_after = self.kv_cache_manager.take_copies()
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
             scheduled_cached_reqs=step.cached_data(),
@@ -288,6 +341,9 @@ class Scheduler(SchedulerResults):
             num_common_prefix_blocks=[0] * len(self.kv_cache_config.kv_cache_groups),
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            copies_before=copies_before,
+            copies_after=copies_after,
+            block_log=self.kv_cache_manager.take_block_log(),
         )
         self.finished_req_ids = set()
         self.preempted_req_ids = set()
@@ -296,9 +352,13 @@ class Scheduler(SchedulerResults):
     def _advance(self, step: _Step, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; state who samples."""
         sampling = output.sampling_req_ids
+        constrained: list[Request] = []
         for request, num_tokens in zip(step.requests, step.counts, strict=True):
             computed = request.num_computed_tokens + num_tokens
             request.num_computed_tokens = computed
             if computed >= len(request.all_token_ids) + request.num_output_placeholders:
                 request.num_output_placeholders += 1
                 sampling.add(request.request_id)
+                if request.grammar is not None:
+                    constrained.append(request)
+        output.token_masks = StepMasks(constrained) if constrained else None

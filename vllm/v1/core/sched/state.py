@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.cache_options import CacheReport
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events.messages import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -34,6 +36,16 @@ class StepCounters:
     num_drafts: int = 0
     num_accepted_tokens: int = 0
     connector: dict[str, Any] | None = None
+    group_hits: list[int] = field(default_factory=list)
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+
+    def add_report(self, report: CacheReport) -> None:
+        self.group_hits += [0] * (len(report.groups) - len(self.group_hits))
+        for match in report.groups:
+            self.group_hits[match.group] += match.matched_tokens
+        if report.reason is not None:
+            lost = self.lost_tokens.get(report.reason, 0)
+            self.lost_tokens[report.reason] = lost + report.lost_tokens
 
 
 class SchedulerState(SchedulerInterface):
@@ -90,6 +102,8 @@ class SchedulerState(SchedulerInterface):
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
             watermark=self.vllm_config.scheduler_config.watermark,
+            checkpoint_interval=self.vllm_config.cache_config.checkpoint_interval,
+            sanitize=self.vllm_config.cache_config.sanitize,
             enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         )
 
@@ -113,7 +127,9 @@ class SchedulerState(SchedulerInterface):
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._drop_in_flight_tokens(request)
+        if self.transfer is not None:
+            # A connector may want the blocks of a request that ends, so it must not end without.
+            self._drop_in_flight_tokens(request)
         self._rewound.discard(request.request_id)
         self.preempted_req_ids.add(request.request_id)
         self.waiting.prepend(request)
@@ -159,6 +175,7 @@ class SchedulerState(SchedulerInterface):
         if request.status is not RequestStatus.RUNNING:
             # Preempted: a connector may want the state that went with its blocks. It is computed
             # again, up to the last token, which is sampled again.
+            self._drop_in_flight_tokens(request)
             request.truncate_output(num_output_tokens - 1)
             request.max_tokens = num_output_tokens
             return
@@ -235,6 +252,12 @@ class SchedulerState(SchedulerInterface):
             done = self.connector.reset_cache() is not False and done
         return done
 
+    def take_events(self) -> list[KVCacheEvent]:
+        events = self.kv_cache_manager.take_events()
+        if self.connector is not None:
+            events += self.connector.take_events()
+        return events
+
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
             return None
@@ -247,6 +270,8 @@ class SchedulerState(SchedulerInterface):
             prefix_hits=counters.prefix_hits,
             external_queries=counters.external_queries,
             external_hits=counters.external_hits,
+            group_hits=counters.group_hits,
+            lost_tokens=counters.lost_tokens,
             num_preemptions=counters.num_preemptions,
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_drafts,

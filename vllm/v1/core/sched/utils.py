@@ -10,7 +10,8 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     """Set the final status if the newest token ends the request.
 
     An end-of-sequence token leaves `stop_reason` None; a stop token id is its own reason. Stop
-    tokens do not count below `min_tokens`, the length limits always do.
+    tokens do not count below `min_tokens`, the length limits always do, and so does the end of a
+    grammar: nothing could follow it.
     """
     params = request.sampling_params
     assert params is not None
@@ -24,6 +25,9 @@ def check_stop(request: Request, max_model_len: int) -> bool:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = token
             return True
+    if request.grammar is not None and request.grammar.terminated:
+        request.status = RequestStatus.FINISHED_STOPPED
+        return True
     if len(output) >= request.max_tokens or len(request.all_token_ids) >= max_model_len:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True

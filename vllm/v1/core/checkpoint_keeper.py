@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes checkpoints of recurrent state, and starts requests from copies of them.
+
+Copies happen on the device around a step, in order: those *before* it give a request its own copy
+of what the cache found (what is copied from may be evicted at once: whoever writes there comes
+later), those *after* it save states at the token count the step ended at. What a step saves can be
+found from the next step on; until then its blocks are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.checkpoint_policy import CheckpointPolicy
+from vllm.v1.core.checkpoints import CheckpointPlans
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import BlockCopy
+from vllm.v1.core.single_type_kv_cache_manager import RecurrentManager, SingleTypeKVCacheManager
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a request leaves at `position`: `blocks[g]` ends that prefix in group `g`."""
+
+    request: Request
+    position: int
+    blocks: list[KVCacheBlock | None]
+
+
+class CheckpointKeeper:
+    """`state_bytes`: bytes of one block of every recurrent group together."""
+
+    def __init__(
+        self,
+        managers: Sequence[SingleTypeKVCacheManager],
+        pool: BlockPool,
+        policy: CheckpointPolicy,
+        state_bytes: int,
+    ) -> None:
+        self.plans = CheckpointPlans(policy)
+        self._managers = managers
+        self._pool = pool
+        self._policy = policy
+        self._state_bytes = state_bytes
+        self._before: list[BlockCopy] = []
+        self._after: list[BlockCopy] = []
+        self._held: list[KVCacheBlock] = []
+        self._saved: list[_Saved] = []
+        #: token count of every request's running state, and those it was saved at
+        self._state_at: dict[str, int] = {}
+        self._taken: dict[str, list[int]] = {}
+
+    # ---- around a step -------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The step before was sent: what it saves can be found, what it read is let go of."""
+        for saved in self._saved:
+            self._publish(saved)
+        self._saved.clear()
+        self._pool.free_blocks(self._held)
+        self._held.clear()
+
+    def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """Copies to make before and after the step."""
+        copies = self._before, self._after
+        self._before, self._after = [], []
+        return copies
+
+    # ---- a request -----------------------------------------------------------------------------
+
+    def start_from(
+        self, request_id: str, sources: Sequence[KVCacheBlock | None], num_tokens: int
+    ) -> None:
+        """Copy what ends a found prefix of `num_tokens` into the request's own blocks, and let go
+        of the sources."""
+        for manager, source in zip(self._managers, sources, strict=True):
+            if source is None:
+                continue
+            own = manager.block_at(request_id, num_tokens)
+            assert own is not None
+            copy = BlockCopy(manager.group_id, source.block_id, own.block_id)
+            self._before.append(copy)
+            if self._pool.pages.journal is not None:
+                self._pool.pages.journal.copied(copy)
+            self._pool.free_blocks([source])
+
+    def advance(self, request: Request, num_tokens: int) -> None:
+        """The step being scheduled takes the request's state to `num_tokens`."""
+        self._state_at[request.request_id] = num_tokens
+        if self.plans.is_due(request.request_id, num_tokens):
+            self._save(request, num_tokens)
+
+    def _save(self, request: Request, position: int) -> None:
+        recurrent = [isinstance(m, RecurrentManager) for m in self._managers]
+        prefix = request.prefix_hash(position)
+        exists = all(
+            self._pool.get_cached_block(prefix, m.group_id) is not None
+            for m, saves_state in zip(self._managers, recurrent, strict=True)
+            if saves_state
+        )
+        demands = [int(saves_state) for saves_state in recurrent]
+        if exists or not self._pool.can_allocate(demands):
+            self.plans.done(request, position)
+            return
+        new = self._pool.get_new_blocks(demands, [None] * len(demands))
+        ends: list[KVCacheBlock | None] = []
+        for manager, blocks in zip(self._managers, new, strict=True):
+            own = manager.block_at(request.request_id, position)
+            if blocks:
+                assert own is not None
+                self._after.append(BlockCopy(manager.group_id, own.block_id, blocks[0].block_id))
+                ends.append(blocks[0])
+            else:
+                if own is not None:
+                    self._pool.touch([own])
+                ends.append(own)
+        self._held += [block for block in ends if block is not None]
+        self._saved.append(_Saved(request, position, ends))
+
+    def _publish(self, saved: _Saved) -> None:
+        request, position = saved.request, saved.position
+        for manager, block in zip(self._managers, saved.blocks, strict=True):
+            if block is not None:
+                self._cache(manager, request, block, position)
+        if request.request_id in self._state_at:
+            self._taken.setdefault(request.request_id, []).append(position)
+        self.plans.done(request, position)
+
+    def _cache(
+        self,
+        manager: SingleTypeKVCacheManager,
+        request: Request,
+        block: KVCacheBlock,
+        position: int,
+    ) -> None:
+        if self._pool.events is not None:
+            self._pool.events.request = request
+        if manager.cache_tail(request, block, position) and isinstance(manager, RecurrentManager):
+            start = max(request.num_cached_tokens, 0)
+            block.credit = self._policy.credit(
+                position, start, request.num_prompt_tokens, self._state_bytes
+            )
+
+    def leave(self, request: Request) -> None:
+        """The request is about to give its blocks back: its running state becomes a checkpoint if
+        all tokens it covers are known."""
+        request_id = request.request_id
+        position = self._state_at.pop(request_id, 0)
+        self.plans.drop(request_id)
+        self._taken.pop(request_id, None)
+        if 0 < position == request.num_computed_tokens <= request.num_tokens:
+            for manager in self._managers:
+                block = manager.block_at(request_id, position)
+                if block is not None:
+                    self._cache(manager, request, block, position)
+
+    def blocks_left_by(self, request: Request) -> list[KVCacheBlock]:
+        """The checkpoints a running request has left, and still has in the cache."""
+        found = []
+        for position in self._taken.get(request.request_id, ()):
+            for manager in self._managers:
+                if isinstance(manager, RecurrentManager):
+                    key = request.prefix_hash(position)
+                    block = self._pool.get_cached_block(key, manager.group_id)
+                    if block is not None:
+                        found.append(block)
+        return found
+
+    def forget_after(self, request: Request, num_tokens: int) -> None:
+        """What the request computed after its first `num_tokens` tokens is wrong."""
+        self._state_at.pop(request.request_id, None)
+        self._saved = [
+            s for s in self._saved if s.request is not request or s.position <= num_tokens
+        ]
+        for position in self._taken.pop(request.request_id, ()):
+            if position <= num_tokens:
+                continue
+            for manager in self._managers:
+                block = self._pool.get_cached_block(request.prefix_hash(position), manager.group_id)
+                if block is not None:
+                    self._pool.uncache_block(block)

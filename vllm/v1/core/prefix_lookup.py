@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks a request's prefix up in every state group, and explains what was not found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.cache_options import CacheReport, GroupMatch, LossReason
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.prefix_cache import GroupHit, find_common_hit
+from vllm.v1.core.single_type_kv_cache_manager import RecurrentManager, SingleTypeKVCacheManager
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """`hits`: every group's part of the longest prefix all can continue, `num_tokens` long;
+    `alone`: tokens each group could have continued by itself, `max_tokens` at most."""
+
+    num_tokens: int
+    max_tokens: int
+    hits: list[GroupHit]
+    alone: list[int]
+
+
+class PrefixLookup:
+    """Searches the groups of one pool."""
+
+    def __init__(self, managers: Sequence[SingleTypeKVCacheManager], pool: BlockPool) -> None:
+        self._managers = managers
+        self._pool = pool
+
+    def search(self, request: Request) -> PrefixMatch:
+        """The last token is never found: it must be computed to have logits."""
+        limit = request.num_tokens - 1
+        hits = [m.find_longest_hit(request, limit) for m in self._managers]
+        alone = [hit.num_tokens for hit in hits]
+        num_tokens = min(alone)
+        if any(length != num_tokens for length in alone):
+            num_tokens, hits = find_common_hit(self._managers, request, num_tokens)
+        return PrefixMatch(num_tokens, limit, hits, alone)
+
+    def diverged(self, match: PrefixMatch) -> int:
+        """Tokens that all other groups could have continued, but no recurrent state; 0 if the
+        recurrent groups did not limit the hit."""
+        paged, recurrent = [match.max_tokens], [match.max_tokens]
+        for manager, length in zip(self._managers, match.alone, strict=True):
+            (recurrent if isinstance(manager, RecurrentManager) else paged).append(length)
+        return min(paged) if min(recurrent) < min(paged) else 0
+
+    def report(self, request: Request, match: PrefixMatch | None) -> CacheReport:
+        """The receipt; `match` is None if the request did not read the cache."""
+        if match is None:
+            groups = [GroupMatch(m.group_id, type(m.spec).__name__, 0) for m in self._managers]
+            return CacheReport(request.num_tokens, 0, groups, reason="not_read")
+        groups = [
+            GroupMatch(m.group_id, type(m.spec).__name__, length)
+            for m, length in zip(self._managers, match.alone, strict=True)
+        ]
+        limiting, lost, reason = self._loss(request, match)
+        return CacheReport(request.num_tokens, match.num_tokens, groups, limiting, lost, reason)
+
+    def _loss(
+        self, request: Request, match: PrefixMatch
+    ) -> tuple[int | None, int, LossReason | None]:
+        hit = match.num_tokens
+        known = max(match.alone)
+        evicted = min(self._evicted_run(request, hit), match.max_tokens)
+        lost = max(known, evicted) - hit
+        if lost <= 0:
+            if not hit and request.cache_salt:
+                return None, 0, "salt"
+            return self._partial_block(request, match)
+        limiting = min(range(len(match.alone)), key=match.alone.__getitem__)
+        manager = self._managers[limiting]
+        if isinstance(manager, RecurrentManager) and known > hit:
+            gone = self._pool.evicted_tail_between(request, hit, known, manager.group_id)
+            return manager.group_id, lost, "evicted" if gone else "no_checkpoint"
+        return manager.group_id, lost, "evicted"
+
+    def _evicted_run(self, request: Request, hit: int) -> int:
+        """Tokens up to which every full block after the hit is cached or was evicted."""
+        paged = [m for m in self._managers if not isinstance(m, RecurrentManager)]
+        if not paged:
+            return hit
+        index = first = hit // request.hash_block_size
+        hashes = request.block_hashes
+        while index < len(hashes) and all(
+            self._pool.was_cached(hashes[index], m.group_id) for m in paged
+        ):
+            index += 1
+        return hit if index == first else index * request.hash_block_size
+
+    def _partial_block(
+        self, request: Request, match: PrefixMatch
+    ) -> tuple[int | None, int, LossReason | None]:
+        """The whole prompt was cached, but its last block may not be shared in part."""
+        index = match.num_tokens // request.hash_block_size
+        if match.num_tokens == match.max_tokens or index >= len(request.block_hashes):
+            return None, 0, None
+        for manager in self._managers:
+            block = self._pool.get_cached_block(request.block_hashes[index], manager.group_id)
+            if block is None:
+                return None, 0, None
+        return 0, match.max_tokens - match.num_tokens, "partial_block"

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks how every step uses state memory; the first misuse is an error that names it.
+
+Blocks are NaN while they are free, so that what is read before it is written shows, and must still
+be NaN when they are taken, so that what is written elsewhere shows (docs/state_memory.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm import decisions
+from vllm.v1.core.block_events import spec_kind
+from vllm.v1.core.sched.output import (
+    BlockCopy,
+    BlockOperation,
+    BlocksFreed,
+    BlocksTaken,
+    SchedulerOutput,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.arena import Arena
+from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.block_tags import CHECKPOINT, BlockRange, GroupTags
+from vllm.v1.worker.input_batch import InputBatch, RequestState, StepOrder
+from vllm.v1.worker.state_probe import GroupProbe
+from vllm.v1.worker.step_inputs import StepInputs
+
+_UNWRITTEN = "was read although nothing was ever written there"
+
+
+class SanitizerError(RuntimeError):
+    """State memory was misused: which request, group, block and token, and how."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    block_size: int
+    recurrent: bool
+    window: int | None
+    tags: GroupTags
+    probe: GroupProbe
+
+    def first_visible(self, num_computed: np.ndarray) -> np.ndarray:
+        """The first block that tokens from `num_computed` on can see."""
+        if self.window is None or self.recurrent:
+            return np.zeros_like(num_computed)
+        return np.asarray(np.maximum(num_computed - self.window + 1, 0) // self.block_size)
+
+
+class Sanitizer:
+    """One worker's checks; they wait for the device in every step."""
+
+    def __init__(
+        self, config: KVCacheConfig, arena: Arena, tables: BlockTables, batch: InputBatch
+    ) -> None:
+        self._arena, self._tables, self._batch = arena, tables, batch
+        self._pages = arena.buffer.view(torch.int64).view(arena.plan.num_pages, -1)
+        self._groups = [
+            _Group(
+                f"group {i} ({spec_kind(group.kv_cache_spec)}: {_names(group.layer_names)})",
+                table.block_size,
+                table.recurrent,
+                group.kv_cache_spec.sliding_window
+                if isinstance(group.kv_cache_spec, SlidingWindowSpec)
+                else None,
+                GroupTags(arena.plan.num_blocks(i), plan.blocks_per_page, *table.table.shape),
+                GroupProbe(arena, group, plan),
+            )
+            for i, (group, plan, table) in enumerate(
+                zip(config.kv_cache_groups, arena.plan.groups, tables.groups, strict=True)
+            )
+        ]
+        #: pages that were given out before: free blocks of theirs are NaN, others zero
+        self._opened = np.zeros(arena.plan.num_pages, dtype=bool)
+        self._opened[0] = True
+        self._serials: dict[str, int] = {}
+        self._num_serials = 0
+        self._arrived: list[str] = []
+        #: requests with blocks that a connector could not load; the scheduler will undo the step
+        self._undefined: set[str] = set()
+        self._nan_tokens: Tensor | None = None
+        self._nan_samples: Tensor | None = None
+        decisions.record(
+            "sanitizer",
+            "on",
+            "--sanitize or VLLM_SANITIZE=1: every step waits for the device and is checked",
+        )
+
+    def reset_memory(self) -> None:
+        """The arena is new memory, all zero, and no request holds any of it."""
+        self._opened[1:] = False
+
+    def clear_null_page(self) -> None:
+        """Made-up requests were run, whose every block is null."""
+        self._pages[0].zero_()
+
+    # ---- before the forward pass ---------------------------------------------------------------
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Do what the scheduler did since the last step, copies included, in its order; take in
+        the block lists. The batch knows the step's requests already."""
+        self._replay(output.block_log or [])
+        for copy in output.copies_after:
+            self._check_copy(copy)
+            self._groups[copy.group_id].tags.writer[copy.target] = CHECKPOINT
+        self._arrived.clear()
+        for req_id in output.finished_req_ids:
+            self._serials.pop(req_id, None)
+            self._undefined.discard(req_id)
+        for new in output.scheduled_new_reqs:
+            self._attach(new.req_id, new.block_ids, replace=True)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None:
+                self._attach(req_id, block_ids, replace=req_id in cached.resumed_req_ids)
+        if output.kv_connector_metadata is None:
+            self._check_arrived(recurrent=True)
+
+    def _replay(self, log: Sequence[BlockOperation]) -> None:
+        for entry in log:
+            if isinstance(entry, BlockCopy):
+                self._check_copy(entry)
+                self._arena.copy_blocks([entry])
+                continue
+            group = self._groups[entry.group_id]
+            block_ids = np.array(entry.block_ids, dtype=np.int64)
+            self._open_pages(group, block_ids)
+            if isinstance(entry, BlocksFreed):
+                group.tags.freed(block_ids)
+                group.probe.fill(block_ids)
+            else:
+                self._take(group, entry, block_ids)
+
+    def _take(self, group: _Group, entry: BlocksTaken, block_ids: np.ndarray) -> None:
+        problem = group.tags.taken(block_ids, np.array(entry.generations, dtype=np.int32))
+        if problem is not None:
+            raise SanitizerError(f"{group.name}: one of the blocks {entry.block_ids} {problem}")
+        touched = group.probe.touched(block_ids)
+        if touched is not None:
+            raise SanitizerError(f"{group.name}, block {touched}: was written to while it was free")
+
+    def _open_pages(self, group: _Group, block_ids: np.ndarray) -> None:
+        """Fill pages that nobody had before; until then they must be as they were allocated."""
+        pages = np.unique(block_ids // group.tags.num_null)
+        pages = pages[~self._opened[pages]]
+        for page in pages.tolist():
+            if bool(self._pages[page].any()):
+                raise SanitizerError(f"page {page}, given to {group.name}, was written to before")
+            self._pages[page].fill_(-1)
+        self._opened[pages] = True
+
+    def _check_copy(self, copy: BlockCopy) -> None:
+        group = self._groups[copy.group_id]
+        for block_id in (copy.source, copy.target):
+            if not group.tags.in_use[block_id]:
+                raise SanitizerError(
+                    f"{group.name}, block {block_id}: copied from block {copy.source} to "
+                    f"{copy.target} while it is free"
+                )
+
+    def _attach(self, req_id: str, block_ids: tuple[list[int], ...], replace: bool) -> None:
+        state = self._batch.requests[req_id]
+        if req_id not in self._serials:
+            self._num_serials += 1
+            self._serials[req_id] = self._num_serials
+        if replace:
+            self._undefined.discard(req_id)
+            self._arrived.append(req_id)
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            start = 0 if replace else int(group.tags.count[state.row])
+            # What is computed already was found in the cache or comes from a connector.
+            own = 0 if group.recurrent else state.num_computed_tokens // group.block_size
+            clash = group.tags.attach(
+                state.row, start, np.array(ids, dtype=np.int64), own, self._serials[req_id]
+            )
+            if clash is not None:
+                index, writer = clash
+                problem = f"is given to it to write, but it is {self._writer_name(writer)}'s"
+                raise self._error(req_id, group, ids[index - start], index, problem)
+
+    def _writer_name(self, writer: int) -> str:
+        if writer == CHECKPOINT:
+            return "a checkpoint"
+        names = {serial: req_id for req_id, serial in self._serials.items()}
+        return f"request {names[writer]}" if writer in names else "an ended request"
+
+    def check_inputs(self, order: StepOrder, inputs: StepInputs) -> None:
+        """Compare the uploaded block tables and slots with what each request may use."""
+        serials = np.array([self._serials[req_id] for req_id in order.req_ids], dtype=np.int32)
+        ends = order.num_computed + order.num_scheduled
+        padded_rows = len(inputs.seq_lens)
+        for group, table in zip(self._groups, self._tables.groups, strict=True):
+            size = group.block_size
+            if group.recurrent:
+                zeros, ones = np.zeros_like(ends), np.ones_like(ends)
+                used = BlockRange(order.rows, serials, zeros, zeros, ones)
+            else:
+                first = group.first_visible(order.num_computed)
+                written, end = order.num_computed // size, -(-ends // size)
+                used = BlockRange(order.rows, serials, first, written, end)
+            uploaded = table.staged.device[:padded_rows].cpu().numpy()
+            bad = group.tags.misuse(used, uploaded[: order.num_reqs])
+            if bad is not None:
+                req_id = order.req_ids[bad.request]
+                raise self._error(req_id, group, bad.block_id, bad.index, bad.problem)
+            if (uploaded[order.num_reqs :, 0] != -1).any():
+                raise SanitizerError(f"{group.name}: a padded row has a block")
+            if not group.recurrent:
+                self._check_slots(group, order, inputs, table.slots.device)
+
+    def _check_slots(
+        self, group: _Group, order: StepOrder, inputs: StepInputs, slots: Tensor
+    ) -> None:
+        uploaded = slots[: inputs.num_padded].cpu().numpy()
+        size, positions = group.block_size, inputs.positions_cpu
+        expected = group.tags.slots(inputs.token_rows_cpu, positions, size)
+        wrong = np.flatnonzero(uploaded[: inputs.num_tokens] != expected)
+        if len(wrong):
+            token = int(wrong[0])
+            req_id = order.req_ids[int(_requests(order)[token])]
+            block_id, position = int(expected[token]) // size, int(positions[token])
+            problem = (
+                f"belongs in slot {int(expected[token])} but is written to {int(uploaded[token])}"
+            )
+            raise self._error(req_id, group, block_id, position // size, problem, position)
+        if (uploaded[inputs.num_tokens :] != -1).any():
+            raise SanitizerError(f"{group.name}: a padded token has a slot")
+
+    # ---- after the forward pass ----------------------------------------------------------------
+
+    def observe(self, hidden: Tensor | None, logits: Tensor) -> None:
+        """Remember which rows of the model's outputs are NaN, before sampling changes them.
+
+        `hidden [tokens, hidden]`, unless a graph ran; `logits [rows, vocab]`.
+        """
+        self._nan_tokens = None if hidden is None else hidden.isnan().any(-1)
+        self._nan_samples = logits.isnan().any(-1)
+
+    def end_step(
+        self, order: StepOrder, inputs: StepInputs, transfers: KVConnectorOutput | None
+    ) -> None:
+        """Raise if the step wrote to the null page, or wrote or computed NaN."""
+        if bool(self._pages[0].any()):
+            raise SanitizerError(
+                f"the null page was written to in a step of requests {', '.join(order.req_ids)}"
+            )
+        if transfers is not None:
+            self._exempt(order, transfers.invalid_block_ids)
+        self._check_arrived(recurrent=False)
+        suspects = self._nan_outputs(order) | self._nan_writes(order, inputs)
+        for i in np.flatnonzero(suspects).tolist():
+            if order.req_ids[i] not in self._undefined:
+                raise self._explain(order, i)
+
+    def _exempt(self, order: StepOrder, invalid: set[int]) -> None:
+        if not invalid:
+            return
+        for group in self._groups:
+            for req_id, row in zip(order.req_ids, order.rows.tolist(), strict=True):
+                if not invalid.isdisjoint(group.tags.ids[row, : group.tags.count[row]].tolist()):
+                    self._undefined.add(req_id)
+
+    def _nan_outputs(self, order: StepOrder) -> np.ndarray:
+        bad = np.zeros(order.num_reqs, dtype=bool)
+        if self._nan_tokens is not None:
+            bad[_requests(order)[self._nan_tokens.cpu().numpy()]] = True
+        if self._nan_samples is not None:
+            bad[order.sampling[self._nan_samples.cpu().numpy()]] = True
+        return bad
+
+    def _nan_writes(self, order: StepOrder, inputs: StepInputs) -> np.ndarray:
+        bad = np.zeros(order.num_reqs, dtype=bool)
+        rows, positions = inputs.token_rows_cpu, inputs.positions_cpu
+        for group in self._groups:
+            if group.recurrent:
+                bad |= group.probe.nan_states(group.tags.ids[order.rows, 0])
+            else:
+                blocks = group.tags.ids[rows, positions // group.block_size]
+                found = group.probe.nan_tokens(blocks, positions % group.block_size)
+                bad[_requests(order)[found]] = True
+        return bad
+
+    def _check_arrived(self, recurrent: bool) -> None:
+        """Requests that start with computed tokens: are they all there?
+
+        Recurrent states are looked at before the forward pass, which moves them on (not if a
+        connector may load them during it); the others after it, since requests of one step share
+        what it computes.
+        """
+        for req_id in self._arrived:
+            state = self._batch.requests[req_id]
+            if req_id in self._undefined or not state.num_computed_tokens:
+                continue
+            for group in self._groups:
+                if group.recurrent is recurrent:
+                    self._check_computed(group, state, state.num_computed_tokens)
+
+    def _check_computed(self, group: _Group, state: RequestState, num_tokens: int) -> None:
+        """Raise if what the next token reads of the first `num_tokens` holds NaN."""
+        if group.recurrent:
+            block_id = int(group.tags.ids[state.row, 0])
+            if group.probe.nan_states(np.array([block_id])).any():
+                raise self._nan_error(state.req_id, group, block_id, num_tokens - 1)
+            return
+        size = group.block_size
+        first = int(group.first_visible(np.array([num_tokens]))[0]) * size
+        if group.window is not None:
+            first = max(first, num_tokens - group.window + 1)
+        positions = np.arange(first, num_tokens)
+        blocks = group.tags.ids[state.row, positions // size]
+        found = np.flatnonzero(group.probe.nan_tokens(blocks, positions % size))
+        if len(found):
+            at = int(found[0])
+            raise self._nan_error(state.req_id, group, int(blocks[at]), int(positions[at]))
+
+    # ---- what to say ---------------------------------------------------------------------------
+
+    def _explain(self, order: StepOrder, i: int) -> SanitizerError:
+        """Why a request computed NaN: the first bad thing it read, else what it wrote."""
+        state = order.states[i]
+        computed = int(order.num_computed[i])
+        end = computed + int(order.num_scheduled[i])
+        found: list[SanitizerError] = []
+        for num_tokens in (computed, end):
+            for group in self._groups:
+                if num_tokens and not (group.recurrent and num_tokens == computed):
+                    try:
+                        self._check_computed(group, state, num_tokens)
+                    except SanitizerError as error:
+                        found.append(error)
+        unwritten = [error for error in found if _UNWRITTEN in str(error)]
+        if unwritten or found:
+            return (unwritten or found)[0]
+        return SanitizerError(
+            f"request {state.req_id}, tokens {computed} to {end - 1}: hidden states or logits are "
+            "NaN although no state the request reads is"
+        )
+
+    def _nan_error(
+        self, req_id: str, group: _Group, block_id: int, position: int
+    ) -> SanitizerError:
+        layer, unwritten = group.probe.first_nan(block_id, position % group.block_size)
+        problem = _UNWRITTEN if unwritten else "holds NaN that the model computed"
+        index = 0 if group.recurrent else position // group.block_size
+        return self._error(req_id, group, block_id, index, f"{problem} (layer {layer})", position)
+
+    def _error(
+        self,
+        req_id: str,
+        group: _Group,
+        block_id: int,
+        index: int,
+        problem: str,
+        position: int | None = None,
+    ) -> SanitizerError:
+        if group.recurrent:
+            where = "the state" if position is None else f"the state after token {position}"
+        elif position is None:
+            first = index * group.block_size
+            where = f"tokens {first} to {first + group.block_size - 1}"
+        else:
+            where = f"token {position}"
+        generation = int(group.tags.generation[block_id])
+        return SanitizerError(
+            f"request {req_id}, {group.name}, block {block_id} (generation {generation}), "
+            f"{where}: {problem}"
+        )
+
+
+def _requests(order: StepOrder) -> np.ndarray:
+    """Which request of the step each token belongs to, `[tokens]`."""
+    return np.repeat(np.arange(order.num_reqs), order.num_scheduled)
+
+
+def _names(layer_names: list[str]) -> str:
+    if len(layer_names) == 1:
+        return layer_names[0]
+    return f"{layer_names[0]} to {layer_names[-1]}, {len(layer_names)} layers"
