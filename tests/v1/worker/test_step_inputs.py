@@ -27,12 +27,12 @@ def _batch(lengths: dict[str, tuple[int, int]]) -> InputBatch:
     return batch
 
 
-def test_decodes_come_first_and_any_piece_of_a_prompt_is_a_prefill() -> None:
+def test_decodes_come_first_and_a_first_token_is_a_prefill() -> None:
     batch = _batch({"a": (10, 0), "b": (10, 10), "c": (1, 0), "d": (9, 8)})
     order = batch.order({"a": 10, "b": 1, "c": 1, "d": 1}, {"a", "b", "d"})
-    assert order.req_ids == ["b", "a", "c", "d"]
-    assert order.num_decodes == 1
-    assert order.sampling.tolist() == [0, 1, 3]
+    assert order.req_ids == ["b", "d", "a", "c"]
+    assert order.num_decodes == 2
+    assert order.sampling.tolist() == [0, 1, 2]
 
 
 def test_a_piece_of_a_prompt_is_no_decode_only_step() -> None:
@@ -40,7 +40,7 @@ def test_a_piece_of_a_prompt_is_no_decode_only_step() -> None:
     batch = _batch({"piece": (10, 4), "decode": (10, 10)})
     assert not batch.order({"piece": 1, "decode": 1}, {"decode"}).decode_only
     assert batch.order({"decode": 1}, {"decode"}).decode_only
-    assert not batch.order({"piece": 1, "decode": 1}, {"piece", "decode"}).decode_only
+    assert batch.order({"piece": 1, "decode": 1}, {"piece", "decode"}).decode_only
 
 
 def test_arrays_of_a_mixed_step() -> None:

@@ -98,16 +98,12 @@ class InputBatch:
         return state
 
     def order(self, num_scheduled: dict[str, int], sampling_req_ids: set[str]) -> StepOrder:
-        """Decodes (one token after the whole prompt) first, then prefills, each in schedule order.
-
-        A one-token piece of a prompt takes the prefill kernels, like any other piece: where a
-        prompt is cut does not change its bits, as long as the cuts are at chunk boundaries.
-        """
+        """Decodes (one token after some context) first, then prefills, each in schedule order."""
         decodes: list[RequestState] = []
         prefills: list[RequestState] = []
         for req_id, count in num_scheduled.items():
             state = self.requests[req_id]
-            decode = count == 1 and state.num_computed_tokens >= state.num_prompt_tokens
+            decode = count == 1 and state.num_computed_tokens > 0
             (decodes if decode else prefills).append(state)
         states = decodes + prefills
         req_ids = [state.req_id for state in states]
