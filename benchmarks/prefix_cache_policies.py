@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.agent_trace import TraceRequest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.checkpoint_policy import CheckpointPolicy
 from vllm.v1.core.explain import explain
@@ -62,12 +63,13 @@ class Aligned:
     and answer."""
 
     sizes: Sizes
+    step_tokens: int = STEP_TOKENS
     name: str = "aligned"
 
     def prompt_positions(self, request: TraceRequest, start: int, diverged: int) -> list[int]:
         unit = self.sizes.unit
         last = request.num_prompt // unit * unit
-        step = STEP_TOKENS // unit * unit
+        step = self.step_tokens // unit * unit
         return [*range(start // unit * unit + step, last, step), *([last] if last > start else [])]
 
     def answer_positions(self, request: TraceRequest) -> list[int]:
@@ -136,11 +138,10 @@ def _boundaries(start: int, end: int, unit: int) -> list[int]:
 # ---- policies of the benchmark model -----------------------------------------------------------
 
 
-def policies() -> list[Policy]:
-    """All that are compared, with the bytes of Qwen3.5-4B."""
-    groups = explain(
-        EngineArgs(model=str(MODEL)).create_engine_config(), lengths=[1], what_ifs=False
-    ).groups
+def policies(config: VllmConfig | None = None, step_tokens: int = STEP_TOKENS) -> list[Policy]:
+    """All that are compared, with the bytes of a configuration's model (Qwen3.5-4B)."""
+    config = config or EngineArgs(model=str(MODEL)).create_engine_config()
+    groups = explain(config, lengths=[1], what_ifs=False).groups
     state = next(g for g in groups if g.bytes_per_sequence is not None)
     paged = next(g for g in groups if g.tokens_per_block is not None)
     assert paged.tokens_per_block is not None
@@ -150,7 +151,7 @@ def policies() -> list[Policy]:
     per_layer = per_token // paged.layers
     page = state.data_bytes // state.layers
     return [
-        Aligned(_upstream_sizes(per_token, per_layer, page, 16, state.layers)),
+        Aligned(_upstream_sizes(per_token, per_layer, page, 16, state.layers), step_tokens),
         EveryBlock(_upstream_sizes(per_token, per_layer, page, CHUNK, state.layers)),
         *(Exact(ours, engine, eviction) for eviction in Eviction),
     ]

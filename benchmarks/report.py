@@ -148,7 +148,44 @@ def prefix_cache_rows(results: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-TABLES = {"gpu": gpu_table, "cpu": cpu_table, "api": api_table, "prefix_cache": prefix_cache_table}
+def prefix_cache_live_table() -> str:
+    """The agent trace on a running engine beside its simulation."""
+    return prefix_cache_live_rows(_load("prefix_cache_live.json"))
+
+
+def prefix_cache_live_rows(data: dict[str, Any]) -> str:
+    """One row per size of the arena; then the simulation without a limit."""
+    rows = [
+        "| arena | found, live | simulated | aligned | every block | checkpoints, live | aligned "
+        "| every block | lost: evicted | no checkpoint |",
+        "|---" * 10 + "|",
+    ]
+
+    def cells(simulated: dict[str, Any], rate: str, held: str, lost: list[str]) -> str:
+        others = [simulated[name] for name in ("aligned", "every block")]
+        found = [rate, *(f"{s['hit_rate']:.1%}" for s in (simulated["exact"], *others))]
+        sizes = [held, *(f"{s['peak_checkpoint_bytes'] / 1e6:.1f} MB" for s in others)]
+        return " | ".join([*found, *sizes, *lost])
+
+    for run in data["runs"]:
+        lost = [
+            f"{run['lost_tokens'].get(reason, 0) / run['prompt_tokens']:.1%}"
+            for reason in ("evicted", "no_checkpoint")
+        ]
+        held = f"{run['peak_checkpoint_bytes'] / 1e6:.1f} MB"
+        row = cells(run["simulated"], f"{run['hit_rate']:.1%}", held, lost)
+        rows.append(f"| {run['memory_bytes'] / 1e6:g} MB | {row} |")
+    rows.append(f"| unlimited | {cells(data['runs'][-1]['unlimited'], '', '', ['', ''])} |")
+    return "\n".join(rows)
+
+
+TABLES = {
+    "gpu": gpu_table,
+    "cpu": cpu_table,
+    "api": api_table,
+    "prefix_cache": prefix_cache_table,
+    "prefix_cache_live": prefix_cache_live_table,
+}
 
 
 def rendered(text: str) -> str:

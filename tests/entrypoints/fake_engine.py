@@ -48,6 +48,7 @@ class FakeModelConfig:
     max_model_len: int = MAX_MODEL_LEN
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     hf_token: str | None = "hf_secret"
+    is_hybrid: bool = True
 
     def get_vocab_size(self) -> int:
         return VOCAB_SIZE

@@ -71,6 +71,7 @@ class CacheConfig:
     )
     sanitize: bool = option(
         default_factory=_sanitize,
+        resolved=True,
         help="Check the use of state memory in every step: freed blocks are filled with NaN, block "
         "tables are compared with who owns what, and the first bad read or write ends the engine, "
         "naming request, group, block and token. Also switched on by VLLM_SANITIZE=1.",

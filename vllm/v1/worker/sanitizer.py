@@ -32,7 +32,10 @@ from vllm.v1.worker.input_batch import InputBatch, RequestState, StepOrder
 from vllm.v1.worker.state_probe import GroupProbe
 from vllm.v1.worker.step_inputs import StepInputs
 
-_UNWRITTEN = "was read although nothing was ever written there"
+_NOT_READ = (
+    " although nothing the request may read is: a kernel read more than that, or the model itself "
+    "computes NaN"
+)
 
 
 class SanitizerError(RuntimeError):
@@ -53,6 +56,28 @@ class _Group:
         if self.window is None or self.recurrent:
             return np.zeros_like(num_computed)
         return np.asarray(np.maximum(num_computed - self.window + 1, 0) // self.block_size)
+
+
+@dataclass(frozen=True)
+class _Nan:
+    """NaN in a request's `index`-th block; `unwritten`: it is what free blocks are filled with."""
+
+    index: int
+    block_id: int
+    position: int
+    layer: str
+    unwritten: bool
+
+    def read(self) -> str:
+        """The problem if an earlier step had to write it."""
+        what = "nothing was written there" if self.unwritten else "holds NaN"
+        return f"is read, but {what} (layer {self.layer})"
+
+    def written(self) -> str:
+        """The problem if the step just run had to write it."""
+        if self.unwritten:
+            return f"was not written by the step that computed it (layer {self.layer})"
+        return f"is NaN (layer {self.layer}){_NOT_READ}"
 
 
 class Sanitizer:
@@ -301,56 +326,51 @@ class Sanitizer:
                 continue
             for group in self._groups:
                 if group.recurrent is recurrent:
-                    self._check_computed(group, state, state.num_computed_tokens)
+                    bad = self._first_nan(group, state, state.num_computed_tokens)
+                    if bad is not None:
+                        raise self._error(req_id, group, bad.block_id, bad.index, bad.read(), bad)
 
-    def _check_computed(self, group: _Group, state: RequestState, num_tokens: int) -> None:
-        """Raise if what the next token reads of the first `num_tokens` holds NaN."""
+    def _first_nan(self, group: _Group, state: RequestState, num_tokens: int) -> _Nan | None:
+        """The first NaN in what a token after `num_tokens` tokens may read."""
         if group.recurrent:
             block_id = int(group.tags.ids[state.row, 0])
-            if group.probe.nan_states(np.array([block_id])).any():
-                raise self._nan_error(state.req_id, group, block_id, num_tokens - 1)
-            return
-        size = group.block_size
-        first = int(group.first_visible(np.array([num_tokens]))[0]) * size
+            if not group.probe.nan_states(np.array([block_id])).any():
+                return None
+            return _Nan(0, block_id, num_tokens - 1, *group.probe.first_nan(block_id, 0))
+        size, first = group.block_size, 0
         if group.window is not None:
-            first = max(first, num_tokens - group.window + 1)
+            first = max(0, num_tokens - group.window + 1)
         positions = np.arange(first, num_tokens)
         blocks = group.tags.ids[state.row, positions // size]
         found = np.flatnonzero(group.probe.nan_tokens(blocks, positions % size))
-        if len(found):
-            at = int(found[0])
-            raise self._nan_error(state.req_id, group, int(blocks[at]), int(positions[at]))
+        if not len(found):
+            return None
+        block_id, position = int(blocks[found[0]]), int(positions[found[0]])
+        layer, unwritten = group.probe.first_nan(block_id, position % size)
+        return _Nan(position // size, block_id, position, layer, unwritten)
 
     # ---- what to say ---------------------------------------------------------------------------
 
     def _explain(self, order: StepOrder, i: int) -> SanitizerError:
-        """Why a request computed NaN: the first bad thing it read, else what it wrote."""
+        """Why a request has NaN: the first bad thing it read, or what its step failed to write."""
         state = order.states[i]
         computed = int(order.num_computed[i])
         end = computed + int(order.num_scheduled[i])
-        found: list[SanitizerError] = []
-        for num_tokens in (computed, end):
-            for group in self._groups:
-                if num_tokens and not (group.recurrent and num_tokens == computed):
-                    try:
-                        self._check_computed(group, state, num_tokens)
-                    except SanitizerError as error:
-                        found.append(error)
-        unwritten = [error for error in found if _UNWRITTEN in str(error)]
-        if unwritten or found:
-            return (unwritten or found)[0]
+        for group in self._groups:
+            if not group.recurrent:
+                bad = self._first_nan(group, state, computed)
+                if bad is not None:
+                    return self._error(
+                        state.req_id, group, bad.block_id, bad.index, bad.read(), bad
+                    )
+        written = [(group, self._first_nan(group, state, end)) for group in self._groups]
+        found = [(group, bad) for group, bad in written if bad is not None]
+        for group, bad in sorted(found, key=lambda pair: not pair[1].unwritten):
+            return self._error(state.req_id, group, bad.block_id, bad.index, bad.written(), bad)
         return SanitizerError(
             f"request {state.req_id}, tokens {computed} to {end - 1}: hidden states or logits are "
-            "NaN although no state the request reads is"
+            f"NaN{_NOT_READ}"
         )
-
-    def _nan_error(
-        self, req_id: str, group: _Group, block_id: int, position: int
-    ) -> SanitizerError:
-        layer, unwritten = group.probe.first_nan(block_id, position % group.block_size)
-        problem = _UNWRITTEN if unwritten else "holds NaN that the model computed"
-        index = 0 if group.recurrent else position // group.block_size
-        return self._error(req_id, group, block_id, index, f"{problem} (layer {layer})", position)
 
     def _error(
         self,
@@ -359,8 +379,10 @@ class Sanitizer:
         block_id: int,
         index: int,
         problem: str,
-        position: int | None = None,
+        at: _Nan | int | None = None,
     ) -> SanitizerError:
+        """`index`: which of the request's blocks; `at`: the token, if it is known."""
+        position = at.position if isinstance(at, _Nan) else at
         if group.recurrent:
             where = "the state" if position is None else f"the state after token {position}"
         elif position is None:
