@@ -61,8 +61,8 @@ test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
 test-parity: build ## token-exact against transformers
 	$(PARALLEL) tests -m "parity and not gpu"
 
-test-e2e: build ## real server, real clients
-	$(PARALLEL) tests -m "e2e and not gpu"
+test-e2e: build ## real server, real clients; every use of state memory is checked
+	VLLM_SANITIZE=1 $(PARALLEL) tests -m "e2e and not gpu"
 
 test-extraction: build ## hidden-state extraction, end to end
 	$(PARALLEL) tests -m "extraction and not gpu"

@@ -45,12 +45,13 @@ class CacheOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
         """Raises `VLLMValidationError` for offsets that are no positive integers and for a time
         outside `[0, 86400]`."""
         offsets = tuple(checkpoints or ())
-        if any(type(offset) is not int or offset < 1 for offset in offsets):
-            raise VLLMValidationError(
-                f"cache_checkpoints must be positive token counts, got {list(offsets)}",
-                "cache_checkpoints",
-                list(offsets),
-            )
+        for offset in offsets:
+            if type(offset) is not int or offset < 1:
+                raise VLLMValidationError(
+                    f"cache_checkpoints must be positive token counts, got {offset!r}",
+                    "cache_checkpoints",
+                    offset,
+                )
         seconds = 0.0 if pin_seconds is None else float(pin_seconds)
         if not 0 <= seconds <= MAX_PIN_SECONDS:
             raise VLLMValidationError(

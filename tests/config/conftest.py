@@ -1,27 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config tests run as if on a CPU and start without decision records."""
+"""These tests start without decision records and share tiny checkpoints."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from tests.config.fixtures import fresh_decisions, hybrid, llama
 
-import pytest
-
-from tests.config.checkpoints import write_config
-from vllm import decisions
-
-
-@pytest.fixture(autouse=True)
-def fresh_decisions() -> Iterator[None]:
-    decisions.clear()
-    yield
-    decisions.clear()
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> str:
-    return write_config(tmp_path / "llama", "llama")
-
-
-@pytest.fixture
-def hybrid(tmp_path: Path) -> str:
-    return write_config(tmp_path / "hybrid", "hybrid")
+__all__ = ["fresh_decisions", "hybrid", "llama"]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from benchmarks.api_overhead import TokenServer, request_bytes
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.e2e
 
 #: more than the 64 that run at once, so that clients leave queues too
 NUM_CLIENTS = 240
+#: from the end of the engine's process to the end of the last stream; milliseconds in fact
+DEATH_LIMIT_S = 5
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,12 @@ async def last_event(port: int, request: bytes, begun: list[int]) -> dict:
 def test_a_killed_engine_ends_every_stream_with_an_error(server: TokenServer) -> None:
     """Leaves the server dead: the last test of this module."""
 
+    def ended(process: psutil.Process) -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
     async def main() -> list[dict]:
         begun: list[int] = []
         request = request_bytes(3000, chat=False)
@@ -83,7 +93,12 @@ def test_a_killed_engine_ends_every_stream_with_an_error(server: TokenServer) ->
         assert children
         for core in children:
             core.kill()
-        return await asyncio.wait_for(asyncio.gather(*streams), 60)
+        while not all(map(ended, children)):
+            await asyncio.sleep(0.01)
+        died = time.monotonic()
+        events = await asyncio.wait_for(asyncio.gather(*streams), 60)
+        assert time.monotonic() - died < DEATH_LIMIT_S
+        return events
 
     for event in asyncio.run(main()):
         assert event["error"]["code"] == 500 and "dead" in event["error"]["message"]

@@ -12,10 +12,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.sleep import LEVELS, check_tags
 
 SENTENCE = "Grüße from the engine! "
 CHAT_TEMPLATE = (
@@ -105,6 +107,7 @@ class FakeAsyncLLM:
         self.fail_after: int | None = None
         self.error: Exception = EngineDeadError("core killed")
         self.dead = False
+        self.asleep = False
         self.shut_down = False
 
     @property
@@ -129,6 +132,24 @@ class FakeAsyncLLM:
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         return reset_running_requests or not self.running
+
+    def unfinished_request_ids(self) -> list[str]:
+        return sorted(self.running)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        if level not in LEVELS or mode not in ("abort", "wait"):
+            raise VLLMValidationError("no such level or mode", "level", level)
+        self.asleep = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        check_tags(tags)
+        self.asleep = False
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.shut_down = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -121,6 +122,13 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"port": 70000}, "--port"),
         ({"ssl_keyfile": "k"}, "--ssl-certfile"),
+        ({"ssl_ciphers": "x"}, "--ssl-ciphers needs --ssl-certfile"),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs needs --ssl-certfile"),
+        ({"enable_ssl_refresh": True}, "--enable-ssl-refresh needs --ssl-certfile"),
+        (
+            {"log_config_file": "f", "disable_access_log_for_endpoints": "/health"},
+            "no effect with --log-config-file",
+        ),
         ({"reasoning_parser": "x"}, "reasoning parser 'x'; available: deepseek_r1, qwen3"),
         ({"tool_call_parser": "x"}, "tool call parser 'x'; available: hermes, qwen3_coder"),
         ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),
@@ -160,6 +168,25 @@ def test_errors_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "m", "--enable-auto-tool-choice"]) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("vllm serve: error: --enable-auto-tool-choice")
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    """As in `vllm serve --help=all | head -1`."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=all"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_an_unknown_connector_is_the_users_error(capsys: pytest.CaptureFixture[str]) -> None:
+    connector = '{"kv_connector": "Nope", "kv_role": "kv_both"}'
+    model = "examples/models/tiny-qwen3_5-code"
+    assert main(["explain", model, "--kv-transfer-config", connector]) == 1
+    error = capsys.readouterr().err
+    assert "vllm explain: error: unknown KV connector 'Nope'" in error
+    assert "Traceback" not in error
 
 
 def test_make_arg_parser_is_public() -> None:

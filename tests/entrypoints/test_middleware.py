@@ -27,6 +27,7 @@ async def test_keys_guard_the_api_only(make_client: MakeClient) -> None:
     for path in ("/health", "/ping", "/version", "/metrics", "/load"):
         assert (await client.get(path)).status_code == 200
     assert (await client.get("/v2/anything")).status_code == 401
+    assert (await client.post("/abort_requests", json={})).status_code == 401
     assert (await client.get("/v1beta")).status_code == 404
 
 

@@ -20,7 +20,9 @@ OPERATIONS = {
     "GET /decisions", "GET /v1/models", "GET /v1/models/{name}", "POST /v1/completions",
     "POST /v1/completions/render", "POST /v1/chat/completions",
     "POST /v1/chat/completions/render", "POST /tokenize", "POST /detokenize",
-    "POST /inference/v1/generate",
+    "POST /inference/v1/generate", "POST /abort_requests", "POST /sleep", "POST /wake_up",
+    "GET /is_sleeping", "POST /collective_rpc", "POST /reset_prefix_cache", "GET /server_info",
+    "GET /get_world_size",
 }  # fmt: skip
 #: what random bodies hardly ever get right, so that the rest of them is looked at
 VALID = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [71, 72]}
@@ -37,7 +39,9 @@ quick = settings(
 
 
 def operations(modes: list[schemathesis.GenerationMode]) -> dict[str, st.SearchStrategy]:
-    app = build_app(FakeAsyncLLM(), FrontEndArgs())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        app = build_app(FakeAsyncLLM(), FrontEndArgs())  # type: ignore[arg-type]
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     found = [result.ok() for result in schema.get_all_operations()]
     return {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from vllm.entrypoints.openai.prompt_marks import (
+    Preambles,
     common_prefix,
     message_ends,
     preamble_ids,
@@ -82,3 +83,24 @@ def test_a_template_that_rewrites_history_gives_the_shared_part():
 
     whole = rewrites([USER, ANSWER], True)
     assert message_ends([USER, ANSWER], whole, rewrites) == [len("<user>h"), len(whole) - 11]
+
+
+def test_the_latest_preambles_are_remembered():
+    rendered = []
+
+    def render(messages, add_generation_prompt):
+        rendered.append(messages[0]["content"])
+        return simple(messages, add_generation_prompt)
+
+    preambles = Preambles(max_size=2)
+
+    def end(word):
+        system = {"role": "system", "content": word}
+        whole = simple([system, USER], True)
+        return bytes(whole[: preambles.end_in(whole, [system], word, render)])
+
+    for word in ("a", "b", "a", "c", "a"):
+        assert end(word) == f"<system>{word}\n<user>".encode()
+    assert rendered == ["a", "a", "b", "b", "c", "c"]
+    end("b")
+    assert rendered[6:] == ["b", "b"], "the least recently used one was dropped"

@@ -119,6 +119,28 @@ async def test_unsupported_routes_are_guarded_and_hidden(make_client: MakeClient
     assert "/v1/embeddings" not in (await client.get("/openapi.json")).json()["paths"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "aborted"),
+    [
+        (["cmpl-a"], ["cmpl-a-0", "cmpl-a-1"]),
+        ("chatcmpl-b", ["chatcmpl-b"]),
+        (["cmpl-a-1", "tokens", "gone"], ["cmpl-a-1", "tokens"]),
+        (["chatcmpl", "cmpl", "a"], []),
+    ],
+)
+async def test_abort_by_reply_id(
+    client: httpx.AsyncClient, engine: FakeAsyncLLM, asked: object, aborted: list[str]
+) -> None:
+    engine.running = {"cmpl-a-0", "cmpl-a-1", "chatcmpl-b", "chatcmpl-b-2", "tokens"}
+    reply = await client.post("/abort_requests", json={"request_ids": asked})
+    assert reply.status_code == 200 and engine.aborted == aborted
+
+
+async def test_abort_needs_ids(client: httpx.AsyncClient) -> None:
+    for body in ({}, {"request_ids": None}, {"request_ids": [1]}):
+        assert (await client.post("/abort_requests", json=body)).status_code == 400
+
+
 def requests_counted(text: str) -> dict[str, float]:
     lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
     return {name: float(count) for name, count in (line.rsplit(" ", 1) for line in lines)}

@@ -6,6 +6,7 @@ import pytest
 
 from tests.entrypoints.conftest import MakeClient, events
 from tests.entrypoints.fake_engine import FakeAsyncLLM
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 pytestmark = pytest.mark.asyncio
@@ -134,3 +135,20 @@ async def test_failure_before_the_first_byte_has_its_status(
     reply = await client.post("/v1/completions", json={"prompt": "hi", "stream": True})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "InternalServerError"
+
+
+async def test_a_conflict_in_the_request_is_the_clients_error(
+    client: httpx.AsyncClient, engine: FakeAsyncLLM
+) -> None:
+    """Found while generating: status 400 as long as nothing was sent, an error event later."""
+    engine.error = VLLMValidationError("no token may follow in the grammar")
+    body = {"prompt": "hi", "max_tokens": 5}
+    engine.fail_after = 0
+    for streamed in (False, True):
+        reply = await client.post("/v1/completions", json={**body, "stream": streamed})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "BadRequestError"
+    engine.fail_after = 2
+    *chunks, last = await stream(client, **body)
+    assert len(chunks) == 2
+    assert last["error"]["code"] == 400 and "no token may follow" in last["error"]["message"]

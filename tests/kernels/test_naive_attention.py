@@ -37,6 +37,17 @@ def test_paged_equals_dense(heads, window):
     assert case["out"][-1].isnan().all(), "padding must not be written"
 
 
+def test_blocks_below_the_window_are_not_read():
+    """They may be another group's by now, and hold NaN."""
+    case = attention_case([(4, 100), (40, 40)], (4, 2, 16), torch.float32, "cpu", window=20)
+    kernels.paged_attention(**case)
+    freed = case["block_table"][0, : (100 - 4 - 20) // 16]
+    case["kv_cache"][freed.long()] = float("nan")
+    out = torch.full_like(case["out"], float("nan"))
+    kernels.paged_attention(**case | dict(out=out))
+    assert torch.equal(out, case["out"]) and not out.isnan().any()
+
+
 def test_write_rows_skips_negative_slots():
     rows = torch.randn(3, 2, 4)
     cache = torch.zeros(4, 16, 2, 4)

@@ -29,6 +29,20 @@ def test_sliding_window(lengths, window, device):
     check(kernels, "paged_attention", case, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+def test_blocks_below_the_window_are_not_read(lengths, device):
+    """They may be another group's by now, and hold NaN."""
+    window = 20
+    case = attention_case(lengths, (4, 2, 16), torch.float32, device, window=window)
+    kernels.paged_attention(**case)
+    for seq, (query_len, seq_len) in enumerate(lengths):
+        freed = case["block_table"][seq, : max(0, seq_len - query_len - window + 1) // 16]
+        case["kv_cache"][freed.long()] = float("nan")
+    out = torch.full_like(case["out"], float("nan"))
+    kernels.paged_attention(**case | dict(out=out))
+    assert torch.equal(out, case["out"]) and not out.isnan().any()
+
+
 @pytest.mark.parametrize("bound", [130, 10**6])
 def test_any_bound_on_the_length_gives_the_same_result(bound, device):
     """Graph capture passes a bound; it only changes the number of splits."""

@@ -8,7 +8,7 @@ import difflib
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -143,6 +143,12 @@ def check_keys(
                 parameter=str(key),
                 value=given[key],
             )
+
+
+def refuse(field: str, value: object, rule: str) -> NoReturn:
+    """Raise `VLLMValidationError`: the flag of `field` must be as `rule` says."""
+    flag = "--" + field.replace("_", "-")
+    raise VLLMValidationError(f"{flag} must be {rule}, got {value}", field, value)
 
 
 def build(cls: type[T], given: T | Mapping[str, Any], what: str) -> T:

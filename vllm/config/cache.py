@@ -5,7 +5,7 @@ import dataclasses
 from typing import Literal
 
 from vllm import envs
-from vllm.config.base import FlagKind, config, option
+from vllm.config.base import FlagKind, config, option, refuse
 from vllm.exceptions import VLLMValidationError
 
 CacheDType = Literal["auto", "float16", "bfloat16", "float32"]
@@ -90,13 +90,13 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
-            _fail("block_size", self.block_size, "a positive multiple of 16")
+            refuse("block_size", self.block_size, "a positive multiple of 16")
         if not 0 < self.gpu_memory_utilization <= 1:
-            _fail("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+            refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            _fail("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
+            refuse("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
         if self.mamba_block_size is not None and self.mamba_block_size < 1:
-            _fail("mamba_block_size", self.mamba_block_size, "positive")
+            refuse("mamba_block_size", self.mamba_block_size, "positive")
         if self.mamba_block_size is not None and self.mamba_cache_mode != "all":
             raise VLLMValidationError(
                 "--mamba-block-size needs --mamba-cache-mode=all: other checkpoints are not "
@@ -105,7 +105,7 @@ class CacheConfig:
                 self.mamba_block_size,
             )
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
-            _fail(
+            refuse(
                 "num_gpu_blocks_override",
                 self.num_gpu_blocks_override,
                 "at least 2 (page 0 is the null page)",
@@ -122,8 +122,3 @@ class CacheConfig:
         """The fields as label values of the metric `vllm:cache_config_info`."""
         fields = dataclasses.fields(self)
         return {field.name: str(getattr(self, field.name)) for field in fields}
-
-
-def _fail(field: str, value: object, rule: str) -> None:
-    flag = "--" + field.replace("_", "-")
-    raise VLLMValidationError(f"{flag} must be {rule}, got {value}", field, value)

@@ -62,11 +62,12 @@ def _adopt_model_length(config: VllmConfig) -> None:
 
 def _check_convolution_dtype(config: VllmConfig) -> None:
     from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import dtype_name
 
     model, asked = config.model_config, config.cache_config.mamba_cache_dtype
     if model is None or not model.is_hybrid or asked == "auto":
         return
-    of_model = str(model.dtype).removeprefix("torch.")
+    of_model = dtype_name(model.dtype)
     if asked != of_model and not current_platform.converts_conv_state:
         raise VLLMValidationError(
             f"--mamba-cache-dtype {asked}: on this device the convolution's state has the dtype "

@@ -3,7 +3,7 @@
 
 from typing import Literal
 
-from vllm.config.base import FlagKind, config, option
+from vllm.config.base import FlagKind, config, option, refuse
 from vllm.exceptions import VLLMValidationError
 
 
@@ -61,11 +61,11 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for field in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "stream_interval"):
             if getattr(self, field) < 1:
-                _fail(field, getattr(self, field), "at least 1")
+                refuse(field, getattr(self, field), "at least 1")
         if self.long_prefill_token_threshold < 0:
-            _fail("long_prefill_token_threshold", self.long_prefill_token_threshold, "at least 0")
+            refuse("long_prefill_token_threshold", self.long_prefill_token_threshold, "at least 0")
         if not 0 <= self.watermark < 1:
-            _fail("watermark", self.watermark, "in [0, 1)")
+            refuse("watermark", self.watermark, "in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise VLLMValidationError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
@@ -81,8 +81,3 @@ class SchedulerConfig:
                 parameter="max_num_batched_tokens",
                 value=self.max_num_batched_tokens,
             )
-
-
-def _fail(field: str, value: object, rule: str) -> None:
-    flag = "--" + field.replace("_", "-")
-    raise VLLMValidationError(f"{flag} must be {rule}, got {value}", field, value)

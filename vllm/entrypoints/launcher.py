@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -78,6 +79,26 @@ def _bind_unix(path: str) -> socket.socket:
             path,
         ) from None
     return sock
+
+
+def check_certificates(args: FrontEndArgs) -> None:
+    """Raise `VLLMValidationError` for TLS files or options that cannot be loaded."""
+    if not args.ssl_certfile:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
+        if args.ssl_ca_certs:
+            context.load_verify_locations(args.ssl_ca_certs)
+        if args.ssl_ciphers:
+            context.set_ciphers(args.ssl_ciphers)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise VLLMValidationError(
+            f"TLS cannot be set up from --ssl-certfile {args.ssl_certfile} and the other --ssl "
+            f"flags: {error}",
+            "ssl_certfile",
+        ) from None
 
 
 def serve(

@@ -168,7 +168,7 @@ class LLM(LLMRefusals):
         """The `beam_width` best continuations of each prompt, best first.
 
         `concurrency_limit`: most prompts searched at once. Each step scores every beam as a request
-        of its own; with prefix caching only its last block is computed anew.
+        of its own; with prefix caching at most its last block is computed anew.
         """
         check_no_lora(lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:

@@ -7,7 +7,7 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from vllm.cache_options import CacheOptions, CacheReport
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason, RequestConflict
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ class Request:
         self.cache_report: CacheReport | None = None
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.error: str | None = None
+        self.error: str | RequestConflict | None = None
         self.all_token_ids: list[int] = list(prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -136,8 +136,12 @@ class Request:
         )
 
     def _extend_block_hashes(self) -> None:
-        if self._block_hasher is not None:
-            self.block_hashes.extend(self._block_hasher(self))
+        hasher = self._block_hasher
+        if hasher is None:
+            return
+        size = hasher.block_size
+        if len(self.all_token_ids) >= (len(self.block_hashes) + 1) * size:
+            self.block_hashes.extend(hasher(self))
 
     @property
     def hash_block_size(self) -> int:

@@ -163,6 +163,34 @@ def test_nobody_waits_for_a_request_that_went_away():
     assert not manager.checkpoints.plans._coming
 
 
+def test_a_request_that_never_ran_leaves_no_plan():
+    """It was looked at, found no room, and its client went away."""
+    manager = hybrid(num_pages=4)
+    running, waiting = request("a", range(30)), request("b", range(100, 180))
+    step(manager, running)
+    manager.plan_checkpoints(waiting, 0)
+    assert manager.allocate_slots(waiting, 80) is None
+    for req in (waiting, running):
+        manager.free(req)
+    plans = manager.checkpoints.plans
+    assert not plans._positions and not plans._coming and not plans._announced
+
+
+def test_nobody_waits_for_a_position_that_a_second_plan_leaves_out():
+    """A request that loaded a prefix is planned again, without what its look-up had taught."""
+    manager = hybrid()
+    shared = list(range(150))
+    manager.free(run_prompt(manager, "a", [*shared, 1]))
+    b, c = request("b", [*shared[:100], 2]), request("c", [*shared[:100], 3])
+    step(manager, b, budget=10)
+    assert manager.is_coming(c, 0)
+    manager.discard_match(b)
+    manager.plan_checkpoints(b, 10)
+    while b.num_computed_tokens < b.num_tokens:
+        step(manager, b)
+    assert not manager.is_coming(c, 0)
+
+
 def test_salts_keep_checkpoints_apart():
     manager = hybrid()
     manager.free(run_prompt(manager, "a", range(12), cache_salt="x"))
@@ -242,6 +270,25 @@ def test_a_checkpoint_that_saved_little_leaves_first():
         manager.free(run_prompt(manager, f"f{filler}", range(2000 * filler, 2000 * filler + 12)))
         assert filler < 60
     assert hit(manager, range(401)) == 400
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+def test_the_end_of_a_prompt_evicts_nothing_of_worth(somebody_waits):
+    """Pages: the null page, 25 blocks and the end of a long turn, and two for a new request."""
+    manager = hybrid(num_pages=29)
+    long = request("long", [7])
+    generate(manager, long, 400)
+    turn = [*long.all_token_ids, 1]
+    manager.free(long)
+    assert hit(manager, turn) == 400 and manager.block_pool.pages.num_free_pages == 2
+    new = request("new", range(1000, 1012))
+    if somebody_waits:
+        again = request("again", range(1000, 1012))
+        manager.checkpoints.waiting = [request("other", range(30)), new, again]
+    step(manager, new)
+    assert (hit(manager, turn) == 400) == (not somebody_waits)
+    assert hit(manager, range(1000, 1012)) == (11 if somebody_waits else 0)
+    assert not manager.is_coming(request("late", range(1000, 1012)), 11)
 
 
 @pytest.mark.parametrize(

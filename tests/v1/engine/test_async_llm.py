@@ -15,8 +15,10 @@ import pytest
 from tests.v1.engine.fakes import EOS, VOCAB_SIZE, FakeExecutor, expected_tokens, make_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestConflict
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.usefixtures("forking")
 
@@ -110,6 +112,33 @@ def test_abort_ends_the_stream():
                     await engine.abort("a")
                 outputs.append(output)
             assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [("lost blocks", EngineGenerateError), (RequestConflict("a dead end"), VLLMValidationError)],
+)
+def test_the_failure_of_one_completion_ends_all_of_the_request(error, raised):
+    async def main():
+        async with running(additional_config={"step_s": 0.05}) as engine:
+            params = SamplingParams(
+                n=3, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            )
+            stream = engine.generate(prompt_of(0, 9), params, "a")
+            await anext(stream)
+            failing = next(iter(engine.output_processor.request_states))
+            last = EngineCoreOutput(failing, [], finish_reason=FinishReason.ERROR, error=error)
+            engine.engine_core.abort_requests([failing])
+            wire = MsgpackEncoder().encode(EngineCoreOutputs([last]))
+            received = MsgpackDecoder(EngineCoreOutputs).decode(wire)
+            engine.output_processor.process_outputs(received)
+            with pytest.raises(raised, match="lost blocks|a dead end"):
+                async for _ in stream:
+                    pass
+            assert not engine.output_processor.has_unfinished_requests()
+            assert await engine.reset_prefix_cache() is True  # nor does anything run in the core
 
     asyncio.run(main())
 

@@ -6,8 +6,16 @@ from __future__ import annotations
 import pytest
 
 from tests.v1.engine.fakes import fake_logprobs
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    RequestConflict,
+)
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import logprobs_to_wire
@@ -161,24 +169,37 @@ def test_n_final_output_carries_transfer_parameters_of_the_first_child(tokenizer
 
 def test_aborting_reports_to_sinks_and_covers_all_children(tokenizer):
     received = []
-    processor = start(tokenizer, sink=lambda o, e: received.append((o, e)), n=2)
+    processor = start(tokenizer, sink=received.append, n=2)
     aborted, outputs = processor.abort_requests(["r", "nobody"])
     assert aborted == ["0_r-x", "1_r-x"] and outputs == []
-    assert received[-1][0].finished and received[-1][1] is None
+    assert received[-1].finished
     assert processor.external_ids() == []
 
 
-def test_errors_reach_the_sink(tokenizer):
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("n", [1, 3])
+def test_errors_reach_the_sink_at_once(tokenizer, n, kind):
     received = []
-    processor = start(tokenizer, sink=lambda o, e: received.append((o, e)))
-    send(processor, [], finish_reason=FinishReason.ERROR, error="rows are missing")
-    assert received[0][1] == "rows are missing"
-    assert received[0][0].outputs[0].finish_reason == "error"
+    processor = start(tokenizer, sink=received.append, n=n, output_kind=kind)
+    failing = "r-x" if n == 1 else "1_r-x"
+    send(processor, [], failing, finish_reason=FinishReason.ERROR, error="rows are missing")
+    (error,) = received
+    assert isinstance(error, EngineGenerateError)
+    assert str(error) == "request r failed: rows are missing"
+
+
+def test_a_conflict_is_the_clients_error(tokenizer):
+    received = []
+    processor = start(tokenizer, sink=received.append)
+    conflict = RequestConflict("nothing can follow")
+    send(processor, [], finish_reason=FinishReason.ERROR, error=conflict)
+    (error,) = received
+    assert isinstance(error, VLLMValidationError) and error.message == "nothing can follow"
 
 
 def test_duplicate_ids_are_refused_before_anything_is_kept(tokenizer):
     processor = start(tokenizer)
-    with pytest.raises(ValueError, match="already in use"):
+    with pytest.raises(VLLMValidationError, match="already in use"):
         add(processor)
     assert processor.get_num_unfinished_requests() == 1
 

@@ -93,6 +93,8 @@ def test_requests_are_refused_until_everything_is_awake(llm: LLM) -> None:
             llm.generate(PROMPTS, GREEDY)
         llm.wake_up(tags)
         assert llm.is_sleeping()
+        with pytest.raises(RuntimeError, match=r"level 2 \(kv_cache\); wake it up first"):
+            llm.sleep(2)
     with pytest.raises(VLLMValidationError, match=r"unknown wake-up tags \['kv'\]"):
         llm.wake_up(["kv"])
     llm.wake_up(["kv_cache"])

@@ -13,7 +13,7 @@ from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
-from vllm.v1.sample.token_masks import TokenMasks
+from vllm.v1.sample.token_masks import BARRED, TokenMasks
 from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_apply(vocab: int, dtype: torch.dtype) -> None:
     expected = logits.clone()
     for row, tokens in rows.items():
         for token in set(range(vocab)) - set(tokens):
-            expected[row, token] = float("-inf")
+            expected[row, token] = BARRED
     masks_for(rows, vocab).apply(logits)
     assert torch.equal(logits, expected)
 
@@ -79,6 +79,20 @@ def test_adjustments_do_not_lift_a_mask() -> None:
     masks = masks_for({0: [2, 3]}, 10)
     result = sample(logits, metadata, torch.tensor([0]), [(0, adjustment, 0)], masks)
     assert result.sampled_token_ids.item() in (2, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_a_mask_does_not_lift_a_ban(temperature: float, top_k: int) -> None:
+    """All that the grammar allows is banned: what is sampled is for the grammar to refuse."""
+    banned = [0, 3]
+    params = SamplingParams(temperature=temperature, seed=1, top_k=top_k, top_p=0.9, min_p=0.1)
+    params.bad_words_token_ids = [[token] for token in banned]
+    adjustment = Adjustments(params, torch.tensor([1]).numpy(), 1, 10, CPU)
+    metadata = SamplingMetadata.build([params], 10, CPU)
+    positions, masks = torch.tensor([0]), masks_for({0: banned}, 10)
+    result = sample(torch.randn(1, 10), metadata, positions, [(0, adjustment, 0)], masks)
+    assert result.sampled_token_ids.item() not in banned
 
 
 def test_a_grammar_decides_about_stop_tokens_below_min_tokens() -> None:

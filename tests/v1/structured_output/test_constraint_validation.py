@@ -13,6 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
+from vllm.v1.structured_output import validation
+from vllm.v1.structured_output.spec import GrammarSpec
 from vllm.v1.structured_output.validation import StructuredOutputValidator
 
 
@@ -126,3 +128,19 @@ def test_the_servers_whitespace(tokenizer):
     bad = EngineArgs(model=str(tiny_model("llama")), structured_outputs_config={"fallback": True})
     with pytest.raises(VLLMValidationError, match="unknown key 'fallback'"):
         bad.create_engine_config()
+
+
+def test_what_was_checked_is_not_checked_again(validator, monkeypatch):
+    compiled = []
+    compile_spec = GrammarSpec.compile
+    monkeypatch.setattr(
+        GrammarSpec, "compile", lambda spec, c: compiled.append(spec) or compile_spec(spec, c)
+    )
+    monkeypatch.setattr(validation, "_REMEMBERED", 2)
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        validator.finish(params(regex=regex))
+    with pytest.raises(VLLMValidationError):
+        validator.finish(params(regex="("))
+    with pytest.raises(VLLMValidationError):
+        validator.finish(params(regex="("))
+    assert [spec.source for spec in compiled] == ["a", "b", "c", "b", "(", "("]

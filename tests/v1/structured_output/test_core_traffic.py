@@ -241,7 +241,7 @@ def test_a_dead_end_ends_its_request_alone():
     core.add("good", [50, 51], params)
     core.run()
     assert core.last["dead"].finish_reason is FinishReason.ERROR
-    assert "no token may follow" in core.last["dead"].error
+    assert "no token may follow" in core.last["dead"].error.message
     assert text_of(core.tokens["dead"]) == "a"
     assert core.tokens["good"] == expected_tokens([50, 51], params, MAX_LEN)
 

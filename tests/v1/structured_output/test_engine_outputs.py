@@ -139,3 +139,21 @@ def test_without_a_mask_the_models_say_something_else(engine, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=20)
     texts, _ = generate(engine, {"free": ("json 0 " * 3, params)})
     assert not texts["free", 0].startswith("{")
+
+
+def test_a_ban_on_all_that_may_follow_ends_the_request(engine):
+    requests = {
+        f"{temperature}": (
+            "hello",
+            SamplingParams(
+                temperature=temperature,
+                seed=0,
+                max_tokens=20,
+                bad_words=["y", "ye", "yes"],
+                structured_outputs=StructuredOutputsParams(choice=["yes"]),
+            ),
+        )
+        for temperature in (0.0, 1.0)
+    }
+    texts, reasons = generate(engine, requests)
+    assert set(texts.values()) == {""} and set(reasons.values()) == {"error"}

@@ -76,7 +76,7 @@ def test_a_refused_token_changes_nothing():
     assert not grammar.accept(byte("b"))
     assert not grammar.accept(EOS)
     assert next_tokens(grammar) == before
-    assert "bar them all" in grammar.error()
+    assert "bar them all" in grammar.error().message
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
@@ -115,7 +115,7 @@ def test_stuck_when_nothing_is_left():
     assert grammar.accept(byte("a"))
     assert len(next_tokens(grammar)) == VOCAB_SIZE
     assert not grammar.accept(byte("b")), "whatever was sampled is not the grammar's"
-    assert "no token may follow" in grammar.error()
+    assert "no token may follow" in grammar.error().message
     grammar.rewind(0)
     assert next_tokens(grammar) == [byte("a")]
 

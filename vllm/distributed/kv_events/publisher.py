@@ -7,6 +7,7 @@ subscriber that sees a number skipped asks the replay socket for everything from
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -150,12 +151,9 @@ class ZmqEventPublisher(EventPublisher):
                 socket.send_multipart((self._topic, number, payload))
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        with socket:
+        with socket, contextlib.suppress(zmq.ContextTerminated):
             while True:
-                try:
-                    *envelope, first = socket.recv_multipart()
-                except zmq.ContextTerminated:
-                    return
+                *envelope, first = socket.recv_multipart()
                 if len(first) == _SEQUENCE_BYTES:
                     with self._lock:
                         kept = [item for item in self._sent if item[0] >= first]

@@ -106,8 +106,20 @@ def _run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 128 + signal.SIGPIPE
         report_failure(name, error)
         return 1
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads stdout any more, as after `| head`; what is left of it is dropped."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def report_failure(name: str, error: Exception) -> None:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
+from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.errors import install_handlers
@@ -23,6 +24,7 @@ from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import Authentication, BodySizeLimit, RequestIdHeader
 from vllm.entrypoints.openai.queue_limit import QueueLimit
 from vllm.entrypoints.openai.routes import (
+    abort,
     chat,
     completions,
     dev,
@@ -57,12 +59,14 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
     app = FastAPI(
         title="vLLM server",
         version=__version__,
-        root_path=args.root_path or "",
         lifespan=lifespan,
         docs_url=None if args.disable_fastapi_docs else "/docs",
         redoc_url=None,
         openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
     )
+    # FastAPI wants it from the HTTP server, but uvicorn would add it to every path, also to those
+    # that a proxy has not stripped.
+    app.root_path = args.root_path or ""
     app.state.server = server
     app.state.log_error_stack = args.log_error_stack
     _include_routes(app, args)
@@ -72,7 +76,7 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
 
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    for module in (health, models, completions, chat, inference, tokenize, unsupported):
+    for module in (health, models, completions, chat, inference, abort, tokenize, unsupported):
         app.include_router(module.router)
     if args.enable_tokenizer_info_endpoint:
         app.include_router(tokenize.info_router)
@@ -121,12 +125,16 @@ def _import_middleware(path: str) -> Any:
 def run_server(namespace: argparse.Namespace) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launcher import bind, serve
+    from vllm.entrypoints.launcher import bind, check_certificates, serve
 
     args = FrontEndArgs.from_cli_args(namespace)
     engine_args = AsyncEngineArgs.from_cli_args(namespace)
-    # Both fail in milliseconds; loading a model first would hide the mistake for minutes.
+    # These fail in milliseconds; loading a model first would hide the mistake for minutes.
     load_chat_template(args.chat_template)
+    log_config(args)
+    check_certificates(args)
+    for path in args.middleware:
+        _import_middleware(path)
     sock = bind(args)
 
     def make_engine() -> AsyncLLM:

@@ -179,12 +179,26 @@ class FrontEndArgs:
             raise VLLMValidationError(
                 "--ssl-keyfile and --ssl-certfile only work together", "ssl_certfile"
             )
+        self._check_dependent()
         self._check_parsers()
         self._check_processes()
         self._check_limits()
         if self.shutdown_timeout < 0 or self.max_request_body_size < 1:
             raise VLLMValidationError(
                 "--shutdown-timeout and --max-request-body-size must be positive"
+            )
+
+    def _check_dependent(self) -> None:
+        """Flags that would have no effect."""
+        for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"):
+            if getattr(self, name) and not self.ssl_certfile:
+                flag = "--" + name.replace("_", "-")
+                raise VLLMValidationError(f"{flag} needs --ssl-certfile and --ssl-keyfile", name)
+        if self.log_config_file and self.disable_access_log_for_endpoints:
+            raise VLLMValidationError(
+                "--disable-access-log-for-endpoints has no effect with --log-config-file; name "
+                "vllm.entrypoints.access_log.WithoutPaths as a filter in the file",
+                "disable_access_log_for_endpoints",
             )
 
     def _check_limits(self) -> None:

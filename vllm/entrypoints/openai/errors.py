@@ -76,16 +76,21 @@ class ErrorInfo:
         )
 
 
+def _location(detail: Any) -> str:
+    """The dotted path of a field, without the branches of unions (`list[...]`), which are ours."""
+    return ".".join(str(part) for part in detail["loc"] if "[" not in str(part))
+
+
 def _describe_validation(details: Sequence[Any]) -> ErrorInfo:
     """All schema failures in one line; `param` is the dotted location of the first."""
     lines = []
     for detail in details[:5]:
-        where = ".".join(str(part) for part in detail["loc"])
+        where = _location(detail)
         message = detail["msg"].removeprefix("Value error, ")
         lines.append(f"{where}: {message}" if where else message)
     if len(details) > 5:
         lines.append(f"and {len(details) - 5} more")
-    param = ".".join(str(part) for part in details[0]["loc"]) or None
+    param = _location(details[0]) or None
     return ErrorInfo(HTTPStatus.BAD_REQUEST, "Bad Request", "; ".join(lines), param)
 
 
@@ -106,7 +111,7 @@ def describe(error: BaseException) -> ErrorInfo:
         type_ = "NotFoundError" if error.status_code == HTTPStatus.NOT_FOUND else phrase
         return ErrorInfo(error.status_code, type_, str(error.detail))
     if isinstance(error, EngineSleepingError):
-        return ErrorInfo(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", str(error))
+        return ErrorInfo(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", str(error))
     if isinstance(error, EngineDeadError | EngineGenerateError):
         message = str(error) or type(error).__name__
         return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", message)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
 
-_GUARDED = ("/v1", "/v2", "/inference")
+_GUARDED = ("/v1", "/v2", "/inference", "/abort_requests")
 
 
 class Authentication:
@@ -115,7 +115,7 @@ class _BodyTooLargeError(BaseException):
 
 
 class LoadCounter:
-    """Counts the requests in progress under the guarded paths, for `/load`."""
+    """Counts the POST requests in progress, for `/load`."""
 
     def __init__(self) -> None:
         self.running = 0

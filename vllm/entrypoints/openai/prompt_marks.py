@@ -7,7 +7,11 @@ template will do: what a part shares with the whole is a prefix of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -17,9 +21,11 @@ Message = dict[str, Any]
 Render = Callable[[list[Message], bool], list[int]]
 
 _PREAMBLE_ROLES = ("system", "developer")
+#: preambles whose token ids are remembered; long ones have a hundred thousand
+_MAX_PREAMBLES = 64
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens `a` and `b` share at their start."""
     for length, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
@@ -48,6 +54,30 @@ def preamble_ids(preamble: list[Message], render: Render) -> list[int]:
     except VLLMValidationError:
         return []
     return one[: common_prefix(one, other)]
+
+
+class Preambles:
+    """Remembers the latest preambles' token ids; shared by the tokenizer threads."""
+
+    def __init__(self, max_size: int = _MAX_PREAMBLES) -> None:
+        self._max_size = max_size
+        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def end_in(self, ids: list[int], preamble: list[Message], key: str, render: Render) -> int:
+        """How many tokens of a conversation's `ids` are its preamble; `key` is equal for all
+        conversations that begin in the same way."""
+        digest = hashlib.sha256(key.encode()).digest()
+        with self._lock:
+            found = self._known.get(digest)
+        if found is None:
+            found = array("I", preamble_ids(preamble, render))
+        with self._lock:
+            self._known[digest] = found
+            self._known.move_to_end(digest)
+            if len(self._known) > self._max_size:
+                self._known.popitem(last=False)
+        return common_prefix(found, ids)
 
 
 def message_ends(messages: list[Message], ids: list[int], render: Render) -> list[int]:

@@ -2,36 +2,22 @@
 """Requests to prompts: templating and tokenising in threads, so the event loop stays free."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.entrypoints.chat_utils import parse_chat_messages
-from vllm.entrypoints.openai.prompt_marks import (
-    common_prefix,
-    message_ends,
-    preamble_ids,
-    preamble_of,
-)
+from vllm.entrypoints.openai.conversation import ConversationRenderer
+from vllm.entrypoints.openai.prompt_marks import Preambles, message_ends, preamble_of
 from vllm.entrypoints.openai.protocol.chat import ConversationFields
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import (
-    ContentFormat,
-    detect_content_format,
-    render_conversation,
-    require_chat_template,
-)
+from vllm.renderers.hf import ContentFormat, detect_content_format, require_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-
-#: preambles whose token ids are remembered
-_MAX_PREAMBLES = 256
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class PromptRenderer:
         self.options = options
         self._num_threads = num_threads or min(8, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
-        self._preambles: dict[str, list[int]] = {}
+        self._preambles = Preambles()
         if tokenizer is not None:
             # The first call may reset truncation settings stored in the checkpoint, which is not
             # safe while another thread encodes.
@@ -176,6 +162,21 @@ class PromptRenderer:
     def _render_chat(
         self, request: ConversationFields, hide_tools: bool, mark_messages: bool
     ) -> tuple[str, list[int], list[int]]:
+        conversation = self._conversation(request, hide_tools)
+        text = conversation.text(
+            request.messages,
+            bool(request.add_generation_prompt),
+            bool(request.continue_final_message),
+        )
+        ids = conversation.encode(text)
+        marks = message_ends(request.messages, ids, conversation.ids) if mark_messages else []
+        preamble = preamble_of(request.messages)
+        if self.options.mark_preambles and (preamble or conversation.tools):
+            key = conversation.key(preamble)
+            marks.append(self._preambles.end_in(ids, preamble, key, conversation.ids))
+        return text, ids, marks
+
+    def _conversation(self, request: ConversationFields, hide_tools: bool) -> ConversationRenderer:
         tokenizer = self.require_tokenizer("messages")
         if request.chat_template is not None and not self.options.trust_request_template:
             raise VLLMValidationError(
@@ -190,47 +191,12 @@ class PromptRenderer:
         kwargs = {**(self.options.default_kwargs or {}), **(request.chat_template_kwargs or {})}
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        content_format = self.options.content_format or detect_content_format(template)
-
-        def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-            return render_conversation(
-                tokenizer,
-                parse_chat_messages(messages, content_format),
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=False,
-                tools=tools,
-                documents=request.documents,
-                template_kwargs=kwargs,
-            )
-
-        def render_ids(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-            text = render(messages, add_generation_prompt)
-            return self._encode(tokenizer, text, bool(request.add_special_tokens))
-
-        if request.continue_final_message:
-            text = render_conversation(
-                tokenizer,
-                parse_chat_messages(request.messages, content_format),
-                chat_template=template,
-                add_generation_prompt=False,
-                continue_final_message=True,
-                tools=tools,
-                documents=request.documents,
-                template_kwargs=kwargs,
-            )
-        else:
-            text = render(request.messages, bool(request.add_generation_prompt))
-        ids = self._encode(tokenizer, text, bool(request.add_special_tokens))
-        marks = message_ends(request.messages, ids, render_ids) if mark_messages else []
-        preamble = preamble_of(request.messages)
-        if self.options.mark_preambles and (preamble or tools):
-            key = json.dumps([preamble, tools, request.documents, kwargs, template], default=str)
-            found = self._preambles.get(key)
-            if found is None:
-                found = preamble_ids(preamble, render_ids)
-                if len(self._preambles) >= _MAX_PREAMBLES:
-                    self._preambles.clear()
-                self._preambles[key] = found
-            marks.append(common_prefix(found, ids))
-        return text, ids, marks
+        return ConversationRenderer(
+            tokenizer,
+            template,
+            self.options.content_format or detect_content_format(template),
+            tools,
+            request.documents,
+            kwargs,
+            bool(request.add_special_tokens),
+        )

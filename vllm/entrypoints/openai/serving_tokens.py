@@ -20,7 +20,6 @@ from vllm.entrypoints.openai.sampling import resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, RequestContext
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
-from vllm.entrypoints.utils import safe_id
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class ServingTokens(OpenAIServing):
         self.models.check(request.model)
         params = self._params(request)
         self.check_fan_out(1, params.n)
-        request_id = safe_id(request.request_id or context.request_id)
+        request_id = context.base_id(request.request_id)
         planned = Planned(request_id, RenderedPrompt(request.token_ids), params)
         scheduling = GenerationRequest(
             priority=request.priority,

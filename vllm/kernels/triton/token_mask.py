@@ -16,6 +16,7 @@ def _mask_tokens_kernel(
     word_ptr,
     stride_row,
     words_stride,
+    VALUE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -26,13 +27,21 @@ def _mask_tokens_kernel(
     exists = token < VOCAB
     word = tl.load(word_ptr + mask * words_stride + token // 32, mask=exists, other=-1)
     barred = (word >> (token % 32)) & 1 == 0
-    tl.store(logits_ptr + row * stride_row + token, float("-inf"), mask=barred & exists)
+    tl.store(logits_ptr + row * stride_row + token, VALUE, mask=barred & exists)
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """`logits [n, vocab]` in place; `rows [m]` int64, `words [m, ceil(vocab / 32)]` int32."""
+def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor, value: float) -> None:
+    """Set barred tokens of `logits [n, vocab]` to `value`, in place; `rows [m]` int64, `words
+    [m, ceil(vocab / 32)]` int32."""
     vocab = logits.shape[1]
     grid = (rows.shape[0], triton.cdiv(vocab, BLOCK))
     _mask_tokens_kernel[grid](
-        logits, rows, words, logits.stride(0), words.stride(0), VOCAB=vocab, BLOCK=BLOCK
+        logits,
+        rows,
+        words,
+        logits.stride(0),
+        words.stride(0),
+        VALUE=value,
+        VOCAB=vocab,
+        BLOCK=BLOCK,
     )

@@ -28,7 +28,9 @@ class CheckpointPlans:
         self._announced: dict[str, Request] = {}
 
     def make(self, request: Request, start: int, diverged: int) -> None:
-        """Plan for a request about to compute its tokens after `start`."""
+        """Plan for a request about to compute its tokens after `start`; replaces an earlier plan,
+        which nobody waits for any more."""
+        self.drop(request.request_id)
         positions = self.policy.positions(
             start, request.num_prompt_tokens, request.cache.checkpoints, diverged
         )

@@ -17,6 +17,7 @@ from vllm import decisions
 from vllm.config.resolve import resolve
 from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
@@ -173,7 +174,7 @@ def explain(
     return Explanation(
         model=model.model,
         architecture=model.architecture,
-        dtype=_dtype_name(model.dtype),
+        dtype=dtype_name(model.dtype),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=longest,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -278,14 +279,10 @@ def _keeps(spec: KVCacheSpec) -> str:
     """The state of one layer, in words."""
     if isinstance(spec, MambaSpec):
         pairs = zip(spec.shapes, spec.dtypes, strict=True)
-        return " + ".join(f"{list(shape)} {_dtype_name(dtype)}" for shape, dtype in pairs)
+        return " + ".join(f"{list(shape)} {dtype_name(dtype)}" for shape, dtype in pairs)
     values: Any = spec
     what = "rows" if isinstance(spec, MLAAttentionSpec) else "heads"
-    return f"{values.num_kv_heads} {what} x {values.head_size} {_dtype_name(values.dtype)}"
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{values.num_kv_heads} {what} x {values.head_size} {dtype_name(values.dtype)}"
 
 
 # ---- changed flags -----------------------------------------------------------------------------

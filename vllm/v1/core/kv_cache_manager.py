@@ -16,7 +16,7 @@ from vllm.v1.core.checkpoint_policy import CheckpointPolicy
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.pinned_prefixes import PinnedPrefixes
-from vllm.v1.core.prefix_cache import PrefixCacheStats, reads_prefix_cache
+from vllm.v1.core.prefix_cache import reads_prefix_cache
 from vllm.v1.core.prefix_lookup import PrefixLookup, PrefixMatch
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -75,8 +75,8 @@ class KVCacheManager:
         if self.enable_caching and has_state:
             self.checkpoints = self._make_keeper(checkpoint_interval)
         self.pins = PinnedPrefixes(self.block_pool)
+        self._nothing = self._empty()
         self._watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
-        self._stats = PrefixCacheStats()
         self._lookup = PrefixLookup(self.managers, self.block_pool)
         self._matches: dict[str, tuple[PrefixMatch, CacheReport]] = {}
 
@@ -125,6 +125,11 @@ class KVCacheManager:
             return None
         return self.checkpoints.plans.next_position(request_id, num_computed_tokens)
 
+    def drop_checkpoints(self, request: Request) -> None:
+        """The request computes no more: nobody waits for checkpoints it was to leave."""
+        if self.checkpoints is not None:
+            self.checkpoints.plans.drop(request.request_id)
+
     def is_coming(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether another request is about to leave a longer prefix of this one in the cache."""
         if self.checkpoints is None or not reads_prefix_cache(request):
@@ -144,9 +149,6 @@ class KVCacheManager:
         # Now: once the request has blocks, its own tokens are in the cache.
         report = self._lookup.report(request, match)
         self._matches[request.request_id] = (match, report)
-        self._stats.requests += 1
-        self._stats.queries += request.num_tokens
-        self._stats.hits += match.num_tokens
         found = KVCacheBlocks(
             tuple(hit.blocks for hit in match.hits), tuple(hit.source for hit in match.hits)
         )
@@ -163,11 +165,6 @@ class KVCacheManager:
             return None
         _, report = self._matches.pop(request.request_id, (None, None))
         return report or self._lookup.report(request, None)
-
-    def take_prefix_cache_stats(self) -> PrefixCacheStats:
-        """Look-ups since the last call, one for every `get_computed_blocks` that searched."""
-        stats, self._stats = self._stats, PrefixCacheStats()
-        return stats
 
     # ---- allocation ----------------------------------------------------------------------------
 
@@ -203,27 +200,24 @@ class KVCacheManager:
         self.remove_skipped_blocks(request_id, computed)
         is_new = not self._knows(request_id)
         sources: Sequence[KVCacheBlock | None] = ()
-        if new_computed_blocks is None and self._covers(request_id, num_tokens):
-            appended: list[list[KVCacheBlock]] | None = [[] for _ in self.managers]
-        else:
+        result = self._nothing
+        if new_computed_blocks is not None or not self._covers(request_id, num_tokens):
             found = self._found_blocks(request, new_computed_blocks, local, computed)
             if new_computed_blocks is not None:
                 sources = new_computed_blocks.sources
             appended = self._grow(request_id, found, sources, computed, num_tokens)
-        if appended is None:
-            return None
-        if self.enable_caching:
-            for manager in self.managers:
-                manager.rewind(request_id, local)
-            if not delay_cache_blocks:
-                self.cache_blocks(request, computed + num_new_tokens)
+            if appended is None:
+                return None
+            result = KVCacheBlocks(tuple(appended))
+        if not delay_cache_blocks:
+            self.cache_blocks(request, computed + num_new_tokens)
         if self.checkpoints is not None:
             if sources:
                 self.checkpoints.start_from(request_id, sources, local)
             if is_new:
                 self.checkpoints.plans.announce(request)
             self.checkpoints.advance(request, computed + num_new_tokens)
-        return KVCacheBlocks(tuple(appended))
+        return result
 
     def _grow(
         self,
@@ -342,7 +336,7 @@ class KVCacheManager:
             self.cache_blocks(request, request.num_computed_tokens)
         if request.cache.pin_seconds and request.is_finished and self.enable_caching:
             self._pin(request)
-        if self.checkpoints is not None and self._knows(request.request_id):
+        if self.checkpoints is not None:
             self.checkpoints.leave(request)
         for manager in self.managers:
             manager.free(request.request_id, request.num_computed_tokens)
@@ -355,21 +349,25 @@ class KVCacheManager:
         self.pins.pin(blocks, request.cache.pin_seconds)
 
     def forget_after(self, request: Request, num_tokens: int) -> None:
-        """No later request may find what this one computed after `num_tokens` tokens."""
+        """No later request may find what this one computed after `num_tokens` tokens, until it
+        has computed that again. Call it whenever `request.num_computed_tokens` goes back."""
         if self.checkpoints is not None:
             self.checkpoints.forget_after(request, num_tokens)
-        stale: set[int] = set()
         for manager in self.managers:
+            manager.rewind(request.request_id, num_tokens)
             blocks = manager.blocks_of(request.request_id)
-            stale.update(b.block_id for b in blocks[num_tokens // manager.block_size :])
-        self.evict_blocks(stale)
+            for block in blocks[num_tokens // manager.block_size :]:
+                self.block_pool.uncache_block(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make the prefix cache forget blocks with these ids, in every group."""
         self.block_pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, and nothing happens, while requests hold blocks."""
+        """Forget all cached content, pinned or not; False, and nothing is forgotten, while
+        requests hold blocks."""
+        if any(manager.req_to_blocks for manager in self.managers):
+            return False
         self.begin_step()
         while self.pins.release_next():
             pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest cached prefix every state group can continue from, and how often there is one."""
+"""The longest cached prefix every state group can continue from."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ class HitSource(Protocol):
         Must not change anything, and a smaller `max_tokens` must never give a longer hit.
         """
         ...
-
-
-@dataclass
-class PrefixCacheStats:
-    """Tokens looked up and tokens found, over `requests` look-ups."""
-
-    requests: int = 0
-    queries: int = 0
-    hits: int = 0
 
 
 def reads_prefix_cache(request: Request) -> bool:

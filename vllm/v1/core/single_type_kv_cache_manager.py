@@ -165,17 +165,21 @@ class SingleTypeKVCacheManager(ABC):
 
     def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Let the cache find the full blocks of the first `num_tokens` tokens."""
+        num_hashed = self._num_hashed[request_id]
+        if num_tokens < (num_hashed + 1) * self.block_size:
+            return
         blocks = self.req_to_blocks[request_id]
         num_full = min(num_tokens // self.block_size, len(block_hashes), len(blocks))
-        for i in range(self._num_hashed[request_id], num_full):
+        for i in range(num_hashed, num_full):
             if not blocks[i].is_null:
                 self.pool.cache_block(blocks[i], block_hashes[i])
-        self._num_hashed[request_id] = max(self._num_hashed[request_id], num_full)
+        self._num_hashed[request_id] = max(num_hashed, num_full)
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """The tokens from here on will be computed (and their blocks hashed) again."""
-        settled = num_computed_tokens // self.block_size
-        self._num_hashed[request_id] = min(self._num_hashed[request_id], settled)
+        if request_id in self._num_hashed:
+            settled = num_computed_tokens // self.block_size
+            self._num_hashed[request_id] = min(self._num_hashed[request_id], settled)
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of all blocks, the last ones first, so that prefixes survive longest.

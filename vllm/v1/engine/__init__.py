@@ -54,6 +54,12 @@ class StopRequest(msgspec.Struct, array_like=True):
     num_output_tokens: int
 
 
+class RequestConflict(msgspec.Struct, array_like=True, frozen=True):
+    """A request cannot be completed as its client asked: the client's error, not the engine's."""
+
+    message: str
+
+
 class WireLogprobs(msgspec.Struct, array_like=True):
     """`LogprobsLists` as raw little-endian bytes: ids int32 and logprobs fp32 `[rows, width]`,
     ranks int32 `[rows]`."""
@@ -74,7 +80,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     new_prompt_logprobs: WireLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: str | RequestConflict | None = None
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     #: monotonic times in seconds of (queued, first scheduled), sent with the first token

@@ -17,7 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.front_end import FrontEnd
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.output_stream import OutputStream
@@ -66,7 +66,7 @@ class AsyncLLM:
         self._error: BaseException | None = None
         self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
         self._loggers = self._front_end.make_stat_loggers()
-        # one thread: tokenizers are not safe to share between threads
+        # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     @classmethod
@@ -128,8 +128,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Leaving the loop early aborts the request.
 
-        Raises `VLLMValidationError` before the engine sees a bad request, `EngineGenerateError`
-        when this request failed, `EngineDeadError` when the engine is dead.
+        Raises `VLLMValidationError` before the engine sees a bad request, or later when what it
+        asks for leaves nothing to sample; `EngineGenerateError` when this request failed,
+        `EngineDeadError` when the engine is dead.
         """
         process = functools.partial(
             self.input_processor.process,
@@ -150,20 +151,21 @@ class AsyncLLM:
                 output = stream.take() or await stream.get()
                 finished = output.finished
                 yield output
-        except (EngineDeadError, EngineGenerateError):
-            finished = True
-            raise
         finally:
             self._streams.discard(stream)
             if not finished:
+                # After the failure of one of n completions, too: the others still run.
                 self._abort_internal(stream.request_ids)
 
     async def _process(
         self, prompt: PromptType, params: SamplingParams, process: Callable[[], ProcessedInput]
     ) -> ProcessedInput:
-        """Tokenise and check grammars off the event loop; token ids alone need no thread."""
-        constrained = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        if parse_prompt(prompt).token_ids is not None and not constrained:
+        """Tokenise (prompts, bad words) and check grammars off the event loop; token ids alone need
+        no thread."""
+        slow = isinstance(params, SamplingParams) and (
+            params.structured_outputs or params.bad_words
+        )
+        if parse_prompt(prompt).token_ids is not None and not slow:
             return process()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_thread, process)
@@ -183,6 +185,10 @@ class AsyncLLM:
             self.engine_core.add_request(child)
         return stream
 
+    def unfinished_request_ids(self) -> list[str]:
+        """The callers' ids of all unfinished requests."""
+        return self.output_processor.external_ids()
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the callers' ids; their streams end with finish reason "abort"."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -191,7 +197,7 @@ class AsyncLLM:
             self.engine_core.abort_requests(aborted)
 
     def _abort_internal(self, request_ids: list[str]) -> None:
-        """The caller is gone: forget the request and tell the core."""
+        """Nobody waits any more: forget the requests and tell the core."""
         aborted = self.output_processor.drop_requests(request_ids)
         if aborted and not self.errored:
             self.engine_core.abort_requests(aborted)
@@ -274,7 +280,7 @@ class AsyncLLM:
         before, self._front_end.asleep = self._front_end.asleep, set(TAGS)
         try:
             if mode == "abort":
-                await self.abort(self.output_processor.external_ids())
+                await self.abort(self.unfinished_request_ids())
             while self.output_processor.has_unfinished_requests():
                 await asyncio.sleep(_TICK_S)
             self._ensure_handler()

@@ -118,27 +118,16 @@ class InprocClient(EngineCoreClient):
         self._finalizer()
 
 
-class SyncMPClient(EngineCoreClient):
-    """The core in its own process, for `LLM`."""
+class _MPClient:
+    """The core in its own process. Sending never blocks."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
-    ) -> None:
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
-        self._link = CoreLink(vllm_config, executor_class, log_stats, self._outputs.put)
-        self._finalizer = weakref.finalize(self, self._link.close)
+    def __init__(self, link: CoreLink) -> None:
+        self._link = link
+        self._finalizer = weakref.finalize(self, link.close)
 
     @property
     def process_id(self) -> int | None:
         return self._link.process_id
-
-    def get_output(self) -> EngineCoreOutputs:
-        if self._link.dead is not None and self._outputs.empty():
-            raise EngineDeadError(self._link.dead.cause)
-        outputs = self._outputs.get()
-        if isinstance(outputs, EngineDeadError):
-            raise outputs
-        return outputs
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._link.add(request)
@@ -151,14 +140,32 @@ class SyncMPClient(EngineCoreClient):
         if stops:
             self._link.stop(stops)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._link.close(timeout)
+
+
+class SyncMPClient(_MPClient, EngineCoreClient):
+    """For `LLM`."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
+        self._outputs: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
+        super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._outputs.put))
+
+    def get_output(self) -> EngineCoreOutputs:
+        if self._link.dead is not None and self._outputs.empty():
+            raise EngineDeadError(self._link.dead.cause)
+        outputs = self._outputs.get()
+        if isinstance(outputs, EngineDeadError):
+            raise outputs
+        return outputs
+
     def call_utility(self, method: str, *args: Any) -> Any:
         return self._link.call(method, *args).result()
 
     def flush(self) -> None:
         """The core's own loop goes on as long as there is anything to wait for."""
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._link.close(timeout)
 
 
 class _Mailbox:
@@ -194,24 +201,19 @@ class _Mailbox:
             await waiter
 
 
-class AsyncMPClient:
-    """The core in its own process, for `AsyncLLM`. Sending never blocks."""
+class AsyncMPClient(_MPClient):
+    """For `AsyncLLM`."""
 
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
     ) -> None:
         self._mailbox = _Mailbox()
-        self._link = CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put)
-        self._finalizer = weakref.finalize(self, self._link.close)
+        super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put))
 
     @property
     def dead(self) -> EngineDeadError | None:
         """Set as soon as the engine's death is known."""
         return self._link.dead
-
-    @property
-    def process_id(self) -> int | None:
-        return self._link.process_id
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next outputs; raises `EngineDeadError` when the engine is dead."""
@@ -220,19 +222,5 @@ class AsyncMPClient:
             raise outputs
         return outputs
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._link.add(request)
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        if request_ids:
-            self._link.abort(request_ids)
-
-    def stop_requests(self, stops: list[StopRequest]) -> None:
-        if stops:
-            self._link.stop(stops)
-
     async def call_utility(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._link.call(method, *args))
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._link.close(timeout)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import (
@@ -75,14 +76,16 @@ class OutputProcessor:
     ) -> list[EngineCoreRequest]:
         """Start following a request; returns what to send to the core (n requests).
 
-        Raises `ValueError` if the id is in use.
+        Raises `VLLMValidationError` if the id is in use.
         """
         params = request.sampling_params
         parent = None if params.n == 1 else ParentRequest(params.n, params.output_kind)
         children = [request] if parent is None else child_requests(request)
         for child in children:
             if child.request_id in self.request_states:
-                raise ValueError(f"request id {child.request_id!r} is already in use")
+                raise VLLMValidationError(
+                    f"request id {child.request_id!r} is already in use", "request_id"
+                )
         for index, child in enumerate(children):
             self.request_states[child.request_id] = RequestState(
                 child,
@@ -144,13 +147,14 @@ class OutputProcessor:
         processed: ProcessedOutputs,
     ) -> None:
         made = state.make_output(finish_reason, stop_reason, kv_transfer_params)
-        if made is None:
-            return
+        failure = state.failure()
         if state.sink is not None:
-            state.sink(made, state.error)
-        else:
-            if state.error is not None:
-                logger.error("request %s failed: %s", state.external_id, state.error)
+            if (news := failure or made) is not None:
+                state.sink(news)
+            return
+        if failure is not None:
+            logger.error("request %s ended early: %s", state.external_id, failure)
+        if made is not None:
             processed.request_outputs.append(made)
 
     def _forget(

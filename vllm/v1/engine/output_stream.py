@@ -7,7 +7,6 @@ import asyncio
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineGenerateError
 
 
 class OutputStream:
@@ -23,10 +22,10 @@ class OutputStream:
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
-    def put(self, output: RequestOutput, error: str | None) -> None:
-        """Add an output; with `error` the request failed."""
-        if error is not None:
-            self.fail(EngineGenerateError(f"request {output.request_id} failed: {error}"))
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Add an output, or the error with which the request failed."""
+        if isinstance(output, Exception):
+            self.fail(output)
         elif self._output is None:
             self._output = output
             self._ready.set()

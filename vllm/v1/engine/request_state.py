@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestConflict
 from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.logprobs import LogprobsCollector
 from vllm.v1.engine.parallel_sampling import CacheReceipt, ParentRequest
 from vllm.v1.metrics.stats import RequestStateStats
 
-#: takes a request's outputs as they are made, with the reason if it failed
-OutputSink = Callable[[RequestOutput, str | None], None]
+#: takes a request's outputs as they are made, or the error with which it failed
+OutputSink = Callable[[RequestOutput | Exception], None]
 
 
 class RequestState:
@@ -47,7 +49,7 @@ class RequestState:
             arrival_ts=time.monotonic() - max(0.0, time.time() - request.arrival_time),
             num_prompt_tokens=len(request.prompt_token_ids),
         )
-        self.error: str | None = None
+        self.error: str | RequestConflict | None = None
         self._stop: str | None = None
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
@@ -96,6 +98,14 @@ class RequestState:
         if output.new_logprobs is not None:
             self._logprobs.add_sample(output.new_logprobs, added)
         return self._stop
+
+    def failure(self) -> Exception | None:
+        """The error for the user if the request failed."""
+        if self.error is None:
+            return None
+        if isinstance(self.error, RequestConflict):
+            return VLLMValidationError(self.error.message)
+        return EngineGenerateError(f"request {self.external_id} failed: {self.error}")
 
     def make_output(
         self,

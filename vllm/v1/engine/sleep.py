@@ -66,9 +66,12 @@ class CoreSleep:
         """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
         check_sleep(self._core.vllm_config, level)
         if self.is_sleeping:
-            if level == self._level:
+            if level == self._level and self._asleep == set(TAGS):
                 return
-            raise RuntimeError(f"the engine sleeps at level {self._level}; wake it up first")
+            asleep = ", ".join(sorted(self._asleep))
+            raise RuntimeError(
+                f"the engine sleeps at level {self._level} ({asleep}); wake it up first"
+            )
         if self._core.scheduler.has_unfinished_requests():
             raise RuntimeError("the engine cannot sleep while requests run; abort them first")
         self._drain()

@@ -13,6 +13,10 @@ from vllm.v1.structured_output.mask_words import num_mask_words
 from vllm.v1.structured_output.masks import StepMasks
 
 _BITS = 32
+#: Logit of a barred token: never sampled beside an allowed one, yet above the -inf of a banned
+#: word. So where bad_words ban every allowed token, a barred one is sampled, and the grammar,
+#: which refuses it, ends the request instead of letting a banned token through.
+BARRED = -1e30
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class TokenMasks:
         return cls(torch.arange(num_rows, device=logits.device), words)
 
     def apply(self, logits: Tensor) -> None:
-        """Set every barred token of `logits [rows, vocab]` to -inf, in place."""
+        """Set every barred token of `logits [rows, vocab]` to `BARRED`, in place."""
+        value = max(BARRED, torch.finfo(logits.dtype).min)
         if logits.device.type == "cuda":
             from vllm.kernels.triton.token_mask import mask_tokens
 
-            mask_tokens(logits, self.rows, self.words)
+            mask_tokens(logits, self.rows, self.words, value)
             return
         shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
         barred = ((self.words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
-        chosen = logits.index_select(0, self.rows).masked_fill_(barred, float("-inf"))
+        chosen = logits.index_select(0, self.rows).masked_fill_(barred, value)
         logits.index_copy_(0, self.rows, chosen)

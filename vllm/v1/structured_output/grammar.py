@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.v1.engine import RequestConflict
 from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
 from vllm.v1.structured_output.utf8 import Utf8Guard
 
@@ -77,13 +78,13 @@ class RequestGrammar:
         self._accepted.append(token_id)
         return True
 
-    def error(self) -> str:
+    def error(self) -> RequestConflict:
         """What a refused token means for the request."""
+        where = f"structured_outputs: after {len(self._accepted)} tokens"
         if self._stuck:
-            return f"after {len(self._accepted)} tokens, no token may follow in the grammar"
-        return (
-            f"after {len(self._accepted)} tokens, none that the grammar allows was left to sample: "
-            "other parameters (bad_words, logit_bias) bar them all"
+            return RequestConflict(f"{where}, no token may follow in the grammar")
+        return RequestConflict(
+            f"{where}, none that the grammar allows was left to sample: bad_words bar them all"
         )
 
     def rewind(self, num_tokens: int) -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig
 
 _PARAMETER = "structured_outputs"
-#: checked specs remembered
-_REMEMBERED = 256
+#: hashes of checked specs remembered
+_REMEMBERED = 1024
 #: "[12:00:00] /source/file.cc:123: " before the compiler's messages
 _PLACE = re.compile(r"^\[[^\]]*\] \S+: ")
 
@@ -42,7 +44,7 @@ class StructuredOutputValidator:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._any_whitespace = not config.disable_any_whitespace
-        self._check_spec = lru_cache(maxsize=_REMEMBERED)(self._check_spec_once)
+        self._checked: OrderedDict[bytes, None] = OrderedDict()
 
     def finish(self, params: SamplingParams) -> None:
         """Check the constraint and leave a schema as text, which travels whatever its numbers.
@@ -73,8 +75,18 @@ class StructuredOutputValidator:
         if constraint.json is not None:
             constraint.json = spec.source
 
+    def _check_spec(self, spec: GrammarSpec) -> None:
+        """Raise `ValueError` naming what is wrong; once for the good ones."""
+        described = f"{spec.kind} {spec.any_whitespace} {spec.source}"
+        digest = hashlib.sha256(described.encode()).digest()
+        if digest not in self._checked:
+            self._check_spec_once(spec)
+        self._checked[digest] = None
+        self._checked.move_to_end(digest)
+        if len(self._checked) > _REMEMBERED:
+            self._checked.popitem(last=False)
+
     def _check_spec_once(self, spec: GrammarSpec) -> None:
-        """Raise `ValueError` naming what is wrong."""
         if spec.kind is GrammarKind.JSON_SCHEMA:
             check_schema(json.loads(spec.source))
         elif spec.kind is GrammarKind.STRUCTURAL_TAG:

@@ -7,27 +7,20 @@ be NaN when they are taken, so that what is written elsewhere shows (docs/state_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm import decisions
 from vllm.v1.core.block_events import spec_kind
-from vllm.v1.core.sched.output import (
-    BlockCopy,
-    BlockOperation,
-    BlocksFreed,
-    BlocksTaken,
-    SchedulerOutput,
-)
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.block_tags import CHECKPOINT, BlockRange, GroupTags
+from vllm.v1.worker.free_memory import FreeMemory, SanitizedGroup, SanitizerError
 from vllm.v1.worker.input_batch import InputBatch, RequestState, StepOrder
 from vllm.v1.worker.state_probe import GroupProbe
 from vllm.v1.worker.step_inputs import StepInputs
@@ -36,26 +29,6 @@ _NOT_READ = (
     " although nothing the request may read is: a kernel read more than that, or the model itself "
     "computes NaN"
 )
-
-
-class SanitizerError(RuntimeError):
-    """State memory was misused: which request, group, block and token, and how."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    name: str
-    block_size: int
-    recurrent: bool
-    window: int | None
-    tags: GroupTags
-    probe: GroupProbe
-
-    def first_visible(self, num_computed: np.ndarray) -> np.ndarray:
-        """The first block that tokens from `num_computed` on can see."""
-        if self.window is None or self.recurrent:
-            return np.zeros_like(num_computed)
-        return np.asarray(np.maximum(num_computed - self.window + 1, 0) // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -86,10 +59,9 @@ class Sanitizer:
     def __init__(
         self, config: KVCacheConfig, arena: Arena, tables: BlockTables, batch: InputBatch
     ) -> None:
-        self._arena, self._tables, self._batch = arena, tables, batch
-        self._pages = arena.buffer.view(torch.int64).view(arena.plan.num_pages, -1)
+        self._tables, self._batch = tables, batch
         self._groups = [
-            _Group(
+            SanitizedGroup(
                 f"group {i} ({spec_kind(group.kv_cache_spec)}: {_names(group.layer_names)})",
                 table.block_size,
                 table.recurrent,
@@ -103,9 +75,7 @@ class Sanitizer:
                 zip(config.kv_cache_groups, arena.plan.groups, tables.groups, strict=True)
             )
         ]
-        #: pages that were given out before: free blocks of theirs are NaN, others zero
-        self._opened = np.zeros(arena.plan.num_pages, dtype=bool)
-        self._opened[0] = True
+        self._memory = FreeMemory(arena, self._groups)
         self._serials: dict[str, int] = {}
         self._num_serials = 0
         self._arrived: list[str] = []
@@ -121,20 +91,20 @@ class Sanitizer:
 
     def reset_memory(self) -> None:
         """The arena is new memory, all zero, and no request holds any of it."""
-        self._opened[1:] = False
+        self._memory.reset()
 
     def clear_null_page(self) -> None:
         """Made-up requests were run, whose every block is null."""
-        self._pages[0].zero_()
+        self._memory.clear_null_page()
 
     # ---- before the forward pass ---------------------------------------------------------------
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Do what the scheduler did since the last step, copies included, in its order; take in
         the block lists. The batch knows the step's requests already."""
-        self._replay(output.block_log or [])
+        self._memory.replay(output.block_log or [])
         for copy in output.copies_after:
-            self._check_copy(copy)
+            self._memory.check_copy(copy)
             self._groups[copy.group_id].tags.writer[copy.target] = CHECKPOINT
         self._arrived.clear()
         for req_id in output.finished_req_ids:
@@ -148,48 +118,6 @@ class Sanitizer:
                 self._attach(req_id, block_ids, replace=req_id in cached.resumed_req_ids)
         if output.kv_connector_metadata is None:
             self._check_arrived(recurrent=True)
-
-    def _replay(self, log: Sequence[BlockOperation]) -> None:
-        for entry in log:
-            if isinstance(entry, BlockCopy):
-                self._check_copy(entry)
-                self._arena.copy_blocks([entry])
-                continue
-            group = self._groups[entry.group_id]
-            block_ids = np.array(entry.block_ids, dtype=np.int64)
-            self._open_pages(group, block_ids)
-            if isinstance(entry, BlocksFreed):
-                group.tags.freed(block_ids)
-                group.probe.fill(block_ids)
-            else:
-                self._take(group, entry, block_ids)
-
-    def _take(self, group: _Group, entry: BlocksTaken, block_ids: np.ndarray) -> None:
-        problem = group.tags.taken(block_ids, np.array(entry.generations, dtype=np.int32))
-        if problem is not None:
-            raise SanitizerError(f"{group.name}: one of the blocks {entry.block_ids} {problem}")
-        touched = group.probe.touched(block_ids)
-        if touched is not None:
-            raise SanitizerError(f"{group.name}, block {touched}: was written to while it was free")
-
-    def _open_pages(self, group: _Group, block_ids: np.ndarray) -> None:
-        """Fill pages that nobody had before; until then they must be as they were allocated."""
-        pages = np.unique(block_ids // group.tags.num_null)
-        pages = pages[~self._opened[pages]]
-        for page in pages.tolist():
-            if bool(self._pages[page].any()):
-                raise SanitizerError(f"page {page}, given to {group.name}, was written to before")
-            self._pages[page].fill_(-1)
-        self._opened[pages] = True
-
-    def _check_copy(self, copy: BlockCopy) -> None:
-        group = self._groups[copy.group_id]
-        for block_id in (copy.source, copy.target):
-            if not group.tags.in_use[block_id]:
-                raise SanitizerError(
-                    f"{group.name}, block {block_id}: copied from block {copy.source} to "
-                    f"{copy.target} while it is free"
-                )
 
     def _attach(self, req_id: str, block_ids: tuple[list[int], ...], replace: bool) -> None:
         state = self._batch.requests[req_id]
@@ -228,7 +156,7 @@ class Sanitizer:
                 zeros, ones = np.zeros_like(ends), np.ones_like(ends)
                 used = BlockRange(order.rows, serials, zeros, zeros, ones)
             else:
-                first = group.first_visible(order.num_computed)
+                first = group.first_visible(order.num_computed) // size
                 written, end = order.num_computed // size, -(-ends // size)
                 used = BlockRange(order.rows, serials, first, written, end)
             uploaded = table.staged.device[:padded_rows].cpu().numpy()
@@ -242,7 +170,7 @@ class Sanitizer:
                 self._check_slots(group, order, inputs, table.slots.device)
 
     def _check_slots(
-        self, group: _Group, order: StepOrder, inputs: StepInputs, slots: Tensor
+        self, group: SanitizedGroup, order: StepOrder, inputs: StepInputs, slots: Tensor
     ) -> None:
         uploaded = slots[: inputs.num_padded].cpu().numpy()
         size, positions = group.block_size, inputs.positions_cpu
@@ -273,7 +201,7 @@ class Sanitizer:
         self, order: StepOrder, inputs: StepInputs, transfers: KVConnectorOutput | None
     ) -> None:
         """Raise if the step wrote to the null page, or wrote or computed NaN."""
-        if bool(self._pages[0].any()):
+        if not self._memory.null_page_is_clear():
             raise SanitizerError(
                 f"the null page was written to in a step of requests {', '.join(order.req_ids)}"
             )
@@ -330,16 +258,17 @@ class Sanitizer:
                     if bad is not None:
                         raise self._error(req_id, group, bad.block_id, bad.index, bad.read(), bad)
 
-    def _first_nan(self, group: _Group, state: RequestState, num_tokens: int) -> _Nan | None:
+    def _first_nan(
+        self, group: SanitizedGroup, state: RequestState, num_tokens: int
+    ) -> _Nan | None:
         """The first NaN in what a token after `num_tokens` tokens may read."""
         if group.recurrent:
             block_id = int(group.tags.ids[state.row, 0])
             if not group.probe.nan_states(np.array([block_id])).any():
                 return None
             return _Nan(0, block_id, num_tokens - 1, *group.probe.first_nan(block_id, 0))
-        size, first = group.block_size, 0
-        if group.window is not None:
-            first = max(0, num_tokens - group.window + 1)
+        size = group.block_size
+        first = int(group.first_visible(np.array([num_tokens]))[0])
         positions = np.arange(first, num_tokens)
         blocks = group.tags.ids[state.row, positions // size]
         found = np.flatnonzero(group.probe.nan_tokens(blocks, positions % size))
@@ -375,7 +304,7 @@ class Sanitizer:
     def _error(
         self,
         req_id: str,
-        group: _Group,
+        group: SanitizedGroup,
         block_id: int,
         index: int,
         problem: str,

@@ -102,4 +102,6 @@ def _all_layers(view: Tensor, num_layers: int, pitch_bytes: int) -> Tensor:
 
 def _has_nan(values: Tensor) -> Tensor:
     """`[n, ...]` -> `[n]` bool."""
-    return values.isnan().flatten(1).any(1)
+    # A sum is NaN if any addend is, and costs far less; infinities cancel to NaN as well.
+    suspect = values.flatten(1).sum(1, dtype=torch.float32).isnan()
+    return values.isnan().flatten(1).any(1) if bool(suspect.any()) else suspect

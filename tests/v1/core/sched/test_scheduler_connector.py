@@ -170,6 +170,20 @@ def test_delayed_free_keeps_blocks_until_sent_and_returns_parameters():
     assert driver.scheduler.kv_cache_manager.usage == 0
 
 
+def test_statistics_follow_blocks_that_come_back_without_a_step():
+    driver = make_driver()
+    driver.connector.finish["a"] = (True, None)
+    driver.add(make_request("a", prompt_of(0, 20), max_tokens=1))
+    driver.step()
+    output = driver.scheduler.schedule()
+    assert driver.scheduler.update_from_output(output, driver.worker.execute(output)) == {}
+    output = driver.scheduler.schedule()
+    result = driver.worker.execute(output)
+    result.kv_connector_output = KVConnectorOutput(finished_sending={"a"})
+    packed = driver.scheduler.update_from_output(output, result)
+    assert packed[0].scheduler_stats.kv_cache_usage == 0
+
+
 def test_finish_is_reported_once_also_for_requests_that_never_ran():
     driver = make_driver(max_num_seqs=1)
     driver.add(make_request("run", prompt_of(0, 20)), make_request("wait", prompt_of(1, 20)))
@@ -257,6 +271,42 @@ def test_failed_load_ends_the_request_under_policy_fail():
     driver.add(make_request("again", prompt_of(0, 60)))
     driver.run()
     expect(driver, "again", prompt_of(0, 60))
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_load_that_failed_is_not_cached_when_its_request_ends(aborted):
+    """An asynchronous load is cached when it is done, or when its request goes: never if it is bad,
+    also when the client left before the report."""
+    driver = make_driver(policy="fail")
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(48, True)]
+    driver.add(request)
+    driver.step()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 16)
+    if aborted:
+        driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    report(driver, invalid_block_ids=set(blocks[1:3]), finished_recving={"a"})
+    driver.run()
+    assert driver.scheduler.requests == {}
+    driver.add(make_request("again", prompt))
+    driver.run()
+    assert driver.finished["again"].num_cached_tokens == 16
+    expect(driver, "again", prompt)
+
+
+def test_nobody_waits_for_a_request_whose_blocks_are_only_kept():
+    driver = make_driver()
+    driver.connector.finish["a"] = (True, None)
+    dropped = []
+    driver.scheduler.kv_cache_manager.drop_checkpoints = dropped.append
+    request = make_request("a", prompt_of(0, 20), max_tokens=1)
+    driver.add(request)
+    driver.step()
+    assert dropped == [request]
+    report(driver, finished_sending={"a"})
+    driver.run()
 
 
 def test_connector_reset_is_part_of_a_cache_reset():

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -57,9 +58,11 @@ class KVConnectorFactory:
         """The registered class; ValueError for an unknown name, ImportError where it is absent."""
         if name not in cls._registry:
             known = ", ".join(sorted(cls._registry))
-            raise ValueError(
+            raise VLLMValidationError(
                 f"unknown KV connector {name!r}; registered: {known}. A class of your own needs "
-                "kv_connector_module_path"
+                "kv_connector_module_path",
+                "kv_connector",
+                name,
             )
         return cls._registry[name]()
 

@@ -18,12 +18,13 @@ from vllm.entrypoints.openai.protocol.structured import structured_outputs
 from vllm.exceptions import VLLMValidationError
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """A single string as a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 #: one string or several
-StopStrings = Annotated[list[str] | None, BeforeValidator(_as_list)]
+StopStrings = Annotated[list[str] | None, BeforeValidator(as_list)]
 
 
 class GenerationRequest(RequestModel):

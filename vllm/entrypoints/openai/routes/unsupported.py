@@ -43,7 +43,6 @@ UNSUPPORTED = {
     "/v1/unload_lora_adapter": _LORA,
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
-    "/abort_requests": "close the request's connection, which aborts it",
     "/reset_mm_cache": _NO_CACHE,
     "/reset_encoder_cache": _NO_CACHE,
 }

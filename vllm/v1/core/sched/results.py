@@ -131,17 +131,19 @@ class SchedulerResults(SchedulerState):
         """Blocks failed to load: compute again from the first bad one, or end the requests."""
         assert self.transfer is not None
         for request in list(self.requests.values()):
-            if request.is_finished or request.num_computed_tokens == 0:
+            if request.num_computed_tokens == 0:
                 continue
             valid = self.transfer.num_valid_tokens(request, invalid_block_ids)
             if valid is None:
                 continue
             self.kv_cache_manager.forget_after(request, valid)
+            # Finished ones too: what they computed is cached when their blocks are freed.
+            request.num_computed_tokens = valid
+            if request.is_finished:
+                continue
             if not self.recompute_failed_loads:
                 self._fail(request, "loading the request's KV cache failed")
-                continue
-            request.num_computed_tokens = valid
-            if request.status is RequestStatus.RUNNING:
+            elif request.status is RequestStatus.RUNNING:
                 self._drop_in_flight_tokens(request)
                 self._rewound.add(request.request_id)
 
@@ -156,7 +158,9 @@ class SchedulerResults(SchedulerState):
             if client_index not in packed:
                 packed[client_index] = EngineCoreOutputs(outputs=[], timestamp=now)
             packed[client_index].outputs.append(output)
-        stats = self.make_stats() if outputs or computed else None
+        # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.
+        news = outputs or computed or self._gauges() != self._sent_gauges
+        stats = self.make_stats() if news else None
         if stats is not None:
             packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats
         return packed

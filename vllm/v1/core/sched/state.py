@@ -73,6 +73,8 @@ class SchedulerState(SchedulerInterface):
 
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
+        if self.kv_cache_manager.checkpoints is not None:
+            self.kv_cache_manager.checkpoints.waiting = self.waiting
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.preempted_req_ids: set[str] = set()
@@ -82,6 +84,8 @@ class SchedulerState(SchedulerInterface):
         #: outputs made outside `update_from_output`, sent with the next one
         self._late_outputs: list[tuple[int, EngineCoreOutput]] = []
         self._counters = StepCounters()
+        #: running, waiting and usage, as last sent
+        self._sent_gauges = (0, 0, 0.0)
         speculative = vllm_config.speculative_config
         self.counts_drafts = speculative is not None and speculative.uses_extract_hidden_states()
 
@@ -203,7 +207,9 @@ class SchedulerState(SchedulerInterface):
         keep, params = False, None
         if self.transfer is not None:
             keep, params = self.transfer.request_finished(request)
-        if not keep:
+        if keep:
+            self.kv_cache_manager.drop_checkpoints(request)
+        else:
             self._free(request)
         return params
 
@@ -258,14 +264,18 @@ class SchedulerState(SchedulerInterface):
             events += self.connector.take_events()
         return events
 
+    def _gauges(self) -> tuple[int, int, float]:
+        return len(self.running), len(self.waiting), self.kv_cache_manager.usage
+
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
             return None
+        self._sent_gauges = num_running, num_waiting, usage = self._gauges()
         counters, self._counters = self._counters, StepCounters()
         return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            kv_cache_usage=self.kv_cache_manager.usage,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_cache_usage=usage,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             external_queries=counters.external_queries,

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine with `--sanitize`: sound runs pass, and a mechanism broken on purpose is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from parity_checks import MakeEngine, generate, prompts
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.decisions import decisions
+from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, RecurrentManager
+from vllm.v1.worker.arena import Arena
+from vllm.v1.worker.block_tables import GroupBlockTable
+from vllm.v1.worker.sanitizer import SanitizerError
+from vllm.v1.worker.step_inputs import StepInputBuilder
+
+pytestmark = pytest.mark.parity
+
+ATTENTION = r"group 1 \(full_attention: model.layers.3.self_attn.attn\)"
+STATE = r"group 0 \(mamba: model.layers.0.linear_attn to model.layers.2.linear_attn, 3 layers\)"
+
+#: the first block of attention of the first request: page 2, three blocks each
+FIRST = rf"request 0.*, {ATTENTION}, block 6"
+UNWRITTEN = "is read, but nothing was written there"
+
+Patch = pytest.MonkeyPatch
+
+
+def sanitized(make_engine: MakeEngine, family: str = "qwen3_5", **settings: Any) -> LLM:
+    return make_engine(family, sanitize=True, **{"max_num_batched_tokens": 64, **settings})
+
+
+# ---- sound runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_sliding"])
+def test_sound_runs_pass_and_change_nothing(
+    family: str, async_scheduling: bool, make_engine: MakeEngine
+) -> None:
+    """Shared prefixes, turns, forks, and so little memory that requests are preempted."""
+    settings = {"enable_prefix_caching": True, "async_scheduling": async_scheduling}
+    llm = sanitized(make_engine, family, kv_cache_memory_bytes=700_000, **settings)
+    assert any(d.what == "sanitizer" and d.chosen == "on" for d in decisions())
+    preemptions = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_last
+    scheduler._preempt_last = lambda: (preemptions.append(1), preempt())
+    plain = make_engine(family, max_num_batched_tokens=64, **settings)
+    shared, *tails = prompts((100, 30, 40, 50, 33, 64, 1))
+    batch = [shared + tail for tail in tails]
+    for _ in range(2):
+        found, expected = generate(llm, batch), generate(plain, batch)
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+        batch = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 7] for o in expected]
+    assert preemptions
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=20)
+    (forked,) = llm.generate(TokensPrompt(prompt_token_ids=shared), params, use_tqdm=False)
+    assert len(forked.outputs) == 4
+
+
+def test_off_costs_nothing(make_engine: MakeEngine, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("VLLM_SANITIZE", "0")
+    core = make_engine("qwen3_5").llm_engine.engine_core.engine_core
+    assert core.scheduler.kv_cache_manager.block_pool.pages.journal is None
+    assert core.executor.worker.model_runner.sanitizer is None
+
+
+def test_the_environment_switches_it_on(make_engine: MakeEngine, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("VLLM_SANITIZE", "1")
+    core = make_engine("qwen3_5").llm_engine.engine_core.engine_core
+    assert core.scheduler.kv_cache_manager.block_pool.pages.journal is not None
+    assert core.executor.worker.model_runner.sanitizer is not None
+
+
+# ---- broken on purpose ---------------------------------------------------------------------------
+
+
+def skip_copies(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Arena, "copy_blocks", lambda self, copies: None)
+
+
+def forget_copies(monkeypatch: Patch) -> None:
+    """The scheduler never asks for the copies a request starts from."""
+    monkeypatch.setattr(CheckpointKeeper, "start_from", lambda *_: None)
+
+
+def share_the_checkpoint(monkeypatch: Patch) -> None:
+    """A request continues in the checkpoint itself instead of a copy."""
+    start_from = CheckpointKeeper.start_from
+
+    def share(self: Any, request_id: str, sources: Any, num_tokens: int) -> None:
+        for manager, source in zip(self._managers, sources, strict=True):
+            if source is not None and isinstance(manager, RecurrentManager):
+                manager.req_to_blocks[request_id][0] = source
+                self._pool.touch([source])
+        start_from(self, request_id, sources, num_tokens)
+
+    monkeypatch.setattr(CheckpointKeeper, "start_from", share)
+
+
+def free_too_early(monkeypatch: Patch) -> None:
+    """Once a request decodes, its first block of attention is given back."""
+    allocate = KVCacheManager.allocate_slots
+
+    def allocate_and_free(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(self, request, *args, **kwargs)
+        if request.num_output_tokens == 2:
+            (attention,) = [m for m in self.managers if isinstance(m, FullAttentionManager)]
+            self.block_pool.free_blocks(attention.blocks_of(request.request_id)[:1])
+        return blocks
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_free)
+
+
+def free_and_give_away(monkeypatch: Patch) -> None:
+    """As `free_too_early`, and the block is taken again at once, by nobody."""
+    allocate = KVCacheManager.allocate_slots
+
+    def allocate_and_swap(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(self, request, *args, **kwargs)
+        if request.num_output_tokens == 2:
+            (attention,) = [m for m in self.managers if isinstance(m, FullAttentionManager)]
+            block = attention.blocks_of(request.request_id)[0]
+            self.block_pool.free_blocks([block])
+            self.block_pool.get_new_blocks([0, 1], [None, block])
+        return blocks
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_swap)
+
+
+def wrong_slots(monkeypatch: Patch) -> None:
+    """What is uploaded is right; what the kernels are given lies one slot further."""
+    slot_mapping = GroupBlockTable.slot_mapping
+
+    def shifted(self: Any, *args: Any) -> Any:
+        return slot_mapping(self, *args) + 1
+
+    monkeypatch.setattr(GroupBlockTable, "slot_mapping", shifted)
+
+
+def wrong_uploaded_slots(monkeypatch: Patch) -> None:
+    slot_mapping = GroupBlockTable.slot_mapping
+
+    def shifted(self: Any, *args: Any) -> Any:
+        return slot_mapping(self, *args).add_(1)
+
+    monkeypatch.setattr(GroupBlockTable, "slot_mapping", shifted)
+
+
+def shifted_table(monkeypatch: Patch) -> None:
+    append_row = GroupBlockTable.append_row
+
+    def append(self: Any, row: int, block_ids: list[int]) -> None:
+        append_row(self, row, block_ids if self.recurrent else [b + 1 for b in block_ids])
+
+    monkeypatch.setattr(GroupBlockTable, "append_row", append)
+
+
+def reads_one_token_too_many(monkeypatch: Patch) -> None:
+    build = StepInputBuilder.build
+
+    def longer(self: Any, *args: Any) -> Any:
+        inputs = build(self, *args)
+        return replace(inputs, seq_lens=inputs.seq_lens + 1)
+
+    monkeypatch.setattr(StepInputBuilder, "build", longer)
+
+
+def writes_to_the_null_page(monkeypatch: Patch) -> None:
+    gather = GroupBlockTable.gather
+
+    def gather_and_write(self: Any, rows: np.ndarray, padded: int) -> Any:
+        for arena in arenas:
+            arena.buffer[40] = 1
+        return gather(self, rows, padded)
+
+    arenas: list[Arena] = []
+    init = Arena.__init__
+
+    def remember(self: Any, *args: Any) -> None:
+        init(self, *args)
+        arenas.append(self)
+
+    monkeypatch.setattr(Arena, "__init__", remember)
+    monkeypatch.setattr(GroupBlockTable, "gather", gather_and_write)
+
+
+BREAKAGES: list[tuple[Callable[[Patch], None], bool, str]] = [
+    (skip_copies, True, f"request 1.*, {STATE}.*the state after token 98: {UNWRITTEN}"),
+    (forget_copies, True, f"request 1.*, {STATE}.*the state after token 98: {UNWRITTEN}"),
+    (share_the_checkpoint, True, f"request 1.*, {STATE}.*to write, but it is a checkpoint's"),
+    (free_too_early, False, f"{FIRST} .generation 1., tokens 0 to 15: was freed since"),
+    (free_and_give_away, False, f"{FIRST} .generation 2., tokens 0 to 15: was freed and given"),
+    (wrong_slots, False, f"{FIRST}.*token 0: was not written by the step"),
+    (wrong_uploaded_slots, False, f"{FIRST}.*token 0: belongs in slot 96 but is written to 97"),
+    (shifted_table, False, f"{FIRST}.*tokens 0 to 15: the block table .* names another block .7."),
+    (reads_one_token_too_many, False, "request 0.*although nothing the request may read is"),
+    (writes_to_the_null_page, False, "null page was written to in a step of requests 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("breakage", "caching", "message"), BREAKAGES, ids=[b[0].__name__ for b in BREAKAGES]
+)
+def test_a_broken_mechanism_is_named(
+    breakage: Callable[[Patch], None],
+    caching: bool,
+    message: str,
+    make_engine: MakeEngine,
+    monkeypatch: Patch,
+) -> None:
+    breakage(monkeypatch)
+    llm = sanitized(make_engine, enable_prefix_caching=caching, enforce_eager=True)
+    (prompt,) = prompts((100,))
+    with pytest.raises(SanitizerError, match=message):
+        generate(llm, [prompt], max_tokens=12)
+        generate(llm, [[*prompt, 5, 6, 7]], max_tokens=12)

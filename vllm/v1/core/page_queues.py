@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the page pool finds a page or an idle block: by free blocks, or by rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.v1.core.page_pool import Page
+
+
+class PageBuckets:
+    """Pages with free blocks, found by how few are left."""
+
+    __slots__ = ("_by_free", "_occupied")
+
+    def __init__(self) -> None:
+        self._by_free: dict[int, OrderedDict[Page, None]] = {}
+        self._occupied = 0
+
+    def add(self, page: Page, num_free: int) -> None:
+        bucket = self._by_free.get(num_free)
+        if bucket is None:
+            bucket = self._by_free[num_free] = OrderedDict()
+        bucket[page] = None
+        self._occupied |= 1 << num_free
+
+    def remove(self, page: Page, num_free: int) -> None:
+        bucket = self._by_free[num_free]
+        del bucket[page]
+        if not bucket:
+            self._occupied ^= 1 << num_free
+
+    def fullest(self) -> Page | None:
+        """A page with the fewest free blocks (at least one)."""
+        if not self._occupied:
+            return None
+        lowest = (self._occupied & -self._occupied).bit_length() - 1
+        return next(iter(self._by_free[lowest]))
+
+
+class _Ranked(Protocol):
+    rank: tuple[float, int]
+
+
+_Item = TypeVar("_Item", bound=_Ranked)
+
+
+class IdleQueue(Generic[_Item]):
+    """Items by rank, the lowest first; an item's rank must not change while it is queued."""
+
+    __slots__ = ("_heap", "_queued")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, int], int, _Item]] = []
+        self._queued: dict[_Item, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __iter__(self) -> Iterator[_Item]:
+        return iter(self._queued)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._queued
+
+    def add(self, item: _Item) -> None:
+        # Removed items stay in the heap until they surface or are half of it.
+        if len(self._heap) > 2 * len(self._queued) + 64:
+            self._heap = [entry for entry in self._heap if self._queued.get(entry[2]) == entry[1]]
+            heapify(self._heap)
+        number = item.rank[1]
+        self._queued[item] = number
+        heappush(self._heap, (item.rank, number, item))
+
+    def remove(self, item: _Item) -> None:
+        del self._queued[item]
+
+    def first(self) -> _Item | None:
+        heap = self._heap
+        while heap:
+            _, number, item = heap[0]
+            if self._queued.get(item) == number:
+                return item
+            heappop(heap)
+        return None
