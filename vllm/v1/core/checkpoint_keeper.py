@@ -9,7 +9,7 @@ found from the next step on; until then its blocks are held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,8 +55,6 @@ class CheckpointKeeper:
         #: token count of every request's running state, and those it was saved at
         self._state_at: dict[str, int] = {}
         self._taken: dict[str, list[int]] = {}
-        #: requests not admitted yet: what one of them can continue from is taken in any case
-        self.waiting: Iterable[Request] = ()
 
     # ---- around a step -------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class CheckpointKeeper:
             if saves_state
         )
         demands = [int(saves_state) for saves_state in recurrent]
-        if exists or not self._pool.can_allocate(demands) or self._is_too_dear(request, position):
+        if exists or not self._pool.can_allocate(demands):
             self.plans.done(request, position)
             return
         new = self._pool.get_new_blocks(demands, [None] * len(demands))
@@ -124,25 +122,6 @@ class CheckpointKeeper:
                 ends.append(own)
         self._held += [block for block in ends if block is not None]
         self._saved.append(_Saved(request, position, ends))
-
-    def _is_too_dear(self, request: Request, position: int) -> bool:
-        """Whether saving a state would evict what is worth more, and nobody waits for it."""
-        loss = max(
-            self._pool.pages.loss_of_one(m.group_id)
-            for m in self._managers
-            if isinstance(m, RecurrentManager)
-        )
-        if self._credit(request, position) >= loss:
-            return False
-        num_blocks, prefix = position // request.hash_block_size, request.prefix_hash(position)
-        blocks = request.block_hashes[:num_blocks][-1:]
-        return not any(
-            other is not request
-            and other.num_tokens > position
-            and other.block_hashes[:num_blocks][-1:] == blocks
-            and other.prefix_hash(position) == prefix
-            for other in self.waiting
-        )
 
     def _publish(self, saved: _Saved) -> None:
         request, position = saved.request, saved.position
@@ -163,11 +142,10 @@ class CheckpointKeeper:
         if self._pool.events is not None:
             self._pool.events.request = request
         if manager.cache_tail(request, block, position) and isinstance(manager, RecurrentManager):
-            block.credit = self._credit(request, position)
-
-    def _credit(self, request: Request, position: int) -> float:
-        start = max(request.num_cached_tokens, 0)
-        return self._policy.credit(position, start, request.num_prompt_tokens, self._state_bytes)
+            start = max(request.num_cached_tokens, 0)
+            block.credit = self._policy.credit(
+                position, start, request.num_prompt_tokens, self._state_bytes
+            )
 
     def leave(self, request: Request) -> None:
         """The request is about to give its blocks back: its running state becomes a checkpoint if

@@ -147,15 +147,6 @@ class PagePool:
             supply[block.group_id] -= 1
         return self._pages_needed(demands, supply) + keep_pages <= unpinned
 
-    def loss_of_one(self, group_id: int) -> float:
-        """Credit, above that of what was evicted last, of what giving the group one more block
-        would evict; 0 if a block or a page is free."""
-        group = self.groups[group_id]
-        if self.num_free_pages or group.pinned.fullest() or group.resting.fullest():
-            return 0.0
-        firsts = (group.idle.first(), self._idle_pages.first())
-        return min((first.rank[0] for first in firsts if first), default=0.0) - self._floor
-
     def _pages_needed(self, demands: Sequence[int], supply: Sequence[int]) -> int:
         pages = 0
         for group, demand, have in zip(self.groups, demands, supply, strict=True):

@@ -73,8 +73,6 @@ class SchedulerState(SchedulerInterface):
 
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
-        if self.kv_cache_manager.checkpoints is not None:
-            self.kv_cache_manager.checkpoints.waiting = self.waiting
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.preempted_req_ids: set[str] = set()
