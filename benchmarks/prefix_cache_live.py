@@ -38,7 +38,7 @@ from vllm.engine.batch_defaults import UsageContext
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import RecurrentManager
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -137,7 +137,9 @@ class Replay:
     def __init__(self, engine: LLMEngine, trace: Sequence[TraceRequest], concurrency: int) -> None:
         core = engine.engine_core
         assert isinstance(core, InprocClient)
-        manager: KVCacheManager = core.engine_core.scheduler.kv_cache_manager
+        scheduler = core.engine_core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        manager = scheduler.kv_cache_manager
         self._engine = engine
         self._trace = trace
         self._parents = parents(trace)
@@ -159,7 +161,8 @@ class Replay:
 
     def run(self) -> LiveRun:
         """The whole trace."""
-        waiting, sent = list(range(len(self._trace))), []
+        waiting = list(range(len(self._trace)))
+        sent: list[int] = []
         started = time.perf_counter()
         with tqdm(total=len(waiting), unit="request", leave=False) as progress:
             while waiting or len(self._served) < len(sent):
