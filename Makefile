@@ -28,10 +28,11 @@ $(VENV)/.installed: pyproject.toml setup.py Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --progress-bar on "$(TORCH)"
 	$(PIP) install --progress-bar on "setuptools>=77,<81" wheel ninja "cmake>=3.25,<5"
+	@# CUDA builds of torch bring Triton; elsewhere its interpreter runs the kernels' tests. Before
+	@# the dependencies, one of which would bring a newer one.
+	$(PY) -c "import triton" 2>/dev/null || $(PIP) install --progress-bar on "triton==3.6.0"
 	@echo "==> dependencies, then the package itself (editable, C++ ops built in place)"
 	$(PIP) install --progress-bar on --no-build-isolation -e ".[test]"
-	@# CUDA builds of torch bring Triton; elsewhere its interpreter runs the kernels' tests.
-	$(PY) -c "import triton" 2>/dev/null || $(PIP) install --progress-bar on "triton==3.6.0"
 	@# speculators' own pins name packages with no CPU build; its client needs none of them.
 	$(PIP) install --progress-bar on --no-deps "speculators==0.9.0" "hs-connectors==0.9.0"
 	touch $@
