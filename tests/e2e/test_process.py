@@ -102,7 +102,7 @@ def run_to_failure(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--reasoning-parser", "qwen3"], "--reasoning-parser qwen3"),
+        (["--reasoning-parser", "no-such-parser"], "no-such-parser"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         (["--max-model-len", "1000000"], "max-model-len"),
