@@ -96,6 +96,7 @@ def run_to_failure(*arguments: str) -> tuple[int, str]:
         text=True,
         timeout=240,
     )
+    print(done.stderr)
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 

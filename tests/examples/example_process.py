@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,13 +20,17 @@ TRAINED = ROOT / "examples" / "models" / "tiny-qwen3_5-code"
 
 
 def start(name: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """`python examples/NAME.py ARGUMENTS`, its output in `stdout` and `stderr`."""
+    """`python examples/NAME.py ARGUMENTS`, its output in `stdout` and `stderr`.
+
+    It answers interrupts, even where these tests run in the background of a shell and ignore them.
+    """
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 
