@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.remote_server import RemoteServer
+from tests.ports import free_port
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -91,7 +92,8 @@ def test_killed_server_takes_its_children_along() -> None:
 
 def run_to_failure(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments],
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+        + ["--port", str(free_port())],
         capture_output=True,
         text=True,
         timeout=240,
@@ -133,7 +135,7 @@ def test_failing_engine_start_names_its_cause(tmp_path: Path) -> None:
 def test_server_module_is_the_same_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        + ["--model", str(tmp_path / "nothing")],
+        + ["--model", str(tmp_path / "nothing"), "--port", str(free_port())],
         capture_output=True,
         text=True,
         timeout=240,
