@@ -24,6 +24,36 @@ _HIDDEN_DIR = "/dev/shm/hidden_states"
 _NUM_FILES = 524
 
 
+def default_settings() -> dict[str, Any]:
+    """What the workloads pass to `LLM(...)`."""
+    return {
+        "model": str(_MODEL),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "max_model_len": 16384,
+        "gpu_memory_utilization": 0.85,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "language_model_only": True,
+    }
+
+
+def parse_settings(words: list[str]) -> dict[str, Any]:
+    """`key=value` words with JSON values."""
+    return {key: json.loads(value) for key, _, value in (word.partition("=") for word in words)}
+
+
+def random_prompts(
+    source: random.Random, count: int, low: int, high: int | None = None
+) -> list[dict[str, Any]]:
+    """`count` prompts of `low` (to `high`) random tokens."""
+    lengths = [low if high is None else source.randint(low, high) for _ in range(count)]
+    return [
+        {"prompt_token_ids": [source.randrange(10, 240_000) for _ in range(n)]} for n in lengths
+    ]
+
+
 def extraction_settings() -> dict[str, Any]:
     """Four captured layers, files on tmpfs."""
     os.makedirs(_HIDDEN_DIR, exist_ok=True)
@@ -59,12 +89,8 @@ class Bench:
         self.result["init_s"] = time.perf_counter() - started
 
     def prompts(self, count: int, low: int, high: int | None = None) -> list[dict[str, Any]]:
-        """`count` prompts of `low` (to `high`) random tokens."""
-        lengths = [low if high is None else self.random.randint(low, high) for _ in range(count)]
-        return [
-            {"prompt_token_ids": [self.random.randrange(10, 240_000) for _ in range(n)]}
-            for n in lengths
-        ]
+        """See `random_prompts`."""
+        return random_prompts(self.random, count, low, high)
 
     def sampling(self, tokens: int) -> Any:
         """Exactly `tokens` greedy tokens."""
@@ -131,22 +157,10 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_args()
-    settings: dict[str, Any] = {
-        "model": str(_MODEL),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "max_model_len": 16384,
-        "gpu_memory_utilization": 0.85,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
-        "enable_prefix_caching": False,
-        "language_model_only": True,
-    }
+    settings = default_settings()
     if args.mode == "extract":
         settings |= extraction_settings()
-    for word in args.settings:
-        key, _, value = word.partition("=")
-        settings[key] = json.loads(value)
+    settings |= parse_settings(args.settings)
     bench = Bench(args.mode, args.output, settings)
     bench.run("warm", bench.prompts(8, 512), bench.sampling(16))
     (serve if args.mode == "serve" else extract)(bench)

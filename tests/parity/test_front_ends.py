@@ -92,11 +92,18 @@ class Sides:
 
 @pytest.fixture(scope="module")
 def sides() -> Iterator[Sides]:
+    memory = 64 * 2**20  # server and `LLM` share the device
     flags = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+    flags += ["--kv-cache-memory-bytes", str(memory)]
     with pytest.MonkeyPatch.context() as patch, RemoteServer(MODEL, *flags) as server:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.05")
-        llm = LLM(str(MODEL), dtype="float32", max_model_len=256, enforce_eager=True)
+        llm = LLM(
+            str(MODEL),
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            kv_cache_memory_bytes=memory,
+        )
         yield Sides(llm, server, llm.get_tokenizer())
         llm.shutdown()
 
