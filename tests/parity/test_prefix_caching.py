@@ -73,7 +73,13 @@ def same_bits_from_aligned_checkpoints(make_engine: MakeEngine, dtype: torch.dty
 def same_bits_from_forks(make_engine: MakeEngine, dtype: torch.dtype) -> None:
     """Four samples fork from one prefill; without a cache each computes its own."""
     (prompt,) = prompts((2 * CHUNK + 1,))
-    settings = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
+    # One graph size: on a GPU a batch of one is padded to four, so every step has the same kernels.
+    graphs = {"cudagraph_capture_sizes": [4]}
+    settings = {
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 4,
+        "compilation_config": graphs,
+    }
     sampling = {"n": 4, "temperature": 1.0, "seed": 7}
     uncached = make_engine("qwen3_5", dtype, **settings)
     expected = [run(uncached, prompt, temperature=1.0, seed=7 + i)[0] for i in range(4)]
