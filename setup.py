@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build of the wheel and of the CPU ops (`vllm/_C_cpu.so`), which CMake compiles.
+"""Build of the wheel and of the C++ ops, which CMake compiles.
 
-`VLLM_TARGET_DEVICE` chooses what is compiled: `cpu` (the default) and `cuda` build the CPU ops
-(CUDA kernels are Triton and compile on first use), `empty` compiles nothing. `MAX_JOBS` bounds
-the parallel compilers.
+`VLLM_TARGET_DEVICE` chooses what is compiled. `cpu` (the default): the CPU ops
+(`vllm/_C_cpu.so`) and, where nvcc is found, the CUDA ops (`vllm/_C_cuda.so`), whatever torch was
+built for. `cuda`: both, and nvcc is required. `empty`: nothing. nvcc is `$CUDACXX`, else the one
+on `PATH`, in `$CUDA_HOME/bin` or in `/usr/local/cuda/bin`. `MAX_JOBS` bounds the parallel
+compilers.
 """
 
 import importlib.util
@@ -80,12 +82,42 @@ def find_compiler() -> str:
     )
 
 
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None where there is none and none was asked for."""
+    wanted = os.environ.get("CUDACXX")
+    if wanted:
+        nvcc = shutil.which(wanted)
+        if nvcc is None:
+            raise CompileError(f"CUDACXX={wanted} is not an executable file")
+        return nvcc
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
+
+
+def extensions(target: str) -> list[Extension]:
+    """What `target` compiles on this machine."""
+    if target == "empty":
+        return []
+    cpu, cuda = (Extension(f"vllm.{name}", sources=[]) for name in ("_C_cpu", "_C_cuda"))
+    return [cpu] if target == "cpu" and find_nvcc() is None else [cpu, cuda]
+
+
 class CMakeBuild(build_ext):
-    """Configures and builds the one CMake target; rebuilds only what changed."""
+    """Configures and builds one CMake target per extension; rebuilds only what changed."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """No Python tag: the library has no Python linkage."""
         return str(Path(*fullname.split("."))) + ".so"
+
+    def run(self) -> None:
+        if find_nvcc() is None:
+            if target_device() == "cuda":
+                raise CompileError(
+                    "VLLM_TARGET_DEVICE=cuda needs nvcc (CUDA 12 or later) on PATH, in"
+                    " $CUDA_HOME/bin or named by CUDACXX; VLLM_TARGET_DEVICE=cpu builds without it"
+                )
+            print("the CUDA ops (vllm/_C_cuda.so) are left out: nvcc is not installed")
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         torch, cmake, compiler = find_torch(), find_cmake(), find_compiler()
@@ -102,8 +134,9 @@ class CMakeBuild(build_ext):
         self.run_cmake(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator]
             + [f"-DVLLM_TORCH_DIR={torch}", f"-DCMAKE_CXX_COMPILER={compiler}"]
+            + [f"-DVLLM_CUDA={find_nvcc() or ''}"]
         )
-        self.run_cmake([cmake, "--build", str(build), "--parallel", jobs])
+        self.run_cmake([cmake, "--build", str(build), "--target", output.stem, "--parallel", jobs])
         output.parent.mkdir(parents=True, exist_ok=True)
         # A running process may have the old library mapped: replace the file, never rewrite it.
         staged = output.with_suffix(".so.tmp")
@@ -128,6 +161,6 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     version=package_version(),
-    ext_modules=[] if target_device() == "empty" else [Extension("vllm._C_cpu", sources=[])],
+    ext_modules=extensions(target_device()),
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check every Triton kernel against the fp64 reference on a GPU, then time it.
 
-    PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check] [--sweep]
+    PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check]
 
 Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
 medians of CUDA graph replays with the L2 cache flushed in between; the last column is the share of
@@ -9,23 +9,28 @@ medians of CUDA graph replays with the L2 cache flushed in between; the last col
 """
 
 import argparse
-import dataclasses
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from tests.kernels import cases
 from tests.kernels.cases import Case, strided
+from vllm.kernels.adjustment_fields import Field
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton import configs
-from vllm.kernels.triton.configs import Tile
+from vllm.kernels.skinny import find_skinny_ops
 from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
+from vllm.kernels.triton.token_adjust import change_logits
+from vllm.kernels.triton.token_filter import kept_tokens
+from vllm.kernels.triton.token_logprobs import ranked_logprobs
 
 GB_PER_S = 4300.0
 TFLOP_PER_S = 790.0
@@ -36,7 +41,10 @@ HIDDEN, FFN, VOCAB = 2560, 9216, 248320
 BF16 = torch.bfloat16
 STATE_BYTES = 32 * 128 * 128 * 4
 
-kernels = CudaKernels()
+#: what `report` printed, for `--output`
+ROWS: list[dict[str, Any]] = []
+
+kernels = CudaKernels(find_skinny_ops(torch.cuda.get_device_capability()))
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,24 @@ def token_ops(t: int) -> Iterator[Bench]:
                              slot_mapping=torch.arange(t, device="cuda")), 8 * row)  # fmt: skip
 
 
+def matmuls(t: int) -> Iterator[Bench]:
+    """The matmuls of `t` tokens; those of few tokens alone, in steps: `benchmarks/skinny.py`."""
+    for op, n, k in (
+        ("linear", 12352, HIDDEN),
+        ("linear", HIDDEN, FFN),
+        ("linear", HIDDEN, 4096),
+        ("linear_silu_and_mul", 2 * FFN, HIDDEN),
+    ):
+        make = partial(linear_case, t, n, k)
+        read = 2.0 * n * k
+        flops = 0.0 if t < 256 else t * read
+        yield Bench(op, f"{t} x {k} x {n}", make, read, flops)
+
+
+def linear_case(t: int, n: int, k: int) -> Case:
+    return dict(x=rand(t, k), weight=rand(n, k) * k**-0.5, bias=None)
+
+
 def dense_rope_case(tokens: int) -> Case:
     case = cases.rope_case(tokens, HEADS, BF16, "cuda", rot=64)
     return case | dict(qkv=case["qkv"].contiguous())
@@ -99,16 +125,21 @@ def attention(name: str, lengths: list[tuple[int, int]]) -> Bench:
     )
 
 
-def recurrent(name: str, lengths: list[int]) -> Iterator[Bench]:
-    """Convolution and chunked delta rule of a prefill batch."""
+def convolution(name: str, lengths: list[int]) -> Bench:
     tokens, carried = sum(lengths), [False] * len(lengths)
-    yield Bench("causal_conv1d", name,
-                lambda: cases.conv_case(lengths, carried, CHANNELS, BF16, "cuda")
-                | dict(x=rand(tokens, CHANNELS)), 4.0 * tokens * CHANNELS)  # fmt: skip
-    chunk = 2 * 64 * (64 * 128 + 64 * 256 + 2 * 128 * 128 + 128 * 128 + 2 * 64 * 128)
-    yield Bench("gdn_prefill", name,
-                lambda: cases.gdn_case(lengths, carried, GDN_HEADS, BF16, "cuda")
-                | dict(qkv=rand(tokens, CHANNELS)), flops=32.0 * tokens / 64 * chunk)  # fmt: skip
+    return Bench("causal_conv1d", name,
+                 lambda: cases.conv_case(lengths, carried, CHANNELS, BF16, "cuda")
+                 | dict(x=rand(tokens, CHANNELS)), 4.0 * tokens * CHANNELS)  # fmt: skip
+
+
+def delta_rule(name: str, lengths: list[int], heads: tuple[int, int] = GDN_HEADS[:2]) -> Bench:
+    """Chunked delta rule of a prefill batch with this many key and value heads of 128 x 128."""
+    tokens, carried = sum(lengths), [False] * len(lengths)
+    chunk = 2 * 64 * (5 * 64 * 128 + 3 * 128 * 128)
+    return Bench("gdn_prefill", name,
+                 lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda")
+                 | dict(qkv=rand(tokens, (2 * heads[0] + heads[1]) * 128)),
+                 flops=1.0 * heads[1] * tokens / 64 * chunk)  # fmt: skip
 
 
 def decode(n: int) -> Bench:
@@ -120,6 +151,7 @@ def decode(n: int) -> Bench:
 
 def benches() -> list[Bench]:
     out = list(itertools.chain.from_iterable(token_ops(t) for t in (1, 256, 8192)))
+    out += itertools.chain.from_iterable(matmuls(t) for t in (1, 8, 16, 17, 8192))
     out += [
         attention("decode 64 x 1024", [(1, 1024)] * 64),
         attention("decode 1 x 1024", [(1, 1024)]),
@@ -133,7 +165,9 @@ def benches() -> list[Bench]:
         attention("prefill 2048 of 12000", [(2048, 12000)]),
     ]
     for name, lengths in (("2 x 4096", [4096] * 2), ("1 x 8192", [8192]), ("16 x 512", [512] * 16)):
-        out += recurrent(name, lengths)
+        out += [convolution(name, lengths), delta_rule(name, lengths)]
+    # One shard of eight value heads: the sequential part has the least to overlap with.
+    out += [delta_rule(f"1 x {n}, 2/8 heads", [n], (2, 8)) for n in (8192, 65536)]
     return out + [decode(n) for n in (1, 8, 64, 256, 1024)]
 
 
@@ -157,11 +191,12 @@ def report(op: str, shape: str, us: float, num_bytes: float, flops: float, note:
         rate, unit, share = num_bytes / us * 1e-3, "GB/s", num_bytes / us * 1e-3 / GB_PER_S
     line = f"{op:20s} {shape:24s} {us:9.1f} us {rate:8.0f} {unit:8s}{share:6.1%}  {note}"
     print(line, flush=True)
+    ROWS.append({"op": op, "shape": shape, "us": us, "rate": rate, "unit": unit, "share": share})
 
 
 def checks() -> list[Bench]:
     """Every op at sizes where the fp64 reference is quick, ragged, with padding and old states."""
-    todo = list(token_ops(300))
+    todo = [*token_ops(300), *matmuls(11)]
     todo += [
         attention("ragged decode", [(1, 1024)] * 8 + [(1, 37)]),
         attention("verify", [(4, 1024)] * 8),
@@ -207,92 +242,45 @@ def time_all(only: list[str]) -> None:
     if only and "sampling" not in only:
         return
     for n in (1, 256):
-        logits, one = rand(n, VOCAB, dtype=torch.float32), torch.ones(n, device="cuda")
-        seeds = torch.arange(n, device="cuda")
-        size, read = f"{n} x {VOCAB}", 4.0 * n * VOCAB
-        report("argmax_rows", size, time_us(partial(argmax_rows, logits)), read, 0, "")
-        us = time_us(partial(gumbel_sample, logits, one, seeds, seeds))
-        report("gumbel_sample", size, us, read, 0, "")
+        time_sampling(n)
 
 
-SWEEPS: dict[str, tuple[list[Tile], list[str]]] = {
-    "attention_decode": (
-        [Tile(16, n, w, s) for n in (16, 32, 64) for w in (2, 4, 8) for s in (3, 5, 7, 9)],
-        ["decode 64 x 1024", "decode 1 x 1024", "decode 64 x 4096"],
-    ),
-    "attention_prefill": (
-        [Tile(m, n, w, s) for m, n, w in ((128, 32, 8), (128, 64, 8), (64, 64, 4), (64, 32, 4),
-                                          (64, 128, 8), (128, 128, 8)) for s in (3, 5)],
-        ["prefill 2 x 4096"],
-    ),
-    "gdn_state": (
-        [Tile(128, n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)],
-        ["2 x 4096", "1 x 8192", "16 x 512"],
-    ),
-    "gdn_intra": ([Tile(64, 64, w, 1) for w in (4, 8)], ["2 x 4096"]),
-    "gdn_output": (
-        [Tile(64, n, w, 1) for n in (64, 128) for w in (4, 8)],
-        ["2 x 4096"],
-    ),
-    "gdn_decode": (
-        [Tile(n, 256, w, 1) for n in (8, 16, 32, 64) for w in (1, 2, 4, 8)],
-        ["8 sequences", "256 sequences"],
-    ),
-    "conv1d": (
-        [Tile(m, n, w, 1) for m in (8, 16, 32, 64) for n in (128, 256, 512) for w in (4, 8)],
-        ["2 x 4096"],
-    ),
-}  # fmt: skip
-SWEEP_OPS = {"attention_decode": "paged_attention", "attention_prefill": "paged_attention",
-             "gdn_decode": "gdn_decode", "conv1d": "causal_conv1d"}  # fmt: skip
-
-
-def sweep(only: list[str]) -> None:
-    """Time the alternatives of each table at head dimension 256 (attention) or 128 (GDN)."""
-    name = torch.cuda.get_device_name()
-    base = configs.BY_NAME.get(name, configs.HOPPER)
-    by_shape = {(b.op, b.shape): b for b in benches()}
-    for field, (tiles, shapes) in SWEEPS.items():
-        if only and field not in only:
-            continue
-        for shape in shapes:
-            bench = by_shape[SWEEP_OPS.get(field, "gdn_prefill"), shape]
-            case = bench.make()
-            results = []
-            for tile in tiles:
-                table = getattr(base, field)
-                width = 256 if field.startswith("attention") else 128
-                value: Any = {**table, width: tile} if isinstance(table, dict) else tile
-                configs.BY_NAME[name] = dataclasses.replace(base, **{field: value})
-                configs.device_configs.cache_clear()
-                try:
-                    us = time_us(partial(getattr(kernels, bench.op), **case))
-                except Exception as error:
-                    print(f"{field} {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
-                    torch.cuda.synchronize()
-                    continue
-                results.append((us, tile))
-            for us, tile in sorted(results, key=lambda r: r[0])[:4]:
-                note = f"{field} ({tile.rows}, {tile.columns}, {tile.num_warps}, {tile.num_stages})"
-                report(bench.op, shape, us, bench.bytes, bench.flops, note)
-        configs.BY_NAME[name] = base
-        configs.device_configs.cache_clear()
+def time_sampling(n: int) -> None:
+    """Choosing a token per row, filtered and not, and its logprobs; bf16 logits as a model's."""
+    logits, temperature = rand(n, VOCAB), torch.full((n,), 0.8, device="cuda")
+    seeds = torch.arange(n, device="cuda")
+    top_k, top_p = torch.full((n,), 20, device="cuda"), torch.full((n,), 0.9, device="cuda")
+    kept = kept_tokens(logits, temperature, top_k, top_p, None)
+    penalised = np.zeros((n, len(Field)), dtype=np.int64)
+    marks = torch.zeros(VOCAB, dtype=torch.int32, device="cuda")
+    penalised[:, Field.MARKS] = marks.data_ptr()
+    descriptors = torch.from_numpy(penalised).cuda()
+    order = torch.arange(n, dtype=torch.int32, device="cuda")
+    read = 2.0 * n * VOCAB
+    for op, num_bytes, run in (
+        ("argmax_rows", read, partial(argmax_rows, logits)),
+        ("gumbel_sample", read, partial(gumbel_sample, logits, temperature, seeds, seeds)),
+        ("draw of the kept", read, partial(gumbel_sample, logits, temperature, seeds, seeds, kept)),
+        ("kept k 20 p 0.9", read, partial(kept_tokens, logits, temperature, top_k, top_p, None)),
+        ("kept p 0.9", read, partial(kept_tokens, logits, temperature, None, top_p, None,
+                                     top_p_alone=True)),
+        ("change_logits", 5 * read, partial(change_logits, logits, descriptors, order)),
+        ("ranked_logprobs 5", read, partial(ranked_logprobs, logits, seeds, 5)),
+    ):  # fmt: skip
+        report(op, f"{n} x {VOCAB}", time_us(run), num_bytes, 0, "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--only", default="", help="parts of op names (tables when sweeping), comma-separated"
-    )
+    parser.add_argument("--only", default="", help="parts of op names, comma-separated")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--sweep", action="store_true", help="time the alternative tiles instead")
+    parser.add_argument("--output", type=Path, help="write the timings here too, as JSON")
     args = parser.parse_args()
     only = [name for name in args.only.split(",") if name]
-    good = args.no_check or check_all([] if args.sweep else only)
-    if args.sweep:
-        sweep(only)
-    else:
-        time_all(only)
+    good = args.no_check or check_all(only)
+    time_all(only)
+    if args.output is not None:
+        args.output.write_text(json.dumps(ROWS, indent=1) + "\n")
     sys.exit(0 if good else 1)
 
 

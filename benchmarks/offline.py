@@ -15,6 +15,7 @@ import glob
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -167,4 +168,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # `kernels.py` beside this script is not the package of that name that transformers looks for.
+    sys.path.pop(0)
     main()

@@ -16,18 +16,20 @@ from vllm.benchmarks.startup import StartupArgs
 from vllm.benchmarks.throughput import ThroughputArgs
 from vllm.engine.arg_utils import FLAG_CLASSES
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, UNSUPPORTED_SERVER_FLAGS
+from vllm.entrypoints.cli.tune import TuneArgs
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.dataclass_flags import FlagSpec, argument_settings, flag_specs
 
 TARGET = Path(__file__).with_name("cli.md")
 
-#: flags of the benchmarks, and where they are used
+#: flags of the other commands, and where they are used
 _BENCH_CLASSES: tuple[tuple[type[Any], str], ...] = (
     (ServeArgs, "`vllm bench serve`"),
     (DatasetArgs, "`vllm bench serve` and `vllm bench throughput`"),
     (LatencyArgs, "`vllm bench latency`"),
     (ThroughputArgs, "`vllm bench throughput`"),
     (StartupArgs, "`vllm bench startup`"),
+    (TuneArgs, "`vllm tune`"),
 )
 
 _INTRO = """\

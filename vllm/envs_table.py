@@ -109,6 +109,12 @@ _VARIABLES = (
     Variable("VLLM_BATCH_INVARIANT", _bool, False, "ask for batch-invariant kernels"),
     Variable("VLLM_SKIP_P2P_CHECK", _bool, False, "accepted"),
     Variable("VLLM_SANITIZE", _bool, False, "check every use of state memory, as --sanitize"),
+    Variable(
+        "VLLM_TUNED_CONFIG_FOLDER",
+        _optional,
+        None,
+        "folder of launch parameters written by vllm tune; read before the shipped ones",
+    ),
     # caches, connectors and events
     Variable("VLLM_CACHE_ROOT", str, _xdg("XDG_CACHE_HOME", "~/.cache"), "cache directory"),
     Variable("VLLM_CONFIG_ROOT", str, _xdg("XDG_CONFIG_HOME", "~/.config"), "config directory"),

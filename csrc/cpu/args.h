@@ -165,6 +165,7 @@ struct GdnArgs {
 
 struct SkinnyLinearArgs {
   DType dtype;
+  bool fp8_weight;  // else of `dtype`; then `dtype` is kF32
   const void* x;
   int64_t x_stride;
   int64_t rows;

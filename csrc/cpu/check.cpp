@@ -46,6 +46,10 @@ DType float_dtype(const Tensor& tensor, Arg arg) {
   }
 }
 
+bool is_fp8(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Float8_e4m3fn;
+}
+
 void check_dtype(const Tensor& tensor, DType dtype, Arg arg) {
   if (float_dtype(tensor, arg) != dtype) reject(arg, tensor, "must have the activations' dtype");
 }

@@ -23,6 +23,7 @@ struct Arg {
 [[noreturn]] void reject(Arg arg, const Tensor& tensor, const char* requirement);
 
 DType float_dtype(const Tensor& tensor, Arg arg);
+bool is_fp8(const Tensor& tensor);
 void check_dtype(const Tensor& tensor, DType dtype, Arg arg);
 void check_int32(const Tensor& tensor, Arg arg);
 void check_int64(const Tensor& tensor, Arg arg);

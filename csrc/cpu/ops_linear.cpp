@@ -13,7 +13,11 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias) {
   args.x_stride = x.stride(0);
   args.rows = x.size(0);
   args.depth = x.size(1);
-  check_dtype(weight, args.dtype, {op, "weight"});
+  args.fp8_weight = is_fp8(weight);
+  if (!args.fp8_weight) check_dtype(weight, args.dtype, {op, "weight"});
+  if (args.fp8_weight && args.dtype != DType::kF32) {
+    reject({op, "x"}, x, "must be float32 with a float8 weight");
+  }
   check_shape(weight, {-1, args.depth}, 1, {op, "weight"});
   args.weight = weight.data_ptr();
   args.weight_stride = weight.stride(0);

@@ -12,6 +12,10 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
+// 8-bit float e4m3: no infinities, NaN is 0x7f and 0xff. Weights only; never a kernel's dtype.
+struct fp8 {
+  uint8_t bits;
+};
 
 enum class DType : int32_t { kF32, kBF16, kF16 };
 

@@ -12,10 +12,11 @@ import pytest
 from tests.tiny_models import tiny_model
 from vllm import LLM
 from vllm.benchmarks import startup
-from vllm.benchmarks.ledger import UNACCOUNTED, PhaseEvent, ledger, read_events, table
+from vllm.benchmarks.ledger import read_events, table
 from vllm.entrypoints.cli.bench_startup import server_part
 from vllm.entrypoints.cli.main import main
 from vllm.utils import startup_phases
+from vllm.utils.phase_ledger import UNACCOUNTED, PhaseEvent, ledger
 
 
 def events(*given: tuple[str, float, float]) -> list[PhaseEvent]:
@@ -102,6 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def address_string(self):
         return "client"
 
+startup_phases.begin_with_process("import")
 startup_phases.end("import")
 with startup_phases.startup_phase("load weights"):
     time.sleep(0.2)
@@ -144,6 +146,6 @@ def test_an_engine_writes_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyP
     LLM(str(tiny_model("llama")), dtype="float32", max_model_len=64)
     found = read_events(path.read_text())
     began = [event.name for event in found if event.begins]
-    engine = ["init device", "load weights", "memory profile", "arena", "compile and warm-up"]
+    engine = ["init device", "build model", "load weights", "memory profile", "arena", "warm-up"]
     assert began == ["config", "tokenizer", *engine]
     assert [event.name for event in found if not event.begins] == began

@@ -23,3 +23,21 @@ def test_a_typed_figure_is_noticed() -> None:
 def test_ratios_point_the_right_way() -> None:
     assert report._row("x", "s", 2.0, 6.0, False).endswith("| 3.00 × |")
     assert report._row("x", "tok/s", 6000, 3000, True).endswith("| 2.00 × |")
+
+
+def test_a_step_sums_the_kernels_of_one_name() -> None:
+    kernels = {
+        "nvjet_a": {"us": 1500.0, "launches": 2},
+        "nvjet_b": {"us": 500.0, "launches": 1},
+        "_state_pass_kernel": {"us": 1000.0, "launches": 1},
+        "void at::native::copy<float, 4>(int)": {"us": 10.0, "launches": 1},
+    }
+    window = {"wall_us": 4000.0, "device_us": 3010.0, "kernels": kernels}
+    row = report.step_rows({"decode_8": window}).splitlines()[-1]
+    assert row == "| decode 8 | 4.00 ms | 3.01 ms | cuBLAS 2.00, state_pass 1.00, copy 0.01 |"
+
+
+def test_a_workload_has_its_floor_and_spread() -> None:
+    row = report._gpu_row("bs8_128_256", "x", "tok/s", [2000.0, 2500.0], True)
+    assert row.endswith("| 3,700 tok/s | 20.0% of 2 |")
+    assert report._gpu_row("mixed_512", "x", "s", [18.0], False).endswith("| | |")

@@ -70,7 +70,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (CacheConfig, {"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization must be in"),
     (CacheConfig, {"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes must be positive"),
     (CacheConfig, {"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override must be at least 2"),
-    (CacheConfig, {"cache_dtype": "fp8"}, "--kv-cache-dtype.*'bfloat16'.*got 'fp8'"),
+    (CacheConfig, {"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*'fp8_e4m3'.*got 'fp8_e5m2'"),
     (CacheConfig, {"mamba_cache_mode": "some"}, "--mamba-cache-mode.*'align'.*got 'some'"),
     (CacheConfig, {"mamba_block_size": 64}, "--mamba-block-size needs --mamba-cache-mode=all"),
     (CacheConfig, {"mamba_block_size": 0}, "--mamba-block-size must be positive"),

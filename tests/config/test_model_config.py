@@ -208,12 +208,20 @@ def test_broken_generation_config(tmp_path: Path) -> None:
         ModelConfig(path).get_diff_sampling_param()
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path, llama: str) -> None:
+def test_quantisation_comes_from_the_checkpoint_or_the_flag(tmp_path: Path, llama: str) -> None:
     path = write_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(VLLMValidationError, match="quantised weights.*fp8.*16-bit"):
-        ModelConfig(path)
-    with pytest.raises(VLLMValidationError, match="--quantization awq"):
+    assert ModelConfig(path).quantization == "fp8"
+    assert ModelConfig(llama, quantization="fp8").quantization == "fp8"
+    assert ModelConfig(llama).quantization is None
+    with pytest.raises(
+        VLLMValidationError, match="awq: not supported.*checkpoints: fp8.*load: fp8"
+    ):
         ModelConfig(llama, quantization="awq")
+    with pytest.raises(VLLMValidationError, match="--quantization awq.*quantised as fp8"):
+        ModelConfig(path, quantization="awq")
+    stored = {"quant_method": "gptq"}
+    with pytest.raises(VLLMValidationError, match="--quantization gptq: not supported"):
+        ModelConfig(write_config(tmp_path, quantization_config=stored))
 
 
 def test_unknown_architecture_lists_the_known_ones() -> None:

@@ -27,7 +27,7 @@ from vllm.config import (
     get_layers_from_vllm_config,
     set_current_vllm_config,
 )
-from vllm.config.compilation import default_capture_sizes
+from vllm.config.compilation import default_capture_sizes, default_piecewise_sizes
 from vllm.config.hybrid_manager import resolve_hybrid_manager
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -150,11 +150,14 @@ def test_graphs_are_off_on_the_cpu() -> None:
     ("level", "given", "eager", "result"),
     [
         (0, None, False, "NONE"),
-        (1, None, False, "FULL_DECODE_ONLY"),
-        (2, None, False, "FULL_DECODE_ONLY"),
-        (3, None, False, "FULL_DECODE_ONLY"),
-        (0, "FULL", False, "FULL_DECODE_ONLY"),
+        (1, None, False, "PIECEWISE"),
+        (2, None, False, "FULL_AND_PIECEWISE"),
+        (3, None, False, "FULL_AND_PIECEWISE"),
+        (0, "FULL", False, "FULL_AND_PIECEWISE"),
+        (0, "PIECEWISE", False, "PIECEWISE"),
+        (0, "FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
         (2, "FULL_DECODE_ONLY", False, "FULL_DECODE_ONLY"),
+        (2, "NONE", False, "NONE"),
         (2, "FULL", True, "NONE"),
     ],
 )
@@ -172,13 +175,21 @@ def test_graph_mode(llama: str, level: int, given: Any, eager: bool, result: str
         made = record("cudagraph_mode")
         assert made is not None and made.instead_of == given
     assert bool(compilation.cudagraph_capture_sizes) == (result != "NONE")
+    assert bool(compilation.decode_capture_sizes) == ("FULL" in result)
+    assert bool(compilation.piecewise_capture_sizes) == ("PIECEWISE" in result)
+    limit = record("piecewise graphs")
+    assert (limit is not None) == ("PIECEWISE" in result)
+    assert limit is None or "2048 tokens" in limit.chosen
 
 
 @pytest.mark.usefixtures("graphs")
 def test_capture_sizes_never_exceed_a_decode_batch(llama: str) -> None:
     scheduler = SchedulerConfig(max_num_seqs=20)
     config = VllmConfig(scheduler_config=scheduler)
-    assert config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 20]
+    compilation = config.compilation_config
+    assert compilation.decode_capture_sizes == [1, 2, 4, 8, 16, 20]
+    assert compilation.piecewise_capture_sizes == default_piecewise_sizes(2048)
+    assert compilation.max_cudagraph_capture_size == 2048
     model = ModelConfig(llama)
     both = VllmConfig(
         model_config=model,
@@ -187,13 +198,81 @@ def test_capture_sizes_never_exceed_a_decode_batch(llama: str) -> None:
         kv_transfer_config=TRANSFER,  # type: ignore[arg-type]
     )
     # Extraction verifies no draft, so its decodes are one token per request too.
-    assert both.compilation_config.max_cudagraph_capture_size == 20
+    assert both.compilation_config.decode_capture_sizes[-1] == 20
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "pieces"),
+    [
+        ("FULL_AND_PIECEWISE", [2, 16], [2, 16, 100]),
+        ("PIECEWISE", [], [2, 16, 100]),
+        ("NONE", [], []),
+    ],
+)
+@pytest.mark.usefixtures("graphs")
+def test_given_sizes_serve_both_kinds_of_steps(
+    mode: str, decode: list[int], pieces: list[int]
+) -> None:
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=512),
+        compilation_config=CompilationConfig(
+            cudagraph_mode=mode, cudagraph_capture_sizes=[100, 2, 16]
+        ),
+    )
+    compilation = config.compilation_config
+    assert compilation.decode_capture_sizes == decode
+    assert compilation.piecewise_capture_sizes == pieces
+    assert compilation.cudagraph_capture_sizes == sorted({*decode, *pieces})
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "flag"),
+    [
+        ("FULL_DECODE_ONLY", 21, "--max-num-seqs 20"),
+        ("FULL_AND_PIECEWISE", 513, "--max-num-batched-tokens 512"),
+        ("PIECEWISE", 513, "--max-num-batched-tokens 512"),
+    ],
+)
+@pytest.mark.usefixtures("graphs")
+def test_a_size_that_no_step_has_is_an_error(mode: str, size: int, flag: str) -> None:
+    def build(largest: int) -> VllmConfig:
+        return VllmConfig(
+            scheduler_config=SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=512),
+            compilation_config=CompilationConfig(
+                cudagraph_mode=mode, cudagraph_capture_sizes=[1, largest]
+            ),
+        )
+
+    with pytest.raises(VLLMValidationError, match=f"asks for {size}, but with {flag}"):
+        build(size)
+    build(size - 1)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_the_largest_size_bounds_both_kinds_of_steps() -> None:
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(max_num_seqs=200, max_num_batched_tokens=4096),
+        compilation_config=CompilationConfig(max_cudagraph_capture_size=100),
+    )
+    compilation = config.compilation_config
+    assert compilation.decode_capture_sizes[-1] == 100
+    assert compilation.piecewise_capture_sizes == [8, 16, 32, 64, 100]
 
 
 def test_default_capture_sizes() -> None:
     assert default_capture_sizes(3) == [1, 2, 3]
     sizes = default_capture_sizes(512)
     assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-1] == 512 and len(sizes) == 51
+
+
+def test_default_piecewise_sizes() -> None:
+    assert default_piecewise_sizes(5) == [5]
+    assert default_piecewise_sizes(100) == [8, 16, 32, 64, 100]
+    sizes = default_piecewise_sizes(2048)
+    assert sizes[-1] == 2048 and len(sizes) == 19
+    # Padding beyond what the weights' transfer hides stays below a third.
+    wide = [size for size in sizes if size >= 128]
+    assert all(b / a <= 1.5 for a, b in zip(wide, wide[1:], strict=False))
 
 
 def test_graph_mode_facts() -> None:
@@ -306,3 +385,70 @@ def test_convolution_state_dtype(
         return
     with pytest.raises(VLLMValidationError, match="--mamba-cache-dtype float32.*bfloat16; leave"):
         VllmConfig(model_config=model, cache_config=other)
+
+
+@pytest.fixture
+def defers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A platform whose decode kernels keep a ring."""
+    monkeypatch.setattr(type(current_platform), "defers_commit", True)
+
+
+@pytest.mark.usefixtures("defers")
+@pytest.mark.parametrize(("asked", "chosen"), [(None, 8), (3, 3), (16, 16), (1, 1)])
+def test_deferred_commit(tmp_path: Path, asked: int | None, chosen: int) -> None:
+    cache = CacheConfig(deferred_commit_tokens=asked)
+    VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
+    assert cache.commit_interval == chosen
+    decision = record("deferred commit")
+    assert decision is not None
+    assert decision.chosen == (f"every {chosen} tokens" if chosen > 1 else "off")
+
+
+@pytest.mark.usefixtures("defers")
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"connector": "ExampleConnector"}, "connector ExampleConnector reads state blocks"),
+        ({"sanitize": True}, "--sanitize"),
+        ({"platform": False}, "cpu kernels write it with every token"),
+    ],
+)
+def test_who_forbids_deferred_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(type(current_platform), "defers_commit", settings.get("platform", True))
+    cache = CacheConfig(deferred_commit_tokens=4, sanitize=settings.get("sanitize", False))
+    transfer = None
+    if "connector" in settings:
+        transfer = KVTransferConfig(kv_connector=settings["connector"], kv_role="kv_both")
+    VllmConfig(
+        model_config=ModelConfig(write_config(tmp_path, "hybrid")),
+        cache_config=cache,
+        kv_transfer_config=transfer,
+    )
+    decision = record("deferred commit")
+    assert cache.commit_interval == 1 and decision is not None
+    assert decision.chosen == "off" and why in decision.why and decision.instead_of == "4"
+
+
+@pytest.mark.usefixtures("defers")
+def test_extraction_leaves_deferred_commit_on(tmp_path: Path) -> None:
+    model = ModelConfig(write_config(tmp_path, "hybrid"))
+    config = VllmConfig(
+        model_config=model,
+        speculative_config=extraction(model),
+        kv_transfer_config=KVTransferConfig(**TRANSFER),  # type: ignore[arg-type]
+    )
+    assert config.cache_config.commit_interval == 8
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 17])
+def test_unusable_deferred_commit(tokens: int) -> None:
+    with pytest.raises(VLLMValidationError, match="--deferred-commit-tokens must be 1 to 16"):
+        CacheConfig(deferred_commit_tokens=tokens)
+
+
+def test_a_model_without_recurrent_layers_defers_nothing(tmp_path: Path) -> None:
+    config = VllmConfig(model_config=ModelConfig(write_config(tmp_path)))
+    assert config.cache_config.commit_interval == 1
+    assert record("deferred commit") is None

@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not supported yet"),
     ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
     ({"data_parallel_size": 2}, "--data-parallel-size 2"),
-    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype.*got 'fp8'"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
     ({"block_size": 20}, "--block-size"),
     ({"max_model_len": 10**6}, "--max-model-len 1000000"),
     ({"dtype": "int4"}, "--dtype"),

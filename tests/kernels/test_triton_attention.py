@@ -6,8 +6,8 @@ import torch
 
 from tests.kernels.cases import TOLERANCE, attention_case, check
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton.attention import MAX_SPLITS, num_splits
-from vllm.kernels.triton.configs import HOPPER, SMALL, pick
+from vllm.kernels.triton.configs import pick, shipped
+from vllm.kernels.triton.decode_attention import SPLIT_KEYS, decode_tile, num_splits
 
 kernels = CudaKernels()
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 300)]
@@ -63,17 +63,25 @@ def test_large_scores_stay_finite(device):
     check(kernels, "paged_attention", case, 2e-5)
 
 
-def test_split_counts_fill_the_chip_and_stay_bounded():
-    tile = pick(HOPPER.attention_decode, 256)
-    assert num_splits(1, 4, 262144, tile, 132) == MAX_SPLITS
-    assert num_splits(64, 4, 1024, tile, 132) == 3
-    assert num_splits(512, 4, 262144, tile, 132) == 1
-    assert num_splits(1, 4, 16, tile, 132) == 1
+def test_split_counts_are_one_wave_and_stay_bounded():
+    assert num_splits(1, 4, 262144, 132) == 33
+    assert num_splits(64, 4, 1024, 132) == 1
+    assert num_splits(8, 4, 16384, 132) == 4
+    assert num_splits(512, 4, 262144, 132) == 1
+    assert num_splits(1, 4, SPLIT_KEYS + 1, 132) == 2
+
+
+def test_tiles_follow_from_the_programs_per_multiprocessor():
+    configs = shipped("NVIDIA H200")
+    assert decode_tile(configs, 33, 4, 256) == configs.attention_decode_few[256]
+    assert decode_tile(configs, 34, 4, 256) == configs.attention_decode[256]
+    assert decode_tile(configs, 66, 4, 256) == configs.attention_decode[256]
+    assert decode_tile(configs, 67, 4, 256) == configs.attention_decode_many[256]
 
 
 def test_head_dimension_above_the_tables_is_refused():
     with pytest.raises(ValueError, match="512"):
-        pick(SMALL.attention_prefill, 512)
+        pick(shipped(None).attention_prefill, 512)
 
 
 @pytest.mark.gpu
@@ -81,8 +89,15 @@ def test_head_dimension_above_the_tables_is_refused():
 @pytest.mark.parametrize("heads", [(16, 4, 256), (32, 8, 128), (24, 4, 256)])
 @pytest.mark.parametrize(
     "lengths",
-    [[(1, 4096), (1, 1), (1, 777)] * 8, [(1000, 3000), (1, 2000), (2048, 2048)], [(5, 2005)] * 9],
-    ids=["decode", "prefill", "verify"],
+    [
+        [(1, 4096), (1, 1), (1, 777)],
+        [(1, 4096), (1, 1), (1, 777)] * 8,
+        [(1, 200), (1, 1), (1, 777)] * 14,
+        [(1, 200), (1, 1), (1, 777)] * 30,
+        [(1000, 3000), (1, 2000), (2048, 2048)],
+        [(5, 2005)] * 9,
+    ],
+    ids=["decode 3", "decode 24", "decode 42", "decode 90", "prefill", "verify"],
 )
 def test_realistic_sizes(lengths, heads, device):
     case = attention_case(lengths, heads, torch.bfloat16, device, padding=3)

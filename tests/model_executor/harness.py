@@ -121,6 +121,8 @@ class Harness:
             prefill_query_start_loc=self._upload(prefill_starts),
             prefill_query_start_loc_cpu=prefill_starts,
             block_table=self._upload(table),
+            prefill_seq_lens=self._upload(ends[decodes:]),
+            prefill_block_table=self._upload(table[decodes:]),
             slot_mapping=self._upload(slots),
             block_table_cpu=table,
         )

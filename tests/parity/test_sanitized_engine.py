@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from parity_checks import MakeEngine, generate, prompts
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.decisions import decisions
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, RecurrentManager
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import GroupBlockTable
@@ -106,34 +105,35 @@ def share_the_checkpoint(monkeypatch: Patch) -> None:
     monkeypatch.setattr(CheckpointKeeper, "start_from", share)
 
 
+def _at_the_second_token(monkeypatch: Patch, spoil: Callable[[Any, Any], None]) -> None:
+    """`spoil(pool, block)` the first block of attention of every request that decodes."""
+    schedule_running = Scheduler._schedule_running
+
+    def schedule_and_spoil(self: Any, step: Any) -> bool:
+        enough = schedule_running(self, step)
+        manager = self.kv_cache_manager
+        (attention,) = [m for m in manager.managers if isinstance(m, FullAttentionManager)]
+        for request in step.requests:
+            if request.num_output_tokens == 2:
+                spoil(manager.block_pool, attention.blocks_of(request.request_id)[0])
+        return enough
+
+    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_and_spoil)
+
+
 def free_too_early(monkeypatch: Patch) -> None:
     """Once a request decodes, its first block of attention is given back."""
-    allocate = KVCacheManager.allocate_slots
-
-    def allocate_and_free(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        blocks = allocate(self, request, *args, **kwargs)
-        if request.num_output_tokens == 2:
-            (attention,) = [m for m in self.managers if isinstance(m, FullAttentionManager)]
-            self.block_pool.free_blocks(attention.blocks_of(request.request_id)[:1])
-        return blocks
-
-    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_free)
+    _at_the_second_token(monkeypatch, lambda pool, block: pool.free_blocks([block]))
 
 
 def free_and_give_away(monkeypatch: Patch) -> None:
     """As `free_too_early`, and the block is taken again at once, by nobody."""
-    allocate = KVCacheManager.allocate_slots
 
-    def allocate_and_swap(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        blocks = allocate(self, request, *args, **kwargs)
-        if request.num_output_tokens == 2:
-            (attention,) = [m for m in self.managers if isinstance(m, FullAttentionManager)]
-            block = attention.blocks_of(request.request_id)[0]
-            self.block_pool.free_blocks([block])
-            self.block_pool.get_new_blocks([0, 1], [None, block])
-        return blocks
+    def swap(pool: Any, block: Any) -> None:
+        pool.free_blocks([block])
+        pool.get_new_blocks([0, 1], [None, block])
 
-    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_swap)
+    _at_the_second_token(monkeypatch, swap)
 
 
 def wrong_slots(monkeypatch: Patch) -> None:
@@ -177,10 +177,10 @@ def reads_one_token_too_many(monkeypatch: Patch) -> None:
 def writes_to_the_null_page(monkeypatch: Patch) -> None:
     gather = GroupBlockTable.gather
 
-    def gather_and_write(self: Any, rows: np.ndarray, padded: int) -> Any:
+    def gather_and_write(self: Any, *args: Any) -> Any:
         for arena in arenas:
             arena.buffer[40] = 1
-        return gather(self, rows, padded)
+        return gather(self, *args)
 
     arenas: list[Arena] = []
     init = Arena.__init__

@@ -8,7 +8,7 @@ from vllm import envs
 from vllm.config.base import FlagKind, config, option, refuse
 from vllm.exceptions import VLLMValidationError
 
-CacheDType = Literal["auto", "float16", "bfloat16", "float32"]
+CacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"]
 _GIB = 2**30
 
 
@@ -38,7 +38,8 @@ class CacheConfig:
     cache_dtype: CacheDType = option(
         default="auto",
         name="kv_cache_dtype",
-        help="Dtype of keys and values; `auto` is the model's. Hidden states keep the model's.",
+        help="Dtype of keys and values; `auto` is the model's, `fp8` (`fp8_e4m3`) half of a 16-bit "
+        "one (CUDA). Hidden states keep the model's.",
     )
     num_gpu_blocks_override: int | None = option(
         default=None, help="Pages of the state arena, instead of what fits in memory."
@@ -69,6 +70,12 @@ class CacheConfig:
         kind=FlagKind.HUMAN_INT,
         help="Prompt tokens between the checkpoints of --mamba-cache-mode=all; 1024 by default.",
     )
+    deferred_commit_tokens: int | None = option(
+        default=None,
+        resolved=True,
+        help="Tokens a decoding request generates between two writes of its recurrent state, 1 to "
+        "16 (1: a write per token). Results have the same bits. Default: chosen and recorded.",
+    )
     sanitize: bool = option(
         default_factory=_sanitize,
         resolved=True,
@@ -78,6 +85,11 @@ class CacheConfig:
     )
     sliding_window: int | None = option(
         default=None, flag=False, help="The model's window in tokens, when all layers share it."
+    )
+    commit_interval: int = option(
+        default=1,
+        flag=False,
+        help="What --deferred-commit-tokens came to: a decode step in so many writes the state.",
     )
     num_gpu_blocks: int | None = option(
         default=None, flag=False, help="Blocks of the arena; filled in when memory is allocated."
@@ -95,6 +107,8 @@ class CacheConfig:
             refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             refuse("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
+        if self.deferred_commit_tokens not in (None, *range(1, 17)):
+            refuse("deferred_commit_tokens", self.deferred_commit_tokens, "1 to 16")
         if self.mamba_block_size is not None and self.mamba_block_size < 1:
             refuse("mamba_block_size", self.mamba_block_size, "positive")
         if self.mamba_block_size is not None and self.mamba_cache_mode != "all":

@@ -49,6 +49,13 @@ class CUDAGraphMode(enum.Enum):
         return self.value[0] == 2
 
 
+#: most decodes captured by default
+DECODE_LIMIT = 512
+#: most tokens of a step with prefills captured by default: above, the device takes longer than the
+#: host needs to launch the step
+PIECEWISE_LIMIT = 2048
+
+
 def _parse_mode(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, CompilationMode):
         names = [mode.name for mode in CompilationMode]
@@ -84,10 +91,33 @@ class CompilationConfig:
     )
     cudagraph_capture_sizes: list[int] | None = option(
         default=None,
-        help="Batch sizes (tokens) to capture. Default: 1, 2, 4, then steps of 8 and 16.",
+        help="Batch sizes (tokens) to capture, for decode steps (up to --max-num-seqs) and for "
+        "steps with prefills alike. Default: for decodes 1, 2, 4, then steps of 8 and 16; for "
+        "steps with prefills 19 sizes from 8 to 2048.",
     )
     max_cudagraph_capture_size: int | None = option(
-        default=None, help="Largest batch size (tokens) to capture. Default: at most 512."
+        default=None,
+        help="Largest batch size (tokens) to capture; larger steps run eagerly. Default: at most "
+        "512 for decode steps, 2048 for steps with prefills.",
+    )
+    decode_capture_sizes: list[int] = option(
+        default_factory=list, flag=False, help="Resolved: decode steps captured whole."
+    )
+    piecewise_capture_sizes: list[int] = option(
+        default_factory=list, flag=False, help="Resolved: steps captured in pieces."
+    )
+    capture_sizes_given: bool = option(
+        default=False, flag=False, help="Resolved: the sizes are the user's, not the default."
+    )
+    ready_in: float | None = option(
+        default=None,
+        help="Seconds, from the start of the server's process or the call of LLM(), after which no "
+        "more graphs are captured before the engine is ready: the rest is captured while it is "
+        "idle, and one size a second under load; until then such steps replay a larger "
+        "graph, or run eagerly without one. Default: all are captured first.",
+    )
+    ready_by_s: float | None = option(
+        default=None, flag=False, help="Resolved: `ready_in` on the machine's monotonic clock."
     )
     custom_ops: list[str] = option(
         default_factory=list, flag=False, help="Accepted; every op is a custom op here."
@@ -115,6 +145,10 @@ class CompilationConfig:
                     value=sizes,
                 )
             self.cudagraph_capture_sizes = sorted(set(sizes))
+        if self.ready_in is not None and self.ready_in < 0:
+            raise VLLMValidationError(
+                f"--ready-in must not be negative, got {self.ready_in}", "ready_in", self.ready_in
+            )
         largest = self.max_cudagraph_capture_size
         if largest is None:
             return
@@ -139,19 +173,58 @@ class CompilationConfig:
             if given
         ]
 
-    def resolve_capture_sizes(self, limit: int) -> None:
-        """Fill the sizes to capture; `limit` is the most tokens a decode step can have."""
-        if self.cudagraph_mode is None or not self.cudagraph_mode.uses_graphs:
-            self.cudagraph_capture_sizes = []
-            self.max_cudagraph_capture_size = 0
-            return
-        if self.cudagraph_capture_sizes is None:
-            largest = min(self.max_cudagraph_capture_size or 512, limit)
-            self.cudagraph_capture_sizes = default_capture_sizes(largest)
-        self.max_cudagraph_capture_size = self.cudagraph_capture_sizes[-1]
+    def resolve_capture_sizes(self, max_rows: int, max_tokens: int) -> None:
+        """Fill the sizes to capture for steps of at most `max_rows` decodes, `max_tokens` tokens.
+
+        VLLMValidationError for a size that no step can have.
+        """
+        given, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        mode = self.cudagraph_mode or CUDAGraphMode.NONE
+        self.decode_capture_sizes = self.piecewise_capture_sizes = []
+        self.capture_sizes_given = given is not None
+        if given is not None and mode.uses_graphs:
+            self._check_capture_sizes(given, mode, max_rows, max_tokens)
+        if mode.decode_is_full:
+            limit = min(largest or DECODE_LIMIT, max_rows)
+            self.decode_capture_sizes = (
+                [size for size in given if size <= max_rows]
+                if given is not None
+                else default_capture_sizes(limit)
+            )
+        if mode.mixed_is_piecewise:
+            limit = min(largest or PIECEWISE_LIMIT, max_tokens)
+            self.piecewise_capture_sizes = (
+                list(given) if given is not None else default_piecewise_sizes(limit)
+            )
+        sizes = sorted({*self.decode_capture_sizes, *self.piecewise_capture_sizes})
+        self.cudagraph_capture_sizes = sizes
+        self.max_cudagraph_capture_size = sizes[-1] if sizes else 0
+
+    def _check_capture_sizes(
+        self, given: list[int], mode: CUDAGraphMode, max_rows: int, max_tokens: int
+    ) -> None:
+        limit, flag = max_rows, "--max-num-seqs"
+        if mode.mixed_is_piecewise:
+            limit, flag = max_tokens, "--max-num-batched-tokens"
+        if given[-1] > limit:
+            raise VLLMValidationError(
+                f"--cudagraph-capture-sizes asks for {given[-1]}, but with {flag} {limit} and "
+                f"cudagraph_mode {mode.name} no such step exists; capture at most that",
+                parameter="cudagraph_capture_sizes",
+                value=given,
+            )
 
 
 def default_capture_sizes(largest: int) -> list[int]:
     """1, 2, 4, steps of 8 to 256, then of 16, ending exactly at `largest`."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
+    return sorted({size for size in steps if size <= largest} | {largest})
+
+
+def default_piecewise_sizes(largest: int) -> list[int]:
+    """Powers of two from 8 to 64, then ever wider steps, ending exactly at `largest`.
+
+    A step pays for its padding only where it is bound by compute, so small sizes can be sparse.
+    """
+    steps = [8, 16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, largest + 1, 256)]
     return sorted({size for size in steps if size <= largest} | {largest})

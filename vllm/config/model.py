@@ -85,7 +85,8 @@ class ModelConfig:
     quantization: str | None = option(
         default=None,
         aliases=("-q",),
-        help="Quantisation of the weights; none is supported yet.",
+        help="Quantisation of the weights: `fp8` makes a 16-bit checkpoint float8 while it loads; "
+        "a quantised checkpoint says itself what it is (docs/quantization.md).",
     )
     enforce_eager: bool = option(default=False, help="Never capture graphs.")
     max_logprobs: int = option(
@@ -209,16 +210,11 @@ class ModelConfig:
         self.model_arch_config = convert(hf_config, self.hf_text_config)
 
     def _check_quantization(self) -> None:
-        found = getattr(self.hf_config, "quantization_config", None)
-        found = found or getattr(self.hf_text_config, "quantization_config", None)
-        method = found.get("quant_method") if isinstance(found, dict) else found
-        if self.quantization is not None or found:
-            raise VLLMValidationError(
-                f"quantised weights are not supported yet (--quantization "
-                f"{self.quantization or method}); serve the 16-bit checkpoint instead",
-                parameter="quantization",
-                value=self.quantization or str(method),
-            )
+        from vllm.model_executor.layers.quantization.registry import make_quantization_config
+
+        found = make_quantization_config(self)
+        if found is not None:
+            self.quantization = self.quantization or found.name
 
     def verify_architecture(self) -> None:
         """Raise `VLLMValidationError` listing the known architectures if no model class fits.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from vllm import decisions
 from vllm.config.compilation import CUDAGraphMode
 from vllm.exceptions import VLLMValidationError
+from vllm.utils import startup_phases
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -23,14 +24,19 @@ _SSM_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
     "bfloat16": "bfloat16",
 }
 
+#: longer rings gain nothing: replaying costs what writing saves (docs/state_memory.md)
+_DEFERRED_TOKENS = 8
+
 
 def resolve(config: VllmConfig) -> None:
     """Check the configs against each other and fill what depends on several."""
     _adopt_attention_config(config)
     _adopt_model_length(config)
     _apply_model_rules(config)
+    _resolve_quantization(config)
     _check_convolution_dtype(config)
     _resolve_recurrent_dtypes(config)
+    _resolve_deferred_commit(config)
     _resolve_speculation(config)
     _resolve_hybrid_manager(config)
     _resolve_graphs(config)
@@ -58,6 +64,21 @@ def _adopt_model_length(config: VllmConfig) -> None:
     config.scheduler_config.max_model_len = model.max_model_len
     if config.cache_config.sliding_window is None:
         config.cache_config.sliding_window = model.get_sliding_window()
+
+
+def _resolve_quantization(config: VllmConfig) -> None:
+    """How weights are quantised; the layers read it when the model is built."""
+    from vllm.model_executor.layers.quantization.registry import (
+        make_quantization_config,
+        stored_quantization,
+    )
+
+    if config.model_config is None:
+        return
+    config.quant_config = make_quantization_config(config.model_config)
+    if stored_quantization(config.model_config):
+        why = "the checkpoint's quantization_config"
+        decisions.record("quantization", config.quant_config.name, why)
 
 
 def _check_convolution_dtype(config: VllmConfig) -> None:
@@ -93,6 +114,36 @@ def _resolve_recurrent_dtypes(config: VllmConfig) -> None:
     cache.mamba_ssm_cache_dtype = _SSM_DTYPES[name]
     why = "the checkpoint's mamba_ssm_dtype" if stated is not None else "state sums many terms"
     decisions.record("mamba_ssm_cache_dtype", name, why)
+
+
+def _resolve_deferred_commit(config: VllmConfig) -> None:
+    """How often recurrent state is written back; 1 where something looks at it in every step."""
+    model, cache = config.model_config, config.cache_config
+    if model is None or not model.is_hybrid:
+        return
+    asked = cache.deferred_commit_tokens
+    reason = "--deferred-commit-tokens 1" if asked == 1 else _commit_at_once(config)
+    cache.commit_interval = 1 if reason else asked or _DEFERRED_TOKENS
+    chosen = "off" if reason else f"every {cache.commit_interval} tokens"
+    why = reason or "decode steps read the recurrent state and seldom write it"
+    decisions.record("deferred commit", chosen, why, asked if reason and asked != 1 else None)
+
+
+def _commit_at_once(config: VllmConfig) -> str | None:
+    """Why every decode step must write recurrent state, or None."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
+
+    if not current_platform.defers_commit:
+        return f"{current_platform.device_type} kernels write it with every token"
+    if config.cache_config.sanitize:
+        return "--sanitize looks at every state after every step"
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector is not None:
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        if connector.reads_recurrent_state(transfer.kv_connector_extra_config):
+            return f"connector {transfer.kv_connector} reads state blocks"
+    return None
 
 
 def _resolve_speculation(config: VllmConfig) -> None:
@@ -146,8 +197,9 @@ def _resolve_graphs(config: VllmConfig) -> None:
         chosen, why = CUDAGraphMode.NONE, "--enforce-eager"
     elif not current_platform.supports_graphs:
         chosen, why = CUDAGraphMode.NONE, f"{current_platform.device_type} has no graphs"
-    elif wanted.uses_graphs and wanted is not CUDAGraphMode.FULL_DECODE_ONLY:
-        chosen, why = CUDAGraphMode.FULL_DECODE_ONLY, "steps with prefills run without graphs"
+    elif wanted.mixed_is_full:
+        chosen = CUDAGraphMode.FULL_AND_PIECEWISE
+        why = "what prefills launch depends on the batch, so their steps are captured in pieces"
     if chosen is not wanted:
         decisions.record("cudagraph_mode", chosen.name, why, wanted.name)
     compilation.cudagraph_mode = chosen
@@ -155,7 +207,16 @@ def _resolve_graphs(config: VllmConfig) -> None:
     if ignored:
         why = f"compilation_config keys {', '.join(ignored)} steer a compiler that is not used"
         decisions.record("torch.compile", "none", why)
-    compilation.resolve_capture_sizes(config.scheduler_config.max_num_seqs)
+    scheduler = config.scheduler_config
+    compilation.resolve_capture_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    if compilation.ready_in is not None:
+        compilation.ready_by_s = startup_phases.began_s() + compilation.ready_in
+    if compilation.piecewise_capture_sizes:
+        decisions.record(
+            "piecewise graphs",
+            f"steps of up to {compilation.piecewise_capture_sizes[-1]} tokens",
+            "launching larger steps takes the host less time than the device needs for them",
+        )
 
 
 def _apply_model_rules(config: VllmConfig) -> None:

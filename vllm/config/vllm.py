@@ -106,7 +106,7 @@ class VllmConfig:
         "2 and 3 full graphs for decode and piecewise ones for prefill.",
     )
     instance_id: str = option(default_factory=_short_id, flag=False, help="Name of this engine.")
-    quant_config: Any = option(default=None, flag=False, help="Quantisation: none.")
+    quant_config: Any = option(default=None, flag=False, help="Quantisation of the weights.")
 
     def __post_init__(self) -> None:
         from vllm.config.resolve import resolve

@@ -35,7 +35,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
-from vllm.utils.startup_phases import startup_phase
+from vllm.utils.startup_phases import FIRST_OF_ENGINE, startup_phase
 
 logger = init_logger(__name__)
 
@@ -139,7 +139,7 @@ class EngineArgs(_Fields):
         config.verify_architecture()
         return config
 
-    @startup_phase("config")
+    @startup_phase(FIRST_OF_ENGINE)
     def create_engine_config(
         self, usage_context: UsageContext = UsageContext.UNKNOWN_CONTEXT
     ) -> VllmConfig:

@@ -94,8 +94,12 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     # state memory and scheduling
     "kv_offloading_size": UnsupportedFlag(None, *_OFFLOAD),
     "kv_offloading_backend": UnsupportedFlag("native", *_OFFLOAD),
-    "calculate_kv_scales": UnsupportedFlag(False, "fp8 KV caches", "use --kv-cache-dtype auto"),
-    "kv_cache_dtype_skip_layers": UnsupportedFlag(None, "fp8 KV caches", "leave it out"),
+    "calculate_kv_scales": UnsupportedFlag(
+        False, "computing cache scales", "leave it out: scales come from the checkpoint"
+    ),
+    "kv_cache_dtype_skip_layers": UnsupportedFlag(
+        None, "layers with a cache dtype of their own", "leave it out"
+    ),
     "kv_sharing_fast_prefill": UnsupportedFlag(False, "KV sharing", "leave it out"),
     "max_num_partial_prefills": UnsupportedFlag(
         1, "limiting concurrent prefills", "use --long-prefill-token-threshold"

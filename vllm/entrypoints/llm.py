@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest, check_no_lora
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.request_batch import RequestBatch
 from vllm.v1.metrics.reader import Metric
 
 if TYPE_CHECKING:
@@ -103,9 +104,23 @@ class LLM(LLMRefusals):
         adapters = _per_prompt("lora_request", lora_request, len(items), LoRARequest)
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(items), int)
         ids: list[str] = []
+        batch = RequestBatch(self.llm_engine)
         try:
             for item, param, adapter, rank in zip(items, params, adapters, priorities, strict=True):
-                ids.append(self._add(item, param, adapter, rank, tokenization_kwargs))
+                ids.append(str(next(self._request_ids)))
+                param = param.clone()
+                param.output_kind = RequestOutputKind.FINAL_ONLY
+                batch.add(
+                    self.llm_engine.prepare_request(
+                        ids[-1],
+                        item,
+                        param,
+                        lora_request=adapter,
+                        tokenization_kwargs=tokenization_kwargs,
+                        priority=rank,
+                    )
+                )
+            batch.send()
             return self._run(ids, use_tqdm)
         except BaseException:
             self._abandon(ids)
@@ -191,27 +206,6 @@ class LLM(LLMRefusals):
             for sequence in (s for output in outputs for s in output.sequences):
                 sequence.text = str(tokenizer.decode(sequence.tokens))
         return outputs
-
-    def _add(
-        self,
-        prompt: PromptType,
-        params: SamplingParams,
-        lora_request: LoRARequest | None,
-        priority: int,
-        tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        request_id = str(next(self._request_ids))
-        params = params.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.llm_engine.add_request(
-            request_id,
-            prompt,
-            params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            priority=priority,
-        )
-        return request_id
 
     def _run(self, ids: list[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step until every request is done; outputs in the order of `ids`."""

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm._extension import load_cpu_ops
+from vllm.kernels import fp8
+from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 
 #: rows up to which `skinny_linear` beats oneDNN (`benchmarks/cpu_kernels.py`)
 _SKINNY_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}
@@ -14,7 +16,8 @@ class CpuKernels:
     """`Kernels` for float32, bfloat16 and float16 on the CPU.
 
     Arguments are checked in C++; a wrong dtype, shape or stride raises `RuntimeError`. Results do
-    not depend on the number of threads or on what else is in the batch.
+    not depend on the number of threads or on what else is in the batch. Float8 caches are refused,
+    so `k_scale` and `v_scale` have no use.
     """
 
     def __init__(self) -> None:
@@ -47,8 +50,11 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         return self._fused_add_rms_norm(x, residual, weight, eps, one_plus)
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._gated_rms_norm(x, gate, weight, eps)
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        normed = self._gated_rms_norm(x, gate, weight, eps)
+        return normed if out is None else out.copy_(normed.view(out.shape)).flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu_and_mul(gate_up)
@@ -64,10 +70,48 @@ class CpuKernels:
             return self._onednn_linear(x, weight, bias, "none", [], "")
         return nn.functional.linear(x, weight, bias)
 
+    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def linear_fp8(
+        self,
+        x: Tensor | fp8.Fp8Rows,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        input_scale: Tensor | None = None,
+    ) -> Tensor:
+        return fp8.linear_rows(x, weight, weight_scale, bias, input_scale, self._product)
+
+    def silu_and_mul_fp8(self, gate_up: Tensor) -> fp8.Fp8Rows:
+        return fp8.as_rows(self.silu_and_mul(gate_up))
+
+    def fused_add_rms_norm_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[fp8.Fp8Rows, Tensor]:
+        normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
+        return fp8.as_rows(normed), total
+
+    def linear_fp8_block(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        block_scale: Tensor | None = None,
+    ) -> Tensor:
+        return fp8.linear_groups(x, weight, weight_scale, bias, self._product)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._skinny_linear(x, weight, None)
+
     def skinny_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x [tokens, k] @ weight [n, k].T + bias [n]`, reading the weight once as stored.
 
-        A row's bits do not depend on the other rows. Faster than `torch.nn.functional.linear` at
+        A row's bits do not depend on the other rows. With fp32 `x` the weight may be float8 e4m3,
+        which is widened on the way. Faster than `torch.nn.functional.linear` at
         any row count in fp32, and up to about 16 rows in bf16 (`benchmarks/cpu_kernels.py`).
         """
         return self._skinny_linear(x, weight, bias)
@@ -88,6 +132,8 @@ class CpuKernels:
         gated: bool,
         eps: float,
         one_plus: bool,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         return self._qk_norm_rope_cache(
             qkv,
@@ -106,7 +152,14 @@ class CpuKernels:
         )
 
     def write_kv_cache(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         self._write_kv_cache(key, value, kv_cache, slot_mapping)
 
@@ -126,6 +179,8 @@ class CpuKernels:
         scale: float,
         sliding_window: int | None,
         out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """The lengths are read where the work is planned; the two maxima serve CUDA grids."""
         self._paged_attention(
@@ -204,7 +259,12 @@ class CpuKernels:
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        ring: DecodeRing | None = None,
+        norm: GatedNorm | None = None,
     ) -> None:
+        """Raises ValueError with a ring: memory is not what bounds a CPU's decode."""
+        if ring is not None:
+            raise ValueError("the CPU's kernels write the state at every step; give no ring")
         self._gdn_decode(
             qkv,
             a,
@@ -222,3 +282,9 @@ class CpuKernels:
             head_v_dim,
             out,
         )
+        if norm is not None:
+            self.gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
+
+    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
+        """Raises ValueError: see `gdn_decode`."""
+        raise ValueError("the CPU's kernels keep no ring, so there is nothing to commit")

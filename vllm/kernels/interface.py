@@ -3,7 +3,7 @@
 
 Layers call `current_platform.kernels.<op>(...)`. Three implementations share this interface:
 `NaiveKernels` (plain torch, any float dtype including fp64: the reference), `CpuKernels` (C++ in
-`csrc/cpu`) and `CudaKernels` (Triton).
+`csrc/cpu`) and `CudaKernels` (Triton, and CUDA C++ in `csrc/cuda`).
 
 Conventions, for every op:
 
@@ -23,12 +23,66 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels.fp8 import Fp8Rows
+
 
 class Kernels(Protocol):
     """Operations used by the layers; see the module docstring for the conventions."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x [tokens, k] @ weight [n, k].T + bias [n] -> [tokens, n]`, fp32 accumulation."""
+        ...
+
+    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`silu_and_mul(linear(x, weight, bias))`: `[tokens, k]`, `weight [2n, k]`, `bias [2n]`
+        -> `[tokens, n]`. The gate's n rows come first; both halves are rounded to the model dtype
+        before the activation, as in the two separate ops.
+        """
+        ...
+
+    def linear_fp8(
+        self,
+        x: Tensor | Fp8Rows,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        input_scale: Tensor | None = None,
+    ) -> Tensor:
+        """`linear` with a float8 weight, activations made float8 on the way.
+
+        `x [tokens, k]`, `weight [n, k]` e4m3, `weight_scale [n]` fp32 -> `[tokens, n]` in the dtype
+        of `x`. Each token is scaled by its own largest value, or all by `input_scale [1]`
+        (`x / input_scale` is what is rounded). Arithmetic: `vllm.kernels.fp8`. Tokens that another
+        op has made float8 are taken as they are.
+        """
+        ...
+
+    def silu_and_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """`silu_and_mul`, rounded to the dtype of `gate_up` and then made float8 token by token."""
+        ...
+
+    def fused_add_rms_norm_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[Fp8Rows, Tensor]:
+        """`fused_add_rms_norm`, its first result made float8 token by token."""
+        ...
+
+    def linear_fp8_block(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """`linear_fp8` with scales per token and 128 channels, and per weight row and 128 channels.
+
+        `weight_scale [ceil(k / 128), n]` fp32; `block_scale [n / 128, k / 128]`: the same where
+        each 128 rows share one, for libraries.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
@@ -49,11 +103,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
         """`(round(norm(x)) * weight) * silu(gate)` per head; gate activation in fp32.
 
         `x [tokens, heads, n]`, `gate [tokens, heads, n]` (any token stride), `weight [n]`
-        -> `[tokens, heads * n]`.
+        -> `[tokens, heads * n]`, in `out` (dense, may be `x`) if it is given.
         """
         ...
 
@@ -82,6 +138,8 @@ class Kernels(Protocol):
         gated: bool,
         eps: float,
         one_plus: bool,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """Everything between the qkv projection and attention, and the cache write.
 
@@ -96,9 +154,20 @@ class Kernels(Protocol):
         ...
 
     def write_kv_cache(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
-        """Write `key, value [tokens, num_kv_heads, head_dim]` to the paged cache."""
+        """Write `key, value [tokens, num_kv_heads, head_dim]` to the paged cache.
+
+        A float8 cache (e4m3) holds `key / k_scale` and `value / v_scale`, rounded to nearest even
+        and saturated; the scales are used with such caches only.
+        """
         ...
 
     def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -121,6 +190,8 @@ class Kernels(Protocol):
         scale: float,
         sliding_window: int | None,
         out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Causal attention of a ragged batch over the paged cache (keys already written).
 
@@ -130,6 +201,7 @@ class Kernels(Protocol):
         sequence has position `seq_len - query_len + i` and sees positions `<=` its own and, with
         `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
         `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding.
+        Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`.
         """
         ...
 
@@ -209,11 +281,23 @@ class Kernels(Protocol):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        ring: DecodeRing | None = None,
+        norm: GatedNorm | None = None,
     ) -> None:
-        """One token per sequence: convolution update, gating and the recurrent step, fused.
+        """One token per sequence: convolution update, gating, the recurrent step, and `norm`.
 
         `qkv [num_seqs, channels]` is the raw projection (before the convolution); the rest as in
-        `causal_conv1d` and `gdn_prefill`. `out [num_seqs, num_v_heads, head_v_dim]`.
+        `causal_conv1d` and `gdn_prefill`. `out [num_seqs, num_v_heads, head_v_dim]`, after the
+        gated norm if it is given. With `ring` the states are read but only written by sequences
+        that commit; outputs, and states once committed, have the bits they have without it.
+        """
+        ...
+
+    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
+        """Write to their blocks, for all layers, the tokens that some batch rows have pending.
+
+        `entries [n, 4]` int32: batch row, pending tokens, block, 0. Platforms that do not
+        `defers_commit` refuse this and `ring` (ValueError).
         """
         ...
 

@@ -4,7 +4,8 @@
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels import naive_attention, naive_gdn, naive_norm
+from vllm.kernels import fp8, naive_attention, naive_gdn, naive_norm, naive_ring
+from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
 
 
@@ -18,6 +19,40 @@ class NaiveKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)
 
+    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def linear_fp8(
+        self,
+        x: Tensor | fp8.Fp8Rows,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        input_scale: Tensor | None = None,
+    ) -> Tensor:
+        return fp8.linear_rows(x, weight, weight_scale, bias, input_scale)
+
+    def silu_and_mul_fp8(self, gate_up: Tensor) -> fp8.Fp8Rows:
+        return fp8.as_rows(self.silu_and_mul(gate_up))
+
+    def fused_add_rms_norm_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[fp8.Fp8Rows, Tensor]:
+        normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
+        return fp8.as_rows(normed), total
+
+    def linear_fp8_block(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        block_scale: Tensor | None = None,
+    ) -> Tensor:
+        return fp8.linear_groups(x, weight, weight_scale, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
         return naive_norm.rms_norm(x, weight, eps, one_plus).contiguous()
 
@@ -27,8 +62,11 @@ class NaiveKernels:
         total = x + residual
         return naive_norm.rms_norm(total, weight, eps, one_plus), total
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return naive_norm.gated_rms_norm(x, gate, weight, eps)
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        normed = naive_norm.gated_rms_norm(x, gate, weight, eps)
+        return normed if out is None else out.copy_(normed.view(out.shape)).flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return naive_norm.silu_and_mul(gate_up)
@@ -52,6 +90,8 @@ class NaiveKernels:
         gated: bool,
         eps: float,
         one_plus: bool,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         q_width, kv_width = head_dim * (2 if gated else 1), num_kv_heads * head_dim
         q, k, v = qkv.split([num_heads * q_width, kv_width, kv_width], dim=-1)
@@ -62,12 +102,23 @@ class NaiveKernels:
         if k_norm_weight is not None:
             k = naive_norm.rms_norm(k, k_norm_weight, eps, one_plus)
         angles = cos_sin[positions]
-        self.write_kv_cache(naive_norm.rotate(k, angles), v, kv_cache, slot_mapping)
+        k = naive_norm.rotate(k, angles)
+        self.write_kv_cache(k, v, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
         return naive_norm.rotate(q, angles).contiguous()
 
     def write_kv_cache(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
+        if kv_cache.dtype is fp8.FP8:
+            key = fp8.to_fp8(key.float() * (1 / k_scale))
+            value = fp8.to_fp8(value.float() * (1 / v_scale))
         naive_attention.write_slots(key, kv_cache[:, 0], slot_mapping)
         naive_attention.write_slots(value, kv_cache[:, 1], slot_mapping)
 
@@ -87,10 +138,15 @@ class NaiveKernels:
         scale: float,
         sliding_window: int | None,
         out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
+        scale *= k_scale
         naive_attention.paged_attention(
             query, kv_cache, block_table, seq_lens, query_start_loc, scale, sliding_window, out
         )
+        if v_scale != 1.0:
+            out *= v_scale
 
     def causal_conv1d(
         self,
@@ -160,6 +216,8 @@ class NaiveKernels:
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        ring: DecodeRing | None = None,
+        norm: GatedNorm | None = None,
     ) -> None:
         num_seqs = len(state_indices)
         carried = torch.ones(num_seqs, dtype=torch.bool)
@@ -168,16 +226,14 @@ class NaiveKernels:
         naive_causal_conv1d(
             qkv, conv_weight, conv_bias, conv_state, state_indices, carried, starts, mixed
         )
-        naive_gdn.gated_delta_rule(
-            mixed,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            ssm_state,
-            state_indices,
-            carried,
-            starts,
-            (num_k_heads, num_v_heads, head_k_dim, head_v_dim),
-            out,
-        )
+        heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
+        if ring is None:
+            naive_gdn.gated_delta_rule(*step, carried, starts, heads, out)
+        else:
+            naive_ring.decode(*step, ring, heads, out)
+        if norm is not None:
+            self.gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
+
+    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
+        naive_ring.commit(rings, entries)

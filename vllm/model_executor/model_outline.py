@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import as_first_rank_of
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, DefersCommit
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
 if TYPE_CHECKING:
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelOutline:
     """Of one tensor-parallel rank: `specs` by layer name, in layer order; bytes of all parameters
-    and buffers."""
+    and buffers, and of the rings of decode steps that write recurrent state seldom."""
 
     specs: dict[str, KVCacheSpec]
     weight_bytes: int
+    ring_bytes: int
 
 
 def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
@@ -52,7 +55,24 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
         if speculative is not None and speculative.uses_extract_hidden_states():
             ExtractHiddenStatesProposer(config, meta).load_model(model)
     tensors = [*model.parameters(), *model.buffers()]
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     return ModelOutline(
-        specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
+        specs=specs,
         weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        ring_bytes=_ring_bytes(config, layers, specs),
     )
+
+
+def _ring_bytes(
+    vllm_config: VllmConfig,
+    layers: Mapping[str, AttentionLayerBase],
+    specs: Mapping[str, KVCacheSpec],
+) -> int:
+    """What `DeferredCommit` takes."""
+    waiting = vllm_config.cache_config.commit_interval - 1
+    per_token = 0
+    for name, layer in layers.items():
+        spec = specs[name]
+        if isinstance(layer, DefersCommit) and isinstance(spec, MambaSpec):
+            per_token += layer.ring_shape(spec).token_bytes
+    return per_token * waiting * vllm_config.scheduler_config.max_num_seqs

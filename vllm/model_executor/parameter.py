@@ -9,7 +9,7 @@ sections stored as one tensor (a tuple of ids) and an already fused tensor (no i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,10 @@ class WeightShapeError(ValueError):
         return type(self), self.shapes
 
 
+class WeightDtypeError(ValueError):
+    """A checkpoint tensor has an element type that its parameter cannot take."""
+
+
 @dataclass(frozen=True)
 class Section:
     """`size` rows in the checkpoint, cut into `parts`, of which this process holds `part`."""
@@ -50,6 +54,27 @@ class Section:
 def local_size(sections: Sequence[Section]) -> int:
     """Rows of the parameter in this process."""
     return sum(section.local_size for section in sections)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """This process's part of a matrix `[out, in]`: parts of its rows, or of its columns."""
+
+    rows: tuple[Section, ...]
+    columns: Section
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return local_size(self.rows), self.columns.local_size
+
+    @property
+    def split(self) -> tuple[tuple[Section, ...], int]:
+        """The sections of the sharded dimension, and which one it is."""
+        return ((self.columns,), 1) if self.columns.parts > 1 else (self.rows, 0)
+
+    def loader(self) -> WeightLoader:
+        """A weight loader for the matrix."""
+        return sections_loader(*self.split)
 
 
 def default_weight_loader(param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
@@ -77,13 +102,33 @@ def load_sections(
     Raises WeightShapeError naming the shape the checkpoint should have had, KeyError for an
     unknown shard id.
     """
-    known = {section.shard_id: section for section in sections}
+    for start, part in local_parts(param.shape, loaded, shard_id, sections, dim):
+        param.data.narrow(dim, start, part.shape[dim]).copy_(part)
+
+
+def wanted_sections(
+    shard_id: ShardId | tuple[ShardId, ...] | None, sections: Sequence[Section]
+) -> tuple[Section, ...]:
+    """The sections that a shard id names; KeyError for an unknown one."""
     if shard_id is None:
-        wanted = sections
-    else:
-        ids = shard_id if isinstance(shard_id, tuple) else (shard_id,)
-        wanted = tuple(known[i] for i in ids)
-    expected = list(param.shape)
+        return tuple(sections)
+    known = {section.shard_id: section for section in sections}
+    return tuple(known[i] for i in (shard_id if isinstance(shard_id, tuple) else (shard_id,)))
+
+
+def local_parts(
+    shape: Sequence[int],
+    loaded: Tensor,
+    shard_id: ShardId | tuple[ShardId, ...] | None,
+    sections: Sequence[Section],
+    dim: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """`(start in the parameter, this process's part of a section)` for what `loaded` holds.
+
+    `shape`: the parameter's. Raises as `load_sections`.
+    """
+    wanted = wanted_sections(shard_id, sections)
+    expected = list(shape)
     expected[dim] = sum(section.size for section in wanted)
     if list(loaded.shape) != expected:
         raise WeightShapeError(expected, loaded.shape)
@@ -91,8 +136,7 @@ def load_sections(
     source = 0
     for section in wanted:
         size = section.local_size
-        part = loaded.narrow(dim, source + section.part * size, size)
-        param.data.narrow(dim, starts[section.shard_id], size).copy_(part)
+        yield starts[section.shard_id], loaded.narrow(dim, source + section.part * size, size)
         source += section.size
 
 

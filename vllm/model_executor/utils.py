@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes that a layer attaches to its parameters.
 
-A parameter may carry `weight_loader(param, loaded, shard_id=None)`, called by the loaders, and
-`dummy_range = (low, high)`, the uniform range of dummy weights.
+A parameter may carry `weight_loader(param, loaded, shard_id=None)`, called by the loaders,
+`dummy_range = (low, high)`, the uniform range of dummy weights, and `optional = True` where a
+checkpoint need not have it: another parameter's loader sets it, or it has a `default`, a number
+that it gets before every load.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+
+
+class AfterLoading:
+    """A module that derives something from its loaded parameters."""
+
+    def process_weights_after_loading(self) -> None:
+        """Called after every load of the weights."""
+        raise NotImplementedError
 
 
 def set_weight_attrs(weight: Tensor, weight_attrs: Mapping[str, Any] | None) -> None:

@@ -54,11 +54,20 @@ class CpuPlatform(Platform):
     dist_backend = "gloo"
     supports_graphs = False
     converts_conv_state = False
+    defers_commit = False
     supports_pinned_memory = False
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16, torch.float16, torch.float32)
+
+    @property
+    def supports_fp8(self) -> bool:
+        return True
+
+    @property
+    def supports_fp8_cache(self) -> bool:
+        return False
 
     @cached_property
     def kernels(self) -> Kernels:

@@ -93,6 +93,7 @@ class CudaPlatform(Platform):
     dist_backend = "nccl"
     supports_graphs = True
     converts_conv_state = True
+    defers_commit = True
     supports_pinned_memory = True
 
     @property
@@ -101,11 +102,20 @@ class CudaPlatform(Platform):
             return (torch.bfloat16, torch.float16, torch.float32)
         return (torch.float16, torch.float32)
 
+    @property
+    def supports_fp8(self) -> bool:
+        return self.get_device_capability() >= (8, 9)
+
+    @property
+    def supports_fp8_cache(self) -> bool:
+        return self.supports_fp8
+
     @cached_property
     def kernels(self) -> Kernels:
         from vllm.kernels.cuda import CudaKernels
+        from vllm.kernels.skinny import find_skinny_ops
 
-        return CudaKernels()
+        return CudaKernels(find_skinny_ops(self.get_device_capability()))
 
     def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
         """Compute capability, e.g. `(9, 0)`."""

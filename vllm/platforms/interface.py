@@ -34,6 +34,8 @@ class Platform(ABC):
     supports_graphs: ClassVar[bool]
     #: whether a convolution's state may have another dtype than its inputs
     converts_conv_state: ClassVar[bool]
+    #: whether decode kernels can leave updates of recurrent state in a ring
+    defers_commit: ClassVar[bool]
     #: whether copies to pinned host memory can overlap with compute
     supports_pinned_memory: ClassVar[bool]
 
@@ -50,6 +52,16 @@ class Platform(ABC):
     @abstractmethod
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         """Model dtypes, preferred first."""
+
+    @property
+    @abstractmethod
+    def supports_fp8(self) -> bool:
+        """Whether the kernels multiply float8."""
+
+    @property
+    @abstractmethod
+    def supports_fp8_cache(self) -> bool:
+        """Whether the kernels keep keys and values in float8."""
 
     @cached_property
     @abstractmethod

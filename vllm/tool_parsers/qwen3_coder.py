@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 
-from vllm.tool_parsers.base import ToolParser, ToolSchemas
+from vllm.tool_parsers.base import ToolSchemas
 from vllm.tool_parsers.json_text import encode_string
 from vllm.tool_parsers.parameter_value import ParameterValue
 from vllm.tool_parsers.schema_types import parameter_types
+from vllm.tool_parsers.tagged_calls import CLOSE, OPEN, TaggedCallParser
 from vllm.utils.text_tags import find_first, skip_tag, split_held
 
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
 _FUNCTION = "<function="
 _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
@@ -32,28 +32,25 @@ class _Where(enum.Enum):
     BEHIND_FUNCTION = enum.auto()
 
 
-class Qwen3CoderToolParser(ToolParser):
+class Qwen3CoderToolParser(TaggedCallParser):
     r"""`<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>\n</tool_call>`.
 
     The tool's schema says how a value becomes JSON: see `ParameterValue`. The outer tags and
     closing tags may be missing, as models forget them.
     """
 
-    tags = (_OPEN, _CLOSE)
+    _content = _Where.CONTENT
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
-        self._where = _Where.CONTENT
-        self._pending = ""
         #: opening tags so far, content again if no call follows
         self._raw = ""
         self._function = ""
         self._num_parameters = 0
         self._value = ParameterValue(frozenset())
 
-    def _consume(self, text: str) -> None:
-        self._pending += text
-        steps = {
+    def _steps(self) -> Mapping[enum.Enum, Callable[[], bool]]:
+        return {
             _Where.CONTENT: self._read_content,
             _Where.OPENED: self._read_opened,
             _Where.FUNCTION_NAME: self._read_function_name,
@@ -62,21 +59,19 @@ class Qwen3CoderToolParser(ToolParser):
             _Where.VALUE: self._read_value,
             _Where.BEHIND_FUNCTION: self._read_behind,
         }
-        while self._pending and steps[self._where]():
-            pass
 
     def _read_content(self) -> bool:
         """Up to the beginning of a call; False when more text is needed to go on (as below)."""
-        found = find_first(self._pending, (_OPEN, _FUNCTION))
+        found = find_first(self._pending, (OPEN, _FUNCTION))
         if found is None:
-            content, self._pending = split_held(self._pending, (_OPEN, _FUNCTION))
+            content, self._pending = split_held(self._pending, (OPEN, _FUNCTION))
             self.reply.say(content)
             return False
         at, tag = found
         self.reply.say(self._pending[:at])
         self._raw = tag
         self._pending = self._pending[at + len(tag) :]
-        self._where = _Where.OPENED if tag == _OPEN else _Where.FUNCTION_NAME
+        self._where = _Where.OPENED if tag == OPEN else _Where.FUNCTION_NAME
         return True
 
     def _read_opened(self) -> bool:
@@ -113,7 +108,7 @@ class Qwen3CoderToolParser(ToolParser):
 
     def _read_function(self) -> bool:
         """Between parameters, where only tags count."""
-        ends = (_PARAMETER, _END_FUNCTION, _CLOSE)
+        ends = (_PARAMETER, _END_FUNCTION, CLOSE)
         found = find_first(self._pending, ends)
         if found is None:
             _, self._pending = split_held(self._pending, ends)
@@ -152,14 +147,6 @@ class Qwen3CoderToolParser(ToolParser):
         self.reply.add_arguments(self._value.feed(self._pending[:at]) + self._value.finish())
         self._pending = self._pending[at:].removeprefix(_END_PARAMETER)
         self._where = _Where.FUNCTION
-        return True
-
-    def _read_behind(self) -> bool:
-        rest = skip_tag(self._pending, _CLOSE)
-        if rest is None:
-            return False
-        self._pending = rest
-        self._where = _Where.CONTENT
         return True
 
     def _flush(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.transformers_utils.overrides import apply_overrides
 from vllm.transformers_utils.speculators import refuse_speculators
 
@@ -119,13 +121,16 @@ def _parse(
     model_type = raw.get("model_type")
     if model_type in _CONFIG_REGISTRY:
         return _CONFIG_REGISTRY[model_type].from_pretrained(model, revision=revision or "main")
+    # Remote code may well import model classes.
+    lean = nullcontext() if trust_remote_code else without_model_classes()
     try:
-        return AutoConfig.from_pretrained(
-            model,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            code_revision=code_revision,
-        )
+        with lean:
+            return AutoConfig.from_pretrained(
+                model,
+                trust_remote_code=trust_remote_code,
+                revision=revision,
+                code_revision=code_revision,
+            )
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         hint = "" if trust_remote_code else _remote_code_hint(raw)

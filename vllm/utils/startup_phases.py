@@ -1,28 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the phases of a start begin and end, for `vllm bench startup`.
+"""When the phases of a start begin and end: for the log, and for `vllm bench startup`.
 
-Every process of a server appends to the file named by VLLM_STARTUP_PHASES; unset, nothing happens.
-A phase may begin in one process and end in another: the clock is the machine's.
+A phase may begin in one process and end in another: the clock is the machine's. Every process
+keeps its events, and appends them to the file named by VLLM_STARTUP_PHASES if that is set.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from vllm import envs
+from vllm.logger import init_logger
+from vllm.utils.phase_ledger import PhaseEvent, ledger
+
+logger = init_logger(__name__)
+
+#: every engine's start has this phase, and it comes before its others
+FIRST_OF_ENGINE = "config"
+
+_events: list[PhaseEvent] = []
 
 
-def begin(name: str) -> None:
-    """The phase begins now."""
-    _append(name, True)
+def begin(name: str, time_s: float | None = None) -> None:
+    """The phase begins now, or began at `time_s` of `time.monotonic()`."""
+    if name == FIRST_OF_ENGINE and any(event.name == name for event in _events):
+        _events.clear()  # an earlier start of this process failed
+    _append(PhaseEvent(name, True, time.monotonic() if time_s is None else time_s))
 
 
 def end(name: str) -> None:
     """The phase ends now."""
-    _append(name, False)
+    _append(PhaseEvent(name, False, time.monotonic()))
+
+
+def begin_with_process(name: str) -> None:
+    """The phase began when this process did."""
+    import psutil
+
+    age_s = time.time() - psutil.Process().create_time()
+    begin(name, time.monotonic() - age_s)
 
 
 @contextmanager
@@ -35,9 +54,39 @@ def startup_phase(name: str) -> Iterator[None]:
         end(name)
 
 
-def _append(name: str, begins: bool) -> None:
+def began_s() -> float:
+    """When the start that is under way began, on `time.monotonic()`'s clock."""
+    return min((event.time_s for event in _events), default=time.monotonic())
+
+
+def take_events() -> list[PhaseEvent]:
+    """What this process noted and adopted since the last call."""
+    taken = _events.copy()
+    _events.clear()
+    return taken
+
+
+def adopt(events: Iterable[PhaseEvent]) -> None:
+    """Add what another process noted; its file has it already."""
+    _events.extend(events)
+
+
+def log_ledger() -> None:
+    """Log where the time of this start went, in seconds, from its first phase until now."""
+    events = sorted(take_events(), key=lambda event: event.time_s)
+    if not events:
+        return
+    now = time.monotonic()
+    began = events[0].time_s
+    parts = ledger(events, began, now).items()
+    shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
+    logger.info("engine started in %.2f s: %s", now - began, shown)
+
+
+def _append(event: PhaseEvent) -> None:
+    _events.append(event)
     path = envs.VLLM_STARTUP_PHASES
     if path is not None:
-        event = {"name": name, "begins": begins, "time_s": time.monotonic()}
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+            line = {"name": event.name, "begins": event.begins, "time_s": event.time_s}
+            file.write(json.dumps(line) + "\n")

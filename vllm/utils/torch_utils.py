@@ -18,6 +18,9 @@ STR_DTYPE_TO_TORCH_DTYPE: dict[str, torch.dtype] = {
 }
 
 
+_FP8_NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
 def dtype_from_name(name: str | torch.dtype) -> torch.dtype:
     """`"bfloat16"`, `"torch.bfloat16"` or a dtype; `ValueError` with the known names otherwise."""
     if isinstance(name, torch.dtype):
@@ -37,7 +40,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def get_kv_cache_torch_dtype(
     cache_dtype: str | torch.dtype, model_dtype: str | torch.dtype | None = None
 ) -> torch.dtype:
-    """The dtype of KV caches; `"auto"` is the model's."""
+    """The dtype of KV caches; `"auto"` is the model's, `"fp8"` is e4m3."""
+    if isinstance(cache_dtype, str) and cache_dtype in _FP8_NAMES:
+        return _FP8_NAMES[cache_dtype]
     if cache_dtype == "auto":
         if model_dtype is None:
             raise ValueError("cache dtype 'auto' needs the model's dtype")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.cache_options import CacheOptions, CacheReport
@@ -49,13 +50,26 @@ _FINISH_REASONS = {
 _NO_OPTIONS = CacheOptions()
 
 
+def _stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+    ends = set(params.stop_token_ids or ())
+    if eos_token_id is not None and not params.ignore_eos:
+        ends.add(eos_token_id)
+    return frozenset(ends)
+
+
 class Request:
     """Tokens, progress and block hashes of one request.
 
     `num_computed_tokens` advances when a step is scheduled. With asynchronous scheduling
     `num_output_placeholders` counts sampled tokens whose value has not come back yet, and
     `discard_outputs` how many of those must be dropped on arrival (they were sampled before a
-    preemption and will be sampled again).
+    preemption and will be sampled again). `num_state_tokens` is what the recurrent state on the
+    device has taken in once every scheduled step has run: unlike `num_computed_tokens` it is never
+    set back, only to 0 when there is no state any more. `length_limit`: known tokens at which the
+    request ends.
+
+    `quiet_until`: while fewer tokens than this are computed, the next step computes one more and
+    samples, and nothing else has to be decided (see `Scheduler`).
     """
 
     def __init__(
@@ -94,6 +108,8 @@ class Request:
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_state_tokens = 0
+        self.quiet_until = 0
         self.num_cached_tokens = -1
         self.num_external_computed_tokens = 0
         self.num_preemptions = 0
@@ -103,17 +119,23 @@ class Request:
         self.queued_time = 0.0
         self.first_scheduled_time = 0.0
         self.max_tokens = 0
+        self.length_limit = self.num_prompt_tokens
+        #: tokens that may end the output
+        self.stop_ids: frozenset[int] = frozenset()
         #: what constrains the output, None for free text
         self.grammar: RequestGrammar | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
         if sampling_params is not None:
             assert sampling_params.max_tokens is not None
-            self.max_tokens = sampling_params.max_tokens
+            self.limit_output(sampling_params.max_tokens)
+            self.stop_ids = _stop_ids(sampling_params, eos_token_id)
             extra = sampling_params.extra_args or {}
             self.kv_transfer_params = extra.get("kv_transfer_params")
-        self.block_hashes: list[BlockHash] = []
+        self._block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
         self._prefix_hashes: dict[int, BlockHash] = {}
+        #: known tokens that complete the next block to hash
+        self._next_hash_at = sys.maxsize if block_hasher is None else block_hasher.block_size
         self._extend_block_hashes()
 
     @classmethod
@@ -135,13 +157,20 @@ class Request:
             block_hasher=block_hasher,
         )
 
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        """Of every full block of known tokens; hashed when first asked for."""
+        if len(self.all_token_ids) >= self._next_hash_at:
+            self._extend_block_hashes()
+        return self._block_hashes
+
     def _extend_block_hashes(self) -> None:
         hasher = self._block_hasher
         if hasher is None:
             return
-        size = hasher.block_size
-        if len(self.all_token_ids) >= (len(self.block_hashes) + 1) * size:
-            self.block_hashes.extend(hasher(self))
+        self._next_hash_at = sys.maxsize  # the hasher reads `block_hashes`
+        self._block_hashes.extend(hasher(self))
+        self._next_hash_at = (len(self._block_hashes) + 1) * hasher.block_size
 
     @property
     def hash_block_size(self) -> int:
@@ -170,7 +199,11 @@ class Request:
         else:
             self.output_token_ids.extend(token_ids)
             self.all_token_ids.extend(token_ids)
-        self._extend_block_hashes()
+
+    def limit_output(self, max_tokens: int) -> None:
+        """Let the request end after `max_tokens` output tokens."""
+        self.max_tokens = max_tokens
+        self.length_limit = self.num_prompt_tokens + max_tokens
 
     def truncate_output(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` output tokens."""
@@ -178,19 +211,16 @@ class Request:
             self.grammar.rewind(num_tokens)
         del self.output_token_ids[num_tokens:]
         del self.all_token_ids[self.num_prompt_tokens + num_tokens :]
-        self.block_hashes.clear()
+        self.quiet_until = 0
         self._prefix_hashes.clear()
-        self._extend_block_hashes()
+        if self._block_hasher is not None:
+            self._block_hashes.clear()
+            self._next_hash_at = self._block_hasher.block_size
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.all_token_ids)
-
-    @property
-    def num_tokens_with_placeholders(self) -> int:
-        """Known tokens plus sampled ones still in flight."""
-        return len(self.all_token_ids) + self.num_output_placeholders
 
     @property
     def num_output_tokens(self) -> int:

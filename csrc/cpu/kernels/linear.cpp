@@ -138,14 +138,14 @@ void store_rows(
   }
 }
 
-template <typename T, typename Step>
+template <typename T, typename W, typename Step>
 void columns_range(
     const SkinnyLinearArgs& args, const typename Step::Left* x, int64_t ldx, int64_t begin,
     int64_t end) {
   alignas(64) float block[8 * kBlockColumns + kLanes];
   for (int64_t column = begin; column < end; column += kBlockColumns) {
     const int64_t columns = end - column < kBlockColumns ? end - column : kBlockColumns;
-    const T* w = static_cast<const T*>(args.weight) + column * args.weight_stride;
+    const W* w = static_cast<const W*>(args.weight) + column * args.weight_stride;
     int64_t row = 0;
     auto step = [&](auto rows, auto cols) {
       constexpr int kRows = decltype(rows)::value, kCols = decltype(cols)::value;
@@ -162,14 +162,15 @@ void columns_range(
   }
 }
 
-template <typename T, typename Step>
+// T: of the output and bias, W: of the weight.
+template <typename T, typename Step, typename W = T>
 void run(const SkinnyLinearArgs& args, const typename Step::Left* x, int64_t ldx) {
   const int64_t blocks = (args.outputs + kBlockColumns - 1) / kBlockColumns;
   const int64_t block_cost = kBlockColumns * args.depth * (args.rows + 3) / 4;
   const int64_t grain = 262144 / (block_cost + 1) + 1;
   parallel_ranges(blocks, grain, [&](int64_t begin, int64_t end) {
     const int64_t last = end * kBlockColumns < args.outputs ? end * kBlockColumns : args.outputs;
-    columns_range<T, Step>(args, x, ldx, begin * kBlockColumns, last);
+    columns_range<T, W, Step>(args, x, ldx, begin * kBlockColumns, last);
   });
 }
 
@@ -189,6 +190,9 @@ void run_widened(const SkinnyLinearArgs& args) {
 }  // namespace
 
 void skinny_linear(const SkinnyLinearArgs& args) {
+  if (args.fp8_weight) {
+    return run<float, Widen<fp8>, fp8>(args, static_cast<const float*>(args.x), args.x_stride);
+  }
   switch (args.dtype) {
     case DType::kF32:
       return run<float, Widen<float>>(args, static_cast<const float*>(args.x), args.x_stride);

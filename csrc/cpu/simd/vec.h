@@ -36,6 +36,7 @@ typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
 
 inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -104,6 +105,15 @@ inline vh from_float(vf v, fp16) {
 }
 #endif
 
+// Scaling by 2^120 maps the 4-bit exponent onto the float's, subnormals included.
+inline vf to_float(vb b, fp8) {
+  const vu u = __builtin_convertvector(b, vu);
+  const vu magnitude = (u & 0x7fu) << 20;
+  const vu scaled = (vu)((vf)magnitude * 0x1p120f);
+  const vu value = magnitude == 0x07f00000u ? (vu{} + 0x7fc00000u) : scaled;
+  return (vf)(value | ((u & 0x80u) << 24));
+}
+
 inline vf load(const float* p) {
   vf v;
   __builtin_memcpy(&v, p, sizeof v);
@@ -114,6 +124,11 @@ inline vf load(const T* p) {
   vh h;
   __builtin_memcpy(&h, p, sizeof h);
   return to_float(h, T{});
+}
+inline vf load(const fp8* p) {
+  vb b;
+  __builtin_memcpy(&b, p, sizeof b);
+  return to_float(b, fp8{});
 }
 inline void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 template <typename T>

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.model_executor.harness import MAX_MODEL_LEN, Chunk, Harness
 from tests.tiny_models import tiny_model
 from vllm import ModelRegistry
+from vllm.compilation.graph_break import graph_break
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -43,22 +44,28 @@ class MovingAverage(nn.Module, AttentionLayerBase):
         return GDNAttentionBackend
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden] -> [tokens, hidden]`; decodes come first, then prefills."""
+        """`[tokens, hidden] -> [tokens, hidden]`."""
+        out = torch.empty_like(x)
+        self.average(x, out)
+        return out
+
+    @graph_break
+    def average(self, x: Tensor, out: Tensor) -> None:
+        """Decodes come first, then prefills; rows of `out` past them are padding."""
         metadata: GDNAttentionMetadata = self.metadata()
         (state,) = self.kv_cache
         decodes = metadata.num_decodes
         carried = state[metadata.state_indices[:decodes].long()]
         decoded = DECAY * carried + (1 - DECAY) * x[:decodes]
         state[metadata.state_indices[:decodes].long()] = decoded
-        out = [decoded]
+        out[:decodes] = decoded
         starts = decodes + metadata.prefill_query_start_loc
         for i, index in enumerate(metadata.prefill_state_indices.tolist()):
             h = state[index] if metadata.has_initial_state[i] else torch.zeros_like(state[index])
-            for token in x[int(starts[i]) : int(starts[i + 1])]:
-                h = DECAY * h + (1 - DECAY) * token
-                out.append(h[None])
+            for t in range(int(starts[i]), int(starts[i + 1])):
+                h = DECAY * h + (1 - DECAY) * x[t]
+                out[t] = h
             state[index] = h
-        return torch.cat(out)
 
 
 class AverageLayer(DecoderLayer):

@@ -78,6 +78,7 @@ def run(layer: GatedDeltaNet, config: VllmConfig, hidden: Tensor, decodes: int) 
         num_decodes=decodes,
         num_prefills=1,
         state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
+        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
         has_initial_state=torch.tensor([False]),
         prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
         chunk_indices=indices,

@@ -39,6 +39,8 @@ def _common() -> CommonAttentionMetadata:
         prefill_query_start_loc=torch.from_numpy(prefill),
         prefill_query_start_loc_cpu=prefill,
         block_table=torch.from_numpy(table),
+        prefill_seq_lens=torch.from_numpy(lens[2:]),
+        prefill_block_table=torch.from_numpy(table[2:]),
         slot_mapping=torch.arange(77),
         block_table_cpu=table,
     )

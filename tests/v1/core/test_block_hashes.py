@@ -10,6 +10,7 @@ from state_cases import BLOCK, request
 
 from vllm.utils.hashing import get_hash_fn_by_name, sha256, sha256_cbor, xxhash, xxhash_cbor
 from vllm.v1.core import kv_cache_utils as utils
+from vllm.v1.request import Request
 
 
 def media(identifier: str, offset: int, length: int) -> SimpleNamespace:
@@ -133,3 +134,21 @@ def test_root_hash_is_shared_only_with_a_seed(monkeypatch):
     first = utils.NONE_HASH
     utils.init_none_hash(sha256)
     assert utils.NONE_HASH not in (first, sha256("7"))
+
+
+def test_output_is_hashed_when_somebody_asks(monkeypatch):
+    hashed = []
+    original = utils.BlockHasher.__call__
+    monkeypatch.setattr(
+        utils.BlockHasher, "__call__", lambda self, req: hashed.append(1) or original(self, req)
+    )
+    req = request("a", range(BLOCK + 3))
+    assert len(hashed) == 1, "the prompt, at once"
+    for token in range(3 * BLOCK):
+        req.append_output_token_ids(token)
+    assert len(hashed) == 1
+    assert len(req.block_hashes) == 4 and len(hashed) == 2
+    assert req.block_hashes == request("b", req.all_token_ids).block_hashes
+    req.truncate_output(BLOCK)
+    assert req.block_hashes == request("c", req.all_token_ids).block_hashes
+    assert len(Request("d", [1, 2], None).block_hashes) == 0

@@ -16,6 +16,7 @@ from tests.tiny_models import tiny_model
 from vllm import LLM, SamplingParams, decisions
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_outline import outline_model
+from vllm.platforms import current_platform
 from vllm.v1.core.arena_sizing import get_kv_cache_configs
 from vllm.v1.core.explain import Budget, Explanation, explain
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -45,6 +46,7 @@ def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
     """`(family, engine arguments)` of a named case."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("llama", {"dtype": "float32"}),
+        "llama_fp8": ("llama", {"dtype": "bfloat16", "quantization": "fp8"}),
         "llama_32": ("llama", {"dtype": "bfloat16", "block_size": 32}),
         "qwen3_extract": ("qwen3", {"dtype": "bfloat16", **extraction(path, 1, 4)}),
         "sliding": ("qwen3_sliding", {"dtype": "float32", "max_num_batched_tokens": 64}),
@@ -62,8 +64,8 @@ def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
 
 
 CASES = (
-    "llama", "llama_32", "qwen3_extract", "sliding", "hybrid", "hybrid_state16", "hybrid_wrapper",
-    "hybrid_extract",
+    "llama", "llama_fp8", "llama_32", "qwen3_extract", "sliding", "hybrid", "hybrid_state16",
+    "hybrid_wrapper", "hybrid_extract",
 )  # fmt: skip
 
 
@@ -241,6 +243,16 @@ def test_device_memory_is_shared_with_weights() -> None:
     assert memory.arena_bytes == int(0.9 * 141e9) - memory.weight_bytes - 2 * 10**9
 
 
+def test_device_memory_is_shared_with_uncommitted_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the rings of `max_num_seqs` rows take in all recurrent layers."""
+    monkeypatch.setattr(type(current_platform), "defers_commit", True)
+    options = {"gpu_memory_utilization": 0.9, "max_num_seqs": 32, "deferred_commit_tokens": 4}
+    budget = Budget(device_bytes=141 * 10**9)
+    memory = explained(BENCHMARK_MODEL, options, budget=budget, what_ifs=False).memory
+    assert memory.ring_bytes == 24 * 32 * 3 * (16 * 128 + 32 * 128 + 32) * 4
+    assert memory.arena_bytes == int(0.9 * 141e9) - memory.weight_bytes - memory.ring_bytes
+
+
 # ---- parts of a report -------------------------------------------------------------------------
 
 
@@ -280,6 +292,27 @@ def test_what_ifs_equal_the_flags_they_name() -> None:
     assert "not supported with a torch.float32 model" in rows["--kv-cache-dtype bfloat16"].refused
     if not torch.cuda.is_available():
         assert "convolution's state" in rows["--mamba-cache-dtype bfloat16"].refused
+
+
+def test_a_float8_cache_halves_keys_and_values_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Captured hidden states and recurrent state keep their dtypes."""
+    monkeypatch.setattr(type(current_platform), "supports_fp8_cache", True)
+    family, options = settings_of("hybrid_extract", tmp_path)
+    options |= {"dtype": "bfloat16"}
+    budget = Budget(arena_bytes=ARENA_BYTES)
+    wide = explained(tiny_model(family), options, budget=budget)
+    narrow = explained(tiny_model(family), {**options, "kv_cache_dtype": "fp8"}, budget=budget)
+    data = {group.kind: (group.data_bytes,) for group in wide.groups}
+    for group in narrow.groups:
+        data[group.kind] += (group.data_bytes,)
+    assert data.pop("attention") == (2 * 2 * 16 * 2 * 32, 2 * 16 * 2 * 32)
+    assert len(data) == 2 and all(before == after for before, after in data.values())
+    (attention,) = [group for group in narrow.groups if group.kind == "attention"]
+    assert "float8_e4m3fn" in attention.keeps
+    rows = {row.flag: row for row in wide.what_ifs}
+    assert rows["--kv-cache-dtype fp8"].page_bytes == narrow.page_bytes
 
 
 def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:

@@ -281,6 +281,10 @@ class FakeExecutor(Executor):
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         return (threading.current_thread().name, os.getpid(), args, kwargs)
 
+    def step_sizes(self) -> list[int]:
+        """Requests in every step so far."""
+        return [len(step.num_scheduled_tokens) for step in self.worker.steps]
+
     def check_health(self) -> None:
         return None
 

@@ -18,6 +18,9 @@ class IdleCore:
     def has_work(self):
         return False
 
+    def use_idle_time(self):
+        return False
+
     def abort_all(self):
         pass
 

@@ -227,3 +227,14 @@ def test_the_longest_completion_is_reported_once(tokenizer):
         output = EngineCoreOutput(request_id, tokens, finish_reason=FinishReason.LENGTH)
         processor.process_outputs(EngineCoreOutputs([output], timestamp=1.0), iteration)
     assert [one.longest_completion for one in iteration.finished] == [None, 3]
+
+
+def test_the_count_of_cached_tokens_comes_once(tokenizer):
+    kind = RequestOutputKind.DELTA
+    processor = start(tokenizer, max_tokens=7, output_kind=kind)
+    iteration = IterationStats()
+    (first,) = send(processor, [40], iteration=iteration, num_cached_tokens=2).request_outputs
+    (later,) = send(processor, [41], iteration=iteration).request_outputs
+    send(processor, [42], iteration=iteration, finish_reason=FinishReason.LENGTH)
+    assert (first.num_cached_tokens, later.num_cached_tokens) == (2, 2)
+    assert iteration.num_cached_tokens == iteration.finished[0].num_cached_tokens == 2

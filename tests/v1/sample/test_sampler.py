@@ -103,6 +103,30 @@ def test_metadata_leaves_unused_features_out() -> None:
     assert random_row.top_p.tolist() == [0.5, 1.0]
 
 
+def test_metadata_tells_rows_that_limit_mass_alone() -> None:
+    def alone(**kwargs: float) -> bool:
+        greedy = SamplingParams(temperature=0.0, top_p=0.5)
+        return _metadata(greedy, SamplingParams(seed=1, **kwargs)).top_p_alone  # type: ignore[arg-type]
+
+    assert alone(top_p=0.5) and alone(top_p=0.5, top_k=50)
+    assert not alone() and not alone(top_p=0.5, top_k=5) and not alone(top_p=0.5, min_p=0.1)
+
+
+def test_top_p_of_one_keeps_all_whatever_the_others_ask() -> None:
+    logits = 3 * torch.randn(1, 9000, generator=torch.Generator().manual_seed(0)).expand(2, 9000)
+    probs = logits[0].sort(descending=True).values.softmax(0)
+    assert (probs.cumsum(0) - probs >= 1).any(), "rounded, the mass before some tokens is 1"
+    kept = _kept(apply_top_k_top_p(logits, None, torch.tensor([1.0, 0.5])))
+    assert len(kept[0]) == 9000
+
+
+def test_ties_with_the_last_kept_token_are_kept() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 0.0, 1.0]])
+    by_rank = apply_top_k_top_p(logits, torch.tensor([3]), None)
+    by_mass = apply_top_k_top_p(logits, None, torch.tensor([0.8]))
+    assert _kept(by_rank) == _kept(by_mass) == [{0, 1, 2, 3, 5}]
+
+
 def test_a_seed_is_required() -> None:
     with pytest.raises(ValueError, match="without a seed"):
         _metadata(SamplingParams(temperature=1.0))

@@ -227,6 +227,17 @@ def test_rows_keep_the_model_dtype() -> None:
     assert proposer.hidden_states.shape == (64, 1, HIDDEN)
 
 
+def test_a_replay_makes_the_calls_of_the_layer(connector_calls: list[str]) -> None:
+    proposer = make_proposer([0, 4])
+    layers = proposer.vllm_config.compilation_config.static_forward_context
+    metadata = CacheOnlyAttentionMetadata(torch.tensor([1]))
+    with set_forward_context(ForwardContext(layers, {LAYER: metadata})):
+        with proposer.layer_hooks():
+            assert connector_calls == [f"load {LAYER}"]
+            connector_calls.append("replay")
+    assert connector_calls[1:] == ["replay", f"save {LAYER} (6, 16, 2, {HIDDEN})"]
+
+
 def test_basic_cache() -> None:
     cache = torch.zeros(2, 4, 1, 3)
     basic_cache(torch.ones(2, 1, 3), cache, torch.tensor([6, -1]))

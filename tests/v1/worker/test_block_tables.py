@@ -27,7 +27,8 @@ def test_a_replaced_row_forgets_its_old_blocks() -> None:
     table = _paged()
     table.set_row(0, [5, 6, 7])
     table.set_row(0, [1])
-    device, host = table.gather(np.array([0]), 1)
+    device, host, prefills = table.gather(np.array([0]), 1, 1)
+    assert prefills.shape == (0, 1)
     assert device.tolist() == [[1]] and host.tolist() == [[1]]
 
 
@@ -35,7 +36,7 @@ def test_gather_pads_rows_and_uses_the_widest() -> None:
     table = _paged()
     table.set_row(0, [1])
     table.set_row(3, [2, 3, 4])
-    device, host = table.gather(np.array([3, 0]), 3)
+    device, host, _ = table.gather(np.array([3, 0]), 3, 2)
     assert device.shape == (3, 3)
     assert device[0].tolist() == [2, 3, 4]
     assert device[1, 0] == 1
@@ -43,8 +44,21 @@ def test_gather_pads_rows_and_uses_the_widest() -> None:
     assert host.shape == (2, 3)
 
 
+def test_prefills_lie_at_an_address_of_their_own() -> None:
+    """Whatever the number of decodes: kernels are compiled for the alignment of what they get."""
+    addresses = set()
+    for decodes in range(4):
+        table = GroupBlockTable(4, 8, 4, 32, recurrent=False, device=CPU, depth=1)
+        for row in range(4):
+            table.set_row(row, [10 + row, 20 + row])
+        device, _, prefills = table.gather(np.array([0, 1, 2, 3]), 4, decodes)
+        assert torch.equal(prefills, device[decodes:]) and len(device) == 4
+        addresses.add(prefills.data_ptr() % 64)
+    assert addresses == {0}
+
+
 def test_recurrent_groups_have_no_slots() -> None:
     table = GroupBlockTable(512, 1, 4, 32, recurrent=True, device=CPU, depth=2)
     table.set_row(2, [7])
-    assert table.gather(np.array([2]), 1)[0].tolist() == [[7]]
+    assert table.gather(np.array([2]), 1, 1)[0].tolist() == [[7]]
     assert table.slot_mapping(np.array([2]), np.array([0]), 1).numel() == 0

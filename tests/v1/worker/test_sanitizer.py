@@ -94,7 +94,7 @@ class Bench:
         order = self.batch.order(counts, set(counts))
         inputs = self.inputs.build(order)
         for table in self.tables.groups:
-            table.gather(order.rows, order.num_reqs)
+            table.gather(order.rows, order.num_reqs, order.num_decodes)
             table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded)
         return order, inputs
 
@@ -120,8 +120,7 @@ class Bench:
             for group in {STATE, FULL, WINDOW, HIDDEN} - set(skip):
                 self.write(group, state.row, range(start, start + count))
         self.end(order, inputs)
-        for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
-            state.num_computed_tokens += count
+        self.batch.advance(order)
 
     def end(
         self, order: StepOrder, inputs: StepInputs, transfers: KVConnectorOutput | None = None
@@ -260,7 +259,7 @@ def test_a_write_to_a_shared_block(bench: Bench) -> None:
     bench.run(a=32)
     bench.batch.remove("a")
     bench.begin(("b", second, 16), kv_connector_metadata=object())
-    bench.batch.requests["b"].num_computed_tokens = 15
+    bench.batch.num_computed[bench.batch.requests["b"].row] = 15
     message = f"request b, group {FULL} .*block {first[FULL][0]} .*shared or another's"
     with pytest.raises(SanitizerError, match=message):
         bench.run(b=1)
@@ -312,12 +311,12 @@ def test_wrong_slots(bench: Bench) -> None:
 
 def test_a_padded_token_with_a_slot(bench: Bench) -> None:
     bench.begin(("a", blocks(bench), 0))
-    bench.batch.requests["a"].num_computed_tokens = 64
+    bench.batch.num_computed[:] = 64
     order = bench.batch.order({"a": 1}, {"a"})
-    bench.batch.requests["a"].num_computed_tokens = order.num_computed[0] = 0
-    inputs = bench.inputs.build(order, 3)
+    bench.batch.num_computed[:] = order.num_computed[0] = 0
+    inputs = bench.inputs.build(order, 3, 3)
     for table in bench.tables.groups:
-        table.gather(order.rows, 3)
+        table.gather(order.rows, 3, order.num_decodes)
         table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, 3)
     bench.sanitizer.check_inputs(order, inputs)
     bench.tables.groups[FULL].slots.array[2] = 0

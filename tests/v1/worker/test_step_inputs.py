@@ -50,6 +50,7 @@ def test_arrays_of_a_mixed_step() -> None:
     decode_row = batch.requests["decode"].row
     builder.remember(torch.tensor([decode_row]), torch.tensor([999]))
     inputs = builder.build(order)
+    builder.read_newest(inputs)
     assert inputs.num_tokens == 14
     assert inputs.input_ids.tolist() == [999, 0, 1, 2, 3, 4, *range(116, 124)]
     assert inputs.positions.tolist() == [7, 0, 1, 2, 3, 4, *range(16, 24)]
@@ -64,6 +65,25 @@ def test_arrays_of_a_mixed_step() -> None:
         inputs.token_rows_cpu.tolist()
         == [rows[0]] + [rows[1]] * 5 + [batch.requests["chunk"].row] * 8
     )
+
+
+def test_padding_follows_the_real_tokens() -> None:
+    batch = _batch({"new": (5, 0), "decode": (7, 7)})
+    builder = StepInputBuilder(8, 64, CPU, depth=1)
+    for staged in (builder._ids, builder._positions, builder._seq_lens):
+        staged.next()[:] = 77
+    order = batch.order({"new": 5, "decode": 1}, {"decode"})
+    inputs = builder.build(order, 10)
+    builder.read_newest(inputs)
+    assert (inputs.num_tokens, inputs.num_padded) == (6, 10)
+    assert inputs.input_ids.tolist() == [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]
+    assert inputs.positions.tolist() == [7, 0, 1, 2, 3, 4, 0, 0, 0, 0]
+    # Requests are not padded: what reads them runs outside the graphs.
+    assert inputs.seq_lens.tolist() == [8, 5] and inputs.query_start_loc.tolist() == [0, 1, 6]
+    decode = batch.order({"decode": 1}, {"decode"})
+    padded = builder.build(decode, 4, 4)
+    assert padded.seq_lens.tolist() == [8, 0, 0, 0]
+    assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -81,6 +101,7 @@ def test_random_steps_equal_a_loop(seed: int) -> None:
     builder.last_sampled.copy_(newest)
     order = batch.order(scheduled, set(scheduled))
     inputs = builder.build(order)
+    builder.read_newest(inputs)
     ids, positions = [], []
     for state in order.states:
         for j in range(scheduled[state.req_id]):

@@ -59,6 +59,7 @@ def _head(report: Explanation) -> Iterator[str]:
     if memory.device_bytes is not None:
         yield (
             f"device {amount(memory.device_bytes)}, weights {amount(memory.weight_bytes)}, "
+            f"uncommitted state {amount(memory.ring_bytes)}, "
             f"reserved {amount(memory.reserved_bytes or 0)}"
         )
     else:

@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from vllm.version import __version__
@@ -22,6 +23,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench throughput": ("vllm.entrypoints.cli.bench", "Benchmark many requests, offline."),
     "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
+    "tune": ("vllm.entrypoints.cli.tune", "Measure the kernels' launch parameters on this GPU."),
     "explain": ("vllm.entrypoints.cli.explain", "Say what a configuration allocates, and why."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for bug reports."),
 }
@@ -97,12 +99,13 @@ def _answer_usage(argv: list[str]) -> int:
 def _run(name: str, argv: list[str]) -> int:
     """Parse and run; the last line on stderr names the cause of a failure."""
     try:
-        command = load_command(name)
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        with _engine_process(name, argv):
+            command = load_command(name)
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        parser = FlexibleArgumentParser(prog=f"vllm {name}", description=command.description)
-        command.add_arguments(parser)
-        return command.run(command.parse(parser, argv))
+            parser = FlexibleArgumentParser(prog=f"vllm {name}", description=command.description)
+            command.add_arguments(parser)
+            return command.run(command.parse(parser, argv))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -110,6 +113,16 @@ def _run(name: str, argv: list[str]) -> int:
             return 128 + signal.SIGPIPE
         report_failure(name, error)
         return 1
+
+
+def _engine_process(name: str, argv: list[str]) -> AbstractContextManager[None]:
+    """For a server: the engine's process, which imports what it needs while this one does."""
+    asks_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
+    if name != "serve" or asks_help or os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "spawn":
+        return nullcontext()
+    from vllm.utils.spare_process import prestarted
+
+    return prestarted()
 
 
 def _reader_left() -> bool:

@@ -124,6 +124,7 @@ def _import_middleware(path: str) -> Any:
 
 def run_server(namespace: argparse.Namespace) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status."""
+    startup_phases.begin_with_process("import")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launcher import bind, check_certificates, serve
 

@@ -7,13 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.norm import row_tile, row_warps
+from vllm.utils.math_utils import cdiv
 
 COLUMNS = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    start_next(PDL)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
@@ -27,8 +33,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        grid = (tokens, triton.cdiv(n, COLUMNS))
-        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS)
+        grid = (tokens, cdiv(n, COLUMNS))
+        pdl = dependent_launch(out.device)
+        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
     return out
 
 
@@ -46,7 +53,10 @@ def _mul_sigmoid_kernel(
     N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < N)[None, :]
@@ -64,7 +74,7 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
     if tokens:
         block_r, block_n = row_tile(n)
-        _mul_sigmoid_kernel[(triton.cdiv(tokens * heads, block_r),)](
+        _mul_sigmoid_kernel[(cdiv(tokens * heads, block_r),)](
             x,
             gate,
             out,
@@ -78,5 +88,6 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
             BLOCK_R=block_r,
             BLOCK_N=block_n,
             num_warps=row_warps(block_n),
+            **dependent_launch(out.device),
         )
     return out

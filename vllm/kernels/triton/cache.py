@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.fp8 import FP8, to_fp8
+
 
 @triton.jit
 def _write_rows_kernel(
@@ -52,7 +54,17 @@ def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     )
 
 
-def write_kv_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """See `Kernels.write_kv_cache`."""
+    if kv_cache.dtype is FP8:
+        key, value = to_fp8(key.float() * (1 / k_scale)), to_fp8(value.float() * (1 / v_scale))
     write_rows(key, kv_cache[:, 0], slot_mapping)
     write_rows(value, kv_cache[:, 1], slot_mapping)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule ops of the interface over the packed projections."""
 
-import torch
 from torch import Tensor
 
+from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels.triton.norm import gated_rms_norm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode import launch_for, run_decode
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import (
+    decode_inputs,
+    overlaps_launches,
+)
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.recurrent import run_recurrent
-from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_update
 
 
 def split_qkv(
@@ -78,23 +83,36 @@ def gdn_decode(
     head_k_dim: int,
     head_v_dim: int,
     out: Tensor,
+    ring: DecodeRing | None = None,
+    norm: GatedNorm | None = None,
 ) -> None:
-    """See `Kernels.gdn_decode`: the convolution update, then the recurrent step."""
-    mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    conv_update(qkv, conv_weight, conv_bias, conv_state, state_indices, mixed)
-    q, k, v = split_qkv(mixed, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    run_recurrent(
-        q,
-        k,
-        v,
+    """See `Kernels.gdn_decode`: two launches, the second of which reads the states meanwhile, and
+    for many sequences the norm."""
+    if len(state_indices) == 0:
+        return
+    overlaps = overlaps_launches(qkv.device)
+    heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    inputs = decode_inputs(
+        qkv,
         a,
         b,
         A_log,
         dt_bias,
-        ssm_state,
+        conv_weight,
+        conv_bias,
+        conv_state,
         state_indices,
-        None,
-        head_k_dim**-0.5,
-        True,
-        out,
+        ring,
+        heads,
+        overlaps,
     )
+    launch = launch_for(len(state_indices), head_k_dim, head_v_dim)
+    fused = norm if launch.rows >= head_v_dim else None
+    run_decode(inputs, ssm_state, state_indices, ring, fused, launch, overlaps, head_k_dim, out)
+    if norm is not None and fused is None:
+        gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
+
+
+def gdn_commit(rings: RingStack, entries: Tensor) -> None:
+    """See `Kernels.gdn_commit`."""
+    run_commit(rings, entries)

@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.utils.math_utils import cdiv, next_power_of_2
+
 ROW_TILE_ELEMENTS = 1024
 
 
 def row_tile(width: int) -> tuple[int, int]:
     """`(rows, columns)` of a tile: the padded row, and enough short rows to fill a program."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     return max(1, ROW_TILE_ELEMENTS // columns), columns
 
 
@@ -47,13 +50,16 @@ def _rms_norm_kernel(
     ONE_PLUS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < N)[None, :]
     start = (row // HEADS) * stride_token + (row % HEADS) * stride_head
-    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
+    start_next(PDL)
     w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
     y = _weigh(_normalise(x.to(tl.float32), N, eps), w[None, :], x.dtype, ONE_PLUS)
     tl.store(out_ptr + row[:, None] * N + col[None, :], y, mask=mask)
 
@@ -67,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -
     view = x.reshape(1, 1, n) if x.ndim == 1 else x.reshape(len(x), -1, n)
     rows = view.shape[0] * view.shape[1]
     block_r, block_n = row_tile(n)
-    _rms_norm_kernel[(triton.cdiv(rows, block_r),)](
+    _rms_norm_kernel[(cdiv(rows, block_r),)](
         view,
         weight,
         out,
@@ -81,6 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -
         BLOCK_R=block_r,
         BLOCK_N=block_n,
         num_warps=row_warps(block_n),
+        **dependent_launch(x.device),
     )
     return out
 
@@ -98,13 +105,16 @@ def _fused_add_rms_norm_kernel(
     N: tl.constexpr,
     ONE_PLUS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK_N)[None, :]
     mask = col < N
+    start_next(PDL)
+    w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    await_previous(PDL)
     x = tl.load(x_ptr + row * stride_x + col, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + row * stride_residual + col, mask=mask, other=0.0)
-    w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(sum_ptr + row * N + col, total, mask=mask)
     y = _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
@@ -118,7 +128,7 @@ def fused_add_rms_norm(
     tokens, n = x.shape
     out, total = (torch.empty(tokens, n, dtype=x.dtype, device=x.device) for _ in range(2))
     if tokens:
-        block_n = triton.next_power_of_2(n)
+        block_n = next_power_of_2(n)
         _fused_add_rms_norm_kernel[(tokens,)](
             x,
             residual,
@@ -132,6 +142,7 @@ def fused_add_rms_norm(
             ONE_PLUS=one_plus,
             BLOCK_N=block_n,
             num_warps=row_warps(block_n),
+            **dependent_launch(x.device),
         )
     return out, total
 
@@ -152,29 +163,35 @@ def _gated_rms_norm_kernel(
     N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < N)[None, :]
     token, head = row // HEADS, row % HEADS
     start = token * stride_token + head * stride_head
+    start_next(PDL)
+    w = tl.load(w_ptr + col, mask=col < N, other=0.0)
+    await_previous(PDL)
     x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
     start = token * stride_gate_token + head * stride_gate_head
     gate = tl.load(gate_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + col, mask=col < N, other=0.0)
     y = _weigh(_normalise(x.to(tl.float32), N, eps), w.to(tl.float32)[None, :], x.dtype, False)
     if w.dtype == x.dtype:
         y = y.to(x.dtype).to(tl.float32)
     tl.store(out_ptr + row[:, None] * N + col[None, :], y * gate * tl.sigmoid(gate), mask=mask)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
     tokens, heads, n = x.shape
-    out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
     if tokens:
         block_r, block_n = row_tile(n)
-        _gated_rms_norm_kernel[(triton.cdiv(tokens * heads, block_r),)](
+        _gated_rms_norm_kernel[(cdiv(tokens * heads, block_r),)](
             x,
             gate,
             weight,
@@ -190,5 +207,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
             BLOCK_R=block_r,
             BLOCK_N=block_n,
             num_warps=row_warps(block_n),
+            **dependent_launch(x.device),
         )
-    return out
+    return out.view(tokens, heads * n)

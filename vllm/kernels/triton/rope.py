@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels import fp8
+from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.kernels.triton.quantize import to_fp8
+from vllm.utils.math_utils import cdiv, next_power_of_2
+
 TILE_ELEMENTS = 1024
+FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 
 
 @triton.jit
@@ -70,6 +76,9 @@ def _qk_norm_rope_cache_kernel(
     stride_token,
     stride_block,
     eps,
+    inverse_k_scale,
+    inverse_v_scale,
+    FP8: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -81,15 +90,18 @@ def _qk_norm_rope_cache_kernel(
     ONE_PLUS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (tokens, query head tiles + kv head tiles)."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    start_next(PDL)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
     row = qkv_ptr + token * stride_token
     position = tl.load(position_ptr + token, mask=slot >= 0, other=0)
+    await_previous(PDL)
     angles = cos_sin_ptr + position.to(tl.int64) * ROT
     if tile < q_tiles:
         head = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -112,6 +124,9 @@ def _qk_norm_rope_cache_kernel(
         cache = cache_ptr + (slot // BLOCK_SIZE) * stride_block
         cache += (slot % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
         inner = head[:, None] * HEAD_DIM + d
+        if FP8:
+            k = to_fp8(k.to(v.dtype).to(tl.float32) * inverse_k_scale, FP8_MAX)
+            v = to_fp8(v.to(tl.float32) * inverse_v_scale, FP8_MAX)
         tl.store(cache + inner, k, mask=mask)
         tl.store(cache + BLOCK_SIZE * KV_HEADS * HEAD_DIM + inner, v, mask=mask)
 
@@ -131,15 +146,17 @@ def qk_norm_rope_cache(
     gated: bool,
     eps: float,
     one_plus: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """See `Kernels.qk_norm_rope_cache`; positions of padding rows are not read."""
     tokens = len(qkv)
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_h = max(1, TILE_ELEMENTS // block_d)
-    tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    tiles = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
     _qk_norm_rope_cache_kernel[(tokens, tiles)](
         qkv,
         positions,
@@ -152,6 +169,9 @@ def qk_norm_rope_cache(
         qkv.stride(0),
         kv_cache.stride(0),
         eps,
+        1 / k_scale,
+        1 / v_scale,
+        FP8=kv_cache.dtype is fp8.FP8,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -163,5 +183,6 @@ def qk_norm_rope_cache(
         ONE_PLUS=one_plus,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
+        **dependent_launch(qkv.device),
     )
     return q

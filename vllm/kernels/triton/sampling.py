@@ -11,71 +11,105 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-LANE = 1024
-TARGET_PROGRAMS = 512
+from vllm.kernels.triton.token_filter import TILE, Kept
 
-
-@triton.jit
-def _better(score, index, best, best_index):
-    """The larger score, and of equal scores the smaller index."""
-    take = (score > best) | ((score == best) & (index < best_index))
-    return tl.where(take, score, best), tl.where(take, index, best_index)
+LANE = TILE // 4
+ARGMAX_TILE = 4096
 
 
 @triton.jit
-def _exponential(bits):
-    """Standard exponential noise from uint32 bits, accurate for small values too."""
+def _log(x, FAST: tl.constexpr):
+    """Natural logarithm; FAST: by the hardware's, whose error is 2e-7 near 1."""
+    if FAST:
+        return libdevice.fast_logf(x)
+    return tl.log(x)
+
+
+@triton.jit
+def _gumbel(bits, FAST: tl.constexpr):
+    """Gumbel noise from uint32 bits: `-log(E)`, `E = -log(1 - u)` exponential.
+
+    A series gives `E` where `1 - u` would lose its digits.
+    """
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    small = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    return tl.where(u < 1e-3, small, -tl.log(tl.maximum(1.0 - u, 1e-30)))
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
+    exponential = -_log(tl.maximum(1.0 - u, 1e-30), FAST)
+    return -_log(tl.where(u < 0.0625, series, exponential), FAST)
 
 
-@triton.jit(do_not_specialize=["span"])
+@triton.jit
+def _store_best(score_ptr, index_ptr, place, score, index, VOCAB: tl.constexpr):
+    """The first of a tile's largest scores; `VOCAB` where all are NaN."""
+    top = tl.max(score, axis=0)
+    tl.store(score_ptr + place, top)
+    tl.store(index_ptr + place, tl.min(tl.where(score == top, index, VOCAB), axis=0))
+
+
+@triton.jit
 def _partial_argmax_kernel(
+    logits_ptr, score_ptr, index_ptr, stride_row, VOCAB: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Grid (tiles, rows): the best of `TILE` logits, all loaded at once."""
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    logits = logits_ptr + row * stride_row
+    score = tl.load(logits + index, mask=index < VOCAB, other=float("-inf")).to(tl.float32)
+    place = row * tl.num_programs(0) + tl.program_id(0)
+    _store_best(score_ptr, index_ptr, place, score, index, VOCAB)
+
+
+@triton.jit
+def _partial_draw_kernel(
     logits_ptr,
     temperature_ptr,
     seed_ptr,
     position_ptr,
+    lowest_ptr,
+    peak_ptr,
     score_ptr,
     index_ptr,
     stride_row,
-    span,
     VOCAB: tl.constexpr,
-    SAMPLE: tl.constexpr,
+    FILTERED: tl.constexpr,
+    FAST: tl.constexpr,
     LANE: tl.constexpr,
 ):
-    """Grid (rows, splits): the best of `span` scores. Token `i` takes Philox output
+    """Grid (tiles, rows): the best of `4 * LANE` noisy scores. Token `i` takes Philox output
     `i // LANE % 4` of counter `i // (4 * LANE) * LANE + i % LANE`."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logits = logits_ptr + row * stride_row
+    row = tl.program_id(1).to(tl.int64)
+    place = row * tl.num_programs(0) + tl.program_id(0)
+    lowest = float("-inf")
+    if FILTERED:
+        lowest = tl.load(lowest_ptr + row)
+        if tl.load(peak_ptr + place) < lowest:
+            tl.store(score_ptr + place, float("-inf"))
+            tl.store(index_ptr + place, VOCAB)
+            return
+    start = tl.program_id(0) * 4 * LANE
     lane = tl.arange(0, LANE)
+    logits = logits_ptr + row * stride_row + start
+    temperature = tl.load(temperature_ptr + row)
+    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+    counter = (start // 4 + lane).to(tl.uint32)
+    low = counter * 0 + position.to(tl.uint32)
+    high = counter * 0 + (position >> 32).to(tl.uint32)
+    bits = tl.philox(seed, counter, low, high, counter * 0)
     best = tl.full((LANE,), float("-inf"), tl.float32)
     best_index = tl.full((LANE,), VOCAB, tl.int32)
-    temperature = 0.0
-    if SAMPLE:
-        temperature = tl.load(temperature_ptr + row)
-        seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-    inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    for start in range(split * span, min(split * span + span, VOCAB), 4 * LANE):
-        start = tl.multiple_of(start, 4 * LANE)
-        if SAMPLE:
-            counter = (start // 4 + lane).to(tl.uint32)
-            low = counter * 0 + position.to(tl.uint32)
-            high = counter * 0 + (position >> 32).to(tl.uint32)
-            bits = tl.philox(seed, counter, low, high, counter * 0)
-        for i in tl.static_range(4):
-            index = start + i * LANE + lane
-            score = tl.load(logits + index, mask=index < VOCAB, other=float("-inf"))
-            score = score.to(tl.float32)
-            if SAMPLE:
-                noise = -tl.log(_exponential(bits[i]))
-                score = tl.where(temperature > 0, score * inverse + noise, score)
-            best, best_index = _better(score, index, best, best_index)
-    top = tl.max(best, axis=0)
-    out = row * tl.num_programs(1) + split
-    tl.store(score_ptr + out, top)
-    tl.store(index_ptr + out, tl.min(tl.where(best == top, best_index, VOCAB), axis=0))
+    for i in tl.static_range(4):
+        index = start + i * LANE + lane
+        score = tl.load(logits + i * LANE + lane, mask=index < VOCAB, other=float("-inf"))
+        score = score.to(tl.float32)
+        if FILTERED:
+            score = tl.where(score >= lowest, score, float("-inf"))
+        if temperature > 0:
+            score = score * (1.0 / temperature) + _gumbel(bits[i], FAST)
+        # Later lanes hold larger tokens, so only a larger score replaces one.
+        best_index = tl.where(score > best, index, best_index)
+        best = tl.maximum(best, score)
+    _store_best(score_ptr, index_ptr, place, best, best_index, VOCAB)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -95,46 +129,62 @@ def _argmax_reduce_kernel(
     tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1).to(tl.int64))
 
 
-def _best_tokens(
-    logits: Tensor, temperature: Tensor | None, seeds: Tensor | None, positions: Tensor | None
-) -> Tensor:
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows == 0:
-        return out
-    tile = 4 * LANE
-    tiles = triton.cdiv(vocab, tile)
-    span = triton.cdiv(tiles, max(1, min(tiles, TARGET_PROGRAMS // rows))) * tile
-    splits = triton.cdiv(vocab, span)
-    scores = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    _partial_argmax_kernel[(rows, splits)](
-        logits,
-        temperature,
-        seeds,
-        positions,
-        scores,
-        indices,
-        logits.stride(0),
-        span,
-        VOCAB=vocab,
-        SAMPLE=temperature is not None,
-        LANE=LANE,
-    )
-    _argmax_reduce_kernel[(rows,)](
-        scores, indices, out, splits, VOCAB=vocab, BLOCK=triton.next_power_of_2(tiles)
-    )
+def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
+    """The token of each row's best tile: `[n, tiles] -> int64 [n]`."""
+    rows, tiles = scores.shape
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    if rows:
+        block = triton.next_power_of_2(tiles)
+        _argmax_reduce_kernel[(rows,)](scores, indices, out, tiles, VOCAB=vocab, BLOCK=block)
     return out
+
+
+def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    scores = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    return scores, torch.empty(rows, tiles, dtype=torch.int32, device=device)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
     """Index of each row's largest value, the first of equals: `[n, vocab] -> int64 [n]`."""
-    return _best_tokens(logits, None, None, None)
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, ARGMAX_TILE)
+    scores, indices = _partials(rows, tiles, logits.device)
+    if rows:
+        _partial_argmax_kernel[(tiles, rows)](
+            logits, scores, indices, logits.stride(0), VOCAB=vocab, TILE=ARGMAX_TILE
+        )
+    return _first_best(scores, indices, vocab)
 
 
-def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def gumbel_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    kept: Kept | None = None,
+) -> Tensor:
     """One draw per row from `softmax(logits / temperature)`; temperature 0 takes the argmax.
 
-    `logits [n, vocab]`, `temperature [n]` fp32, `seeds, positions [n]` int64 -> int64 `[n]`.
+    `logits [n, vocab]`, `temperature [n]` fp32, `seeds, positions [n]` int64 -> int64 `[n]`. With
+    `kept`, only among the tokens it keeps; filters change no token's noise.
     """
-    return _best_tokens(logits, temperature, seeds, positions)
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, 4 * LANE)
+    scores, indices = _partials(rows, tiles, logits.device)
+    if rows:
+        _partial_draw_kernel[(tiles, rows)](
+            logits,
+            temperature,
+            seeds,
+            positions,
+            None if kept is None else kept.lowest,
+            None if kept is None else kept.tile_peaks,
+            scores,
+            indices,
+            logits.stride(0),
+            VOCAB=vocab,
+            FILTERED=kept is not None,
+            FAST=logits.device.type == "cuda",
+            LANE=LANE,
+        )
+    return _first_best(scores, indices, vocab)

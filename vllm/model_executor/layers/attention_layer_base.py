@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.compilation.graph_break import recording_piece
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.kernels.decode_ring import DecodeRing, RingShape
     from vllm.v1.attention.backend import AttentionBackend
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 
 class AttentionLayerBase(ABC):
@@ -24,6 +26,8 @@ class AttentionLayerBase(ABC):
 
     layer_name: str
     kv_cache: Any
+    #: whether all the layer reads of its metadata lies at fixed addresses, so that a graph may
+    reads_fixed_addresses: ClassVar[bool] = False
 
     def register(self, layer_name: str) -> None:
         """Enter the engine's table of layers; raises ValueError for a name used twice."""
@@ -35,7 +39,16 @@ class AttentionLayerBase(ABC):
         table[layer_name] = self
 
     def metadata(self) -> Any:
-        """This layer's batch metadata in the running step."""
+        """This layer's batch metadata in the running step.
+
+        RuntimeError inside a piecewise graph, which would keep the metadata of its capture.
+        """
+        if recording_piece() and not self.reads_fixed_addresses:
+            raise RuntimeError(
+                f"layer {self.layer_name} reads the batch's metadata inside a piecewise graph; "
+                "decorate what does with vllm.compilation.graph_break, or set cudagraph_mode to "
+                "FULL_DECODE_ONLY"
+            )
         return get_forward_context().attn_metadata[self.layer_name]
 
     @abstractmethod
@@ -45,3 +58,16 @@ class AttentionLayerBase(ABC):
     @abstractmethod
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend whose metadata the layer reads."""
+
+
+class DefersCommit(AttentionLayerBase):
+    """A recurrent layer whose decode steps can leave their updates of the state in a ring.
+
+    `decode_ring` is bound with the memory; None: every step writes the state back.
+    """
+
+    decode_ring: DecodeRing | None = None
+
+    @abstractmethod
+    def ring_shape(self, spec: MambaSpec) -> RingShape:
+        """What a token takes in the ring; `spec` is the layer's."""

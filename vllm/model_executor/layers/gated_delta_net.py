@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.compilation.graph_break import graph_break
 from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
 from vllm.distributed.utils import divide
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.kernels.decode_ring import GatedNorm, RingShape
+from vllm.model_executor.layers.attention_layer_base import DefersCommit
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -25,6 +27,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateDtypeCalculator,
     MambaStateShapeCalculator,
 )
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.parameter import (
     Section,
     empty_parameter,
@@ -91,15 +94,28 @@ class ShortConvolution(nn.Module):
         load_sections(param, flat, sections=self.sections)
 
 
-class GatedDeltaNet(nn.Module, AttentionLayerBase):
+def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_heads: int) -> bool:
+    """Whether q, k, v, z are quantised and the gates b, a are not."""
+    if quant_config is None or quant_config.is_excluded(f"{prefix}.in_proj_qkvz"):
+        return False
+    gates_kept = quant_config.is_excluded(f"{prefix}.in_proj_ba")
+    return gates_kept or quant_config.leaves_small(num_v_heads)
+
+
+class GatedDeltaNet(nn.Module, DefersCommit):
     """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
 
     `in_proj` fuses q, k, v, z, b, a (shard ids 0 to 5): `CHECKPOINT_NAMES` maps the tensors of a
-    Qwen3.5 checkpoint onto it. Decode rows (first in the batch) take the fused recurrent step,
+    Qwen3.5 checkpoint onto it. Where q, k, v, z are quantised and b, a are not, these are a layer
+    of their own, `in_proj_ba`. Decode rows (first in the batch) take the fused recurrent step,
     prefill rows the chunked form.
     """
 
     CHECKPOINT_NAMES: ClassVar[tuple[tuple[str, str, int | tuple[int, ...]], ...]] = (
+        ("in_proj_ba", "in_proj_b", 0),
+        ("in_proj_ba", "in_proj_a", 1),
+        ("in_proj_qkvz", "in_proj_qkv", (0, 1, 2)),
+        ("in_proj_qkvz", "in_proj_z", 3),
         ("in_proj", "in_proj_qkv", (0, 1, 2)),
         ("in_proj", "in_proj_z", 3),
         ("in_proj", "in_proj_b", 4),
@@ -113,6 +129,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         *,
         tp_rank: int | None = None,
         tp_size: int | None = None,
+        quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
@@ -122,14 +139,27 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         self.num_v_heads = divide(shape.num_v_heads, size)
         key_dim, value_dim = shape.key_dim, shape.value_dim
         self.conv_dim = divide(2 * key_dim + value_dim, size)
+        gates = [shape.num_v_heads, shape.num_v_heads]
+        apart = _gates_apart(quant_config, prefix, shape.num_v_heads)
         self.in_proj = MergedColumnParallelLinear(
             shape.hidden_size,
-            [key_dim, key_dim, value_dim, value_dim, shape.num_v_heads, shape.num_v_heads],
+            [key_dim, key_dim, value_dim, value_dim, *([] if apart else gates)],
             bias=False,
-            prefix=f"{prefix}.in_proj",
+            quant_config=quant_config,
+            prefix=f"{prefix}.in_proj_qkvz" if apart else f"{prefix}.in_proj",
             tp_rank=rank,
             tp_size=size,
         )
+        self.in_proj_ba: MergedColumnParallelLinear | None = None
+        if apart:
+            self.in_proj_ba = MergedColumnParallelLinear(
+                shape.hidden_size,
+                gates,
+                bias=False,
+                prefix=f"{prefix}.in_proj_ba",
+                tp_rank=rank,
+                tp_size=size,
+            )
         self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
         self.A_log = self._per_head_parameter(rank, size)
         self.dt_bias = self._per_head_parameter(rank, size)
@@ -138,6 +168,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             value_dim,
             shape.hidden_size,
             bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.out_proj",
             tp_rank=rank,
             tp_size=size,
@@ -155,63 +186,81 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        projected, _ = self.in_proj(hidden_states)
-        value_dim = self.num_v_heads * self.shape.head_v_dim
-        qkv, z, b, a = projected.split(
-            [self.conv_dim, value_dim, self.num_v_heads, self.num_v_heads], dim=-1
-        )
-        core = projected.new_empty(len(projected), self.num_v_heads, self.shape.head_v_dim)
-        self.mix(qkv, a, b, core)
-        gated = self.norm(core, z.unflatten(-1, (self.num_v_heads, self.shape.head_v_dim)))
-        out: Tensor = self.out_proj(gated)[0]
+        qkv, z, b, a = self.project(hidden_states)
+        heads = (self.num_v_heads, self.shape.head_v_dim)
+        gated = qkv.new_empty(len(qkv), *heads)
+        self.mix(qkv, a, b, z.unflatten(-1, heads), gated)
+        out: Tensor = self.out_proj(gated.flatten(1))[0]
         return out
 
-    def mix(self, qkv: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Everything that depends on the batch's shape and touches state.
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """qkv `[tokens, conv_dim]`, z `[tokens, value dim]`, b and a `[tokens, value heads]`."""
+        parts, _ = self.in_proj(hidden_states)
+        sizes = [self.conv_dim, self.num_v_heads * self.shape.head_v_dim]
+        heads = self.num_v_heads
+        if self.in_proj_ba is None:
+            qkv, z, b, a = parts.split([*sizes, heads, heads], dim=-1)
+        else:
+            qkv, z = parts.split(sizes, dim=-1)
+            b, a = self.in_proj_ba(hidden_states)[0].split(heads, dim=-1)
+        return qkv, z, b, a
+
+    @graph_break
+    def mix(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
+        """Everything that depends on the batch's shape and touches state, and the gated norm.
 
         `qkv [tokens, conv_dim]`, `a, b [tokens, value heads]`; fills `out [tokens, value heads,
-        head_v_dim]`.
+        head_v_dim]`, gated by `z` of that shape.
         """
         metadata = self.metadata()
         maybe_wait_for_layer_load(self.layer_name)
         if metadata.num_decodes:
-            self._decode(qkv, a, b, metadata, out)
+            rows = slice(0, metadata.num_decodes)
+            self._decode(qkv[rows], a[rows], b[rows], z[rows], metadata, out[rows])
         if metadata.num_prefills:
-            self._prefill(qkv, a, b, metadata, out)
+            rows = slice(metadata.num_decodes, metadata.num_tokens)
+            self._prefill(qkv[rows], a[rows], b[rows], metadata, out[rows])
+            self.norm(out[rows], z[rows], out[rows])
         maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
 
     def _decode(
-        self, qkv: Tensor, a: Tensor, b: Tensor, metadata: GDNAttentionMetadata, out: Tensor
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        z: Tensor,
+        metadata: GDNAttentionMetadata,
+        out: Tensor,
     ) -> None:
-        rows = slice(0, metadata.num_decodes)
         conv_state, ssm_state = self.kv_cache
         current_platform.kernels.gdn_decode(
-            qkv[rows],
-            a[rows],
-            b[rows],
+            qkv,
+            a,
+            b,
             self.A_log,
             self.dt_bias,
             self.conv1d.weight,
             None,
             conv_state,
             ssm_state,
-            metadata.state_indices[rows],
-            out=out[rows],
+            metadata.state_indices[: len(qkv)],
+            out=out,
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
+            ring=self.decode_ring,
+            norm=GatedNorm(z, self.norm.weight, self.norm.eps),
         )
 
     def _prefill(
         self, qkv: Tensor, a: Tensor, b: Tensor, metadata: GDNAttentionMetadata, out: Tensor
     ) -> None:
-        rows = slice(metadata.num_decodes, metadata.num_tokens)
         conv_state, ssm_state = self.kv_cache
         kernels = current_platform.kernels
-        mixed = torch.empty_like(qkv[rows], memory_format=torch.contiguous_format)
+        mixed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         kernels.causal_conv1d(
-            qkv[rows],
+            qkv,
             self.conv1d.weight,
             None,
             conv_state,
@@ -222,8 +271,8 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         )
         kernels.gdn_prefill(
             mixed,
-            a[rows],
-            b[rows],
+            a,
+            b,
             self.A_log,
             self.dt_bias,
             ssm_state,
@@ -232,12 +281,17 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             metadata.prefill_query_start_loc,
             metadata.chunk_indices,
             metadata.chunk_offsets,
-            out=out[rows],
+            out=out,
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
         )
+
+    def ring_shape(self, spec: MambaSpec) -> RingShape:
+        shape = self.shape
+        heads = (self.num_k_heads, self.num_v_heads)
+        return RingShape(*heads, shape.head_k_dim, shape.head_v_dim, spec.dtypes[1])
 
     def get_attn_backend(self) -> type[GDNAttentionBackend]:
         return GDNAttentionBackend

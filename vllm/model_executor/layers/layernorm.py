@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.fp8 import Fp8Rows
 from vllm.model_executor.parameter import default_weight_loader, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -51,6 +52,12 @@ class RMSNorm(nn.Module):
             x, residual, self.weight, self.variance_epsilon, one_plus=self.one_plus
         )
 
+    def add_and_normalise_fp8(self, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
+        """`add_and_normalise` with the norm's result made float8 token by token."""
+        return current_platform.kernels.fused_add_rms_norm_fp8(
+            x, residual, self.weight, self.variance_epsilon, one_plus=self.one_plus
+        )
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
 
@@ -77,6 +84,6 @@ class RMSNormGated(nn.Module):
             {"weight_loader": default_weight_loader, "dummy_range": RMSNorm.dummy_range},
         )
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x, gate [tokens, heads, n] -> [tokens, heads * n]`."""
-        return current_platform.kernels.gated_rms_norm(x, gate, self.weight, self.eps)
+    def forward(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x, gate [tokens, heads, n] -> [tokens, heads * n]`, in `out` (may be `x`) if given."""
+        return current_platform.kernels.gated_rms_norm(x, gate, self.weight, self.eps, out)

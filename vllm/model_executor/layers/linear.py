@@ -24,21 +24,23 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.distributed.utils import divide
+from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
 from vllm.model_executor.parameter import (
     Section,
-    WeightLoader,
+    WeightLayout,
     empty_parameter,
     local_size,
     sections_loader,
 )
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import AfterLoading, set_weight_attrs
 from vllm.platforms import current_platform
 
 LinearOutput = Any  # `(Tensor, Tensor | None)`, or a Tensor with `return_bias=False`
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x [..., in] @ weight [out, in].T + bias [out]`: the one matmul entry of every layer."""
+    """`x [..., in] @ weight [out, in].T + bias [out]`: the matmul entry of unquantised weights."""
     return current_platform.kernels.linear(x, weight, bias)
 
 
@@ -51,11 +53,14 @@ def resolve_tp(tp_rank: int | None, tp_size: int | None, disable_tp: bool) -> tu
     return rank, size
 
 
-class LinearBase(nn.Module):
+class LinearBase(nn.Module, AfterLoading):
     """Parameters, bias rule and identity of a linear layer.
 
-    Raises ValueError for a quantization config: only unquantized weights are implemented.
+    `quant_config` chooses the layer's `quant_method`: how weights are kept and multiplied by.
     """
+
+    quant_method: LinearMethod
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class LinearBase(nn.Module):
         output_size: int,
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
-        quant_config: object | None = None,
+        quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
         return_bias: bool = True,
@@ -72,31 +77,29 @@ class LinearBase(nn.Module):
         tp_size: int | None = None,
     ) -> None:
         super().__init__()
-        if quant_config is not None:
-            raise ValueError(f"{prefix or 'linear layer'}: quantized weights are not supported yet")
         self.input_size = input_size
         self.output_size = output_size
         self.skip_bias_add = skip_bias_add
         self.params_dtype = params_dtype
         self.prefix = prefix
+        self.quant_config = quant_config
         self.return_bias = return_bias
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp)
 
-    def create_parameters(
-        self,
-        rows: int,
-        columns: int,
-        bias: bool,
-        weight_loader: WeightLoader,
-        bias_loader: WeightLoader,
-    ) -> None:
-        """Make `weight [rows, columns]` and, if asked, `bias [rows]`, on the default device."""
-        self.weight = empty_parameter(rows, columns, dtype=self.params_dtype)
-        set_weight_attrs(self.weight, {"weight_loader": weight_loader})
+    def create_parameters(self, layout: WeightLayout, bias: bool) -> None:
+        """Make the weight's parameters and, if asked, `bias [rows]`, on the default device."""
+        self.layout = layout
+        self.quant_method = UnquantizedLinearMethod()
+        if self.quant_config is not None:
+            self.quant_method = self.quant_config.get_quant_method(self, self.prefix)
+        self.quant_method.create_weights(self, layout, self.params_dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = empty_parameter(rows, dtype=self.params_dtype)
-            set_weight_attrs(self.bias, {"weight_loader": bias_loader})
+            self.bias = empty_parameter(layout.shape[0], dtype=self.params_dtype)
+            set_weight_attrs(self.bias, {"weight_loader": sections_loader(layout.rows)})
+
+    def process_weights_after_loading(self) -> None:
+        self.quant_method.process_weights_after_loading(self)
 
     def pack(self, output: Tensor) -> LinearOutput:
         """The return value: see the module docstring."""
@@ -118,7 +121,7 @@ class ReplicatedLinear(LinearBase):
         bias: bool = True,
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
-        quant_config: object | None = None,
+        quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
         return_bias: bool = True,
@@ -133,12 +136,14 @@ class ReplicatedLinear(LinearBase):
             return_bias=return_bias,
             disable_tp=True,
         )
-        loader = sections_loader((Section(0, output_size),))
-        self.create_parameters(output_size, input_size, bias, loader, loader)
+        layout = WeightLayout((Section(0, output_size),), Section(0, input_size))
+        self.create_parameters(layout, bias)
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size] -> [..., output_size]`."""
-        return self.pack(linear(x, self.weight, None if self.skip_bias_add else self.bias))
+        return self.pack(
+            self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        )
 
 
 class ColumnParallelLinear(LinearBase):
@@ -152,7 +157,7 @@ class ColumnParallelLinear(LinearBase):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
-        quant_config: object | None = None,
+        quant_config: QuantizationConfig | None = None,
         output_sizes: Sequence[int] | None = None,
         prefix: str = "",
         *,
@@ -176,8 +181,7 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
         self.sections = self.make_sections(output_sizes or [output_size])
         self.output_size_per_partition = local_size(self.sections)
-        loader = sections_loader(self.sections)
-        self.create_parameters(self.output_size_per_partition, input_size, bias, loader, loader)
+        self.create_parameters(WeightLayout(self.sections, Section(0, input_size)), bias)
 
     def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
         """One section per fused matrix, numbered from 0."""
@@ -187,7 +191,7 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size] -> [..., output_size_per_partition]` (all of it when gathered)."""
-        output = linear(x, self.weight, None if self.skip_bias_add else self.bias)
+        output = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
         if self.gather_output and self.tp_size > 1:
             output = tensor_model_parallel_all_gather(output)
         return self.pack(output)
@@ -268,7 +272,7 @@ class RowParallelLinear(LinearBase):
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
         reduce_results: bool = True,
-        quant_config: object | None = None,
+        quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
         return_bias: bool = True,
@@ -291,15 +295,8 @@ class RowParallelLinear(LinearBase):
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
         self.input_size_per_partition = divide(input_size, self.tp_size)
-        columns = (Section(0, input_size, self.tp_size, self.tp_rank),)
-        rows = (Section(0, output_size),)
-        self.create_parameters(
-            output_size,
-            self.input_size_per_partition,
-            bias,
-            sections_loader(columns, dim=1),
-            sections_loader(rows),
-        )
+        columns = Section(0, input_size, self.tp_size, self.tp_rank)
+        self.create_parameters(WeightLayout((Section(0, output_size),), columns), bias)
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size_per_partition] -> [..., output_size]`."""
@@ -307,7 +304,7 @@ class RowParallelLinear(LinearBase):
             size = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * size, size)
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
-        output = linear(x, self.weight, self.bias if adds_bias else None)
+        output = self.quant_method.apply(self, x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self.pack(output)

@@ -3,8 +3,12 @@
 
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.kernels.fp8 import Fp8Rows
+from vllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
+from vllm.platforms import current_platform
 
 
 class GatedMLP(nn.Module):
@@ -17,18 +21,44 @@ class GatedMLP(nn.Module):
         hidden_act: str = "silu",
         bias: bool = False,
         prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size] * 2, bias=bias, prefix=f"{prefix}.gate_up_proj"
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, bias=bias, prefix=f"{prefix}.down_proj"
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
         )
         self.act_fn = get_act_and_mul_fn(hidden_act)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def takes_fp8_rows(self) -> bool:
+        """Whether `forward` takes activations that the norm before has made float8."""
+        return self.gate_up_proj.quant_method.takes_fp8_rows
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        gate_up, _ = self.gate_up_proj(x)
-        out: Tensor = self.down_proj(self.act_fn(gate_up))[0]
+        out: Tensor = self.down_proj(self.activated(x))[0]
         return out
+
+    def activated(self, x: Tensor | Fp8Rows) -> Tensor | Fp8Rows:
+        """`act(gate(x)) * up(x)`: `[tokens, hidden] -> [tokens, intermediate]` of this rank."""
+        silu = isinstance(self.act_fn, SiluAndMul)
+        if silu and isinstance(self.gate_up_proj.quant_method, UnquantizedLinearMethod):
+            assert isinstance(x, Tensor)
+            weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+            return current_platform.kernels.linear_silu_and_mul(x, weight, bias)
+        gate_up = self.gate_up_proj(x)[0]
+        if silu and self.down_proj.quant_method.takes_fp8_rows:
+            return current_platform.kernels.silu_and_mul_fp8(gate_up)
+        gated: Tensor = self.act_fn(gate_up)
+        return gated

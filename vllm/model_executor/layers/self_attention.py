@@ -12,6 +12,7 @@ from vllm.distributed.utils import divide
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.platforms import current_platform
 
@@ -41,7 +42,11 @@ class SelfAttention(nn.Module):
     """qkv projection, head norms, rotation, attention, optional gate, output projection."""
 
     def __init__(
-        self, shape: SelfAttentionShape, rotary_emb: RotaryEmbedding, prefix: str = ""
+        self,
+        shape: SelfAttentionShape,
+        rotary_emb: RotaryEmbedding,
+        prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
@@ -55,12 +60,14 @@ class SelfAttention(nn.Module):
             q_heads,
             shape.num_kv_heads,
             bias=shape.qkv_bias,
+            quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
             shape.num_heads * shape.head_dim,
             shape.hidden_size,
             bias=shape.o_bias,
+            quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
         self.q_norm: RMSNorm | None = None

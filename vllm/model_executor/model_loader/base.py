@@ -13,6 +13,7 @@ from torch import nn
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.utils import AfterLoading, get_weight_attr
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -52,13 +53,34 @@ class BaseModelLoader(ABC):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill every parameter of `model` in place."""
 
+    def build_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> nn.Module:
+        """The frozen model on its device, its weights uninitialised.
+
+        Raises ValueError for an unsupported architecture.
+        """
+        device = torch.device(vllm_config.device_config.device)
+        with torch.no_grad(), set_default_torch_dtype(model_config.dtype), device:
+            model = initialize_model(vllm_config, model_config, prefix)
+        return model.eval().requires_grad_(False)
+
+    def fill(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load the weights and derive what depends on them; may be repeated."""
+        for param in model.parameters():
+            default = get_weight_attr(param, "default", None)
+            if default is not None:
+                param.data.fill_(default)
+        self.load_weights(model, model_config)
+        for module in model.modules():
+            if isinstance(module, AfterLoading):
+                module.process_weights_after_loading()
+
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
         """See `get_model`."""
-        device = torch.device(vllm_config.device_config.device)
+        model = self.build_model(vllm_config, model_config, prefix)
         with torch.no_grad():
-            with set_default_torch_dtype(model_config.dtype), device:
-                model = initialize_model(vllm_config, model_config, prefix)
-            self.load_weights(model, model_config)
-        return model.eval().requires_grad_(False)
+            self.fill(model, model_config)
+        return model

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
@@ -16,11 +17,17 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.model_executor.model_loader.device_stream import (
+    StoredTensor,
+    read_header,
+    stream_tensors,
+)
 from vllm.model_executor.parameter import Section, default_weight_loader, load_sections
 
 __all__ = [
     "checkpoint_dir",
     "default_weight_loader",
+    "device_weights_iterator",
     "safetensors_files",
     "safetensors_weights_iterator",
     "sharded_weight_loader",
@@ -87,6 +94,38 @@ def _indexed_files(index: Path) -> FilePlan:
     return plan
 
 
+def device_weights_iterator(
+    plan: FilePlan, device: torch.device, use_tqdm: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream `(name, tensor on device)`, read by threads ahead of use.
+
+    Raises ValueError naming a file that is truncated or corrupt, or that lacks an indexed name.
+    """
+    files = [(path, _wanted(path, names)) for path, names in plan.items()]
+    total = sum(one.num_bytes for _, tensors in files for one in tensors)
+    with tqdm(
+        total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not use_tqdm
+    ) as bar:
+        for name, tensor in stream_tensors(files, device):
+            yield name, tensor
+            bar.update(tensor.nbytes)
+
+
+def _wanted(path: Path, names: list[str] | None) -> list[StoredTensor]:
+    stored = read_header(path)
+    if names is None:
+        return stored
+    absent = sorted(set(names) - {one.name for one in stored})
+    if absent:
+        raise ValueError(_lacks(path, absent))
+    wanted = set(names)
+    return [one for one in stored if one.name in wanted]
+
+
+def _lacks(path: Path, absent: list[str]) -> str:
+    return f"{path} lacks {len(absent)} indexed tensors: {absent[:20]}"
+
+
 def safetensors_weights_iterator(
     plan: FilePlan, use_tqdm: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +140,7 @@ def safetensors_weights_iterator(
                 present = set(file.keys())
                 absent = sorted(set(names or ()) - present)
                 if absent:
-                    raise ValueError(f"{path} lacks {len(absent)} indexed tensors: {absent[:20]}")
+                    raise ValueError(_lacks(path, absent))
                 for name in names if names is not None else sorted(present):
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
+from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -53,7 +55,11 @@ class DecoderLayer(nn.Module):
         """`hidden_states` is `input_layernorm`'s output and `residual` the stream, both
         `[tokens, hidden]`; returns the feed-forward branch and the stream it is to be added to."""
         mixed = self.mix(positions, hidden_states)
-        normed, residual = self.post_attention_layernorm.add_and_normalise(mixed, residual)
+        norm = self.post_attention_layernorm
+        if isinstance(self.mlp, GatedMLP) and self.mlp.takes_fp8_rows:
+            rows, residual = norm.add_and_normalise_fp8(mixed, residual)
+            return self.mlp(rows), residual
+        normed, residual = norm.add_and_normalise(mixed, residual)
         return self.mlp(normed), residual
 
 
@@ -140,6 +146,10 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
+        self.uses_fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        self.quant_config = vllm_config.quant_config
+        if self.quant_config is not None:
+            self.quant_config.use_names(self.fused_names, self.weights_mapper)
         self.tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
         self.model = self._init_model(
             vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), layer_type=layer_type
@@ -185,6 +195,10 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3):
         unused = dict(self.unused_weights)
         if self.tied:
             unused["lm_head."] = "the output head is tied to the embedding"
+        if self.quant_config is not None:
+            names = WeightsMapper(orig_to_new_suffix=self.quant_config.suffixes)
+            weights = names.apply(weights)
+        weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
         loader = AutoWeightsLoader(self, fused=self.fused_names, skip_prefixes=unused)
         return loader.load_weights(weights, mapper=self.weights_mapper)
 

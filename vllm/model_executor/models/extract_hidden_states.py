@@ -95,6 +95,8 @@ class CacheOnlyAttentionBackend(AttentionBackend):
 class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
     """Keeps `num_heads` rows of `head_size` elements per token, in the model's dtype."""
 
+    reads_fixed_addresses = True
+
     def __init__(self, num_heads: int, head_size: int, prefix: str = "") -> None:
         super().__init__()
         self.num_heads = num_heads

@@ -38,13 +38,16 @@ class LlamaDecoderLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
         rope = get_rope(
             config.head_dim,
             vllm_config.model_config.max_model_len,
             rope_parameters=config.rope_parameters,
         )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(attention_shape(config), rope, f"{prefix}.self_attn")
+        self.self_attn = SelfAttention(
+            attention_shape(config), rope, f"{prefix}.self_attn", quant_config
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(
             config.hidden_size,
@@ -52,6 +55,7 @@ class LlamaDecoderLayer(DecoderLayer):
             config.hidden_act,
             bias=config.mlp_bias,
             prefix=f"{prefix}.mlp",
+            quant_config=quant_config,
         )
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

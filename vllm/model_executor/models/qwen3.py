@@ -49,6 +49,7 @@ class Qwen3DecoderLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
         rope = get_rope(
             config.head_dim,
             vllm_config.model_config.max_model_len,
@@ -56,7 +57,10 @@ class Qwen3DecoderLayer(DecoderLayer):
         )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(
-            attention_shape(config, extract_layer_index(prefix)), rope, f"{prefix}.self_attn"
+            attention_shape(config, extract_layer_index(prefix)),
+            rope,
+            f"{prefix}.self_attn",
+            quant_config,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(
@@ -64,6 +68,7 @@ class Qwen3DecoderLayer(DecoderLayer):
             config.intermediate_size,
             config.hidden_act,
             prefix=f"{prefix}.mlp",
+            quant_config=quant_config,
         )
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

@@ -60,18 +60,23 @@ class Qwen3_5DecoderLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
         kind = config.layer_types[extract_layer_index(prefix)]
         self.is_recurrent = kind == "linear_attention"
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.is_recurrent:
-            self.linear_attn = GatedDeltaNet(delta_net_shape(config), f"{prefix}.linear_attn")
+            self.linear_attn = GatedDeltaNet(
+                delta_net_shape(config), f"{prefix}.linear_attn", quant_config=quant_config
+            )
         elif kind == "full_attention":
             rope = get_rope(
                 config.head_dim,
                 vllm_config.model_config.max_model_len,
                 rope_parameters=config.rope_parameters,
             )
-            self.self_attn = SelfAttention(attention_shape(config), rope, f"{prefix}.self_attn")
+            self.self_attn = SelfAttention(
+                attention_shape(config), rope, f"{prefix}.self_attn", quant_config
+            )
         else:
             raise ValueError(
                 f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
@@ -82,6 +87,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
             config.intermediate_size,
             config.hidden_act,
             prefix=f"{prefix}.mlp",
+            quant_config=quant_config,
         )
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

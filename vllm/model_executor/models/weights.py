@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from vllm import decisions
-from vllm.model_executor.parameter import ShardId, WeightShapeError, default_weight_loader
+from vllm.model_executor.parameter import (
+    ShardId,
+    WeightDtypeError,
+    WeightShapeError,
+    default_weight_loader,
+)
 from vllm.model_executor.utils import get_weight_attr
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -76,8 +81,9 @@ class AutoWeightsLoader:
     """Loads a stream of tensors into `module` by name.
 
     `fused` lists `(parameter, checkpoint name, shard id)` path components: q_proj is shard "q" of
-    qkv_proj. `skip_prefixes` are checkpoint prefixes the model has no use for; given as a mapping
-    to reasons, each skip is recorded as a decision.
+    qkv_proj; of several places for one name the first that the model has is meant. `skip_prefixes`
+    are checkpoint prefixes the model has no use for; given as a mapping to reasons, each skip is
+    recorded as a decision.
     """
 
     def __init__(
@@ -88,7 +94,10 @@ class AutoWeightsLoader:
         skip_prefixes: Mapping[str, str] | Sequence[str] = (),
     ) -> None:
         self._params = dict(module.named_parameters())
-        self._fused = {name: (param, shard_id) for param, name, shard_id in fused}
+        self._modules = {name.rpartition(".")[0] for name in self._params}
+        self._fused: dict[str, list[tuple[str, ShardId | tuple[ShardId, ...]]]] = {}
+        for param, name, shard_id in fused:
+            self._fused.setdefault(name, []).append((param, shard_id))
         reasons = skip_prefixes if isinstance(skip_prefixes, Mapping) else {}
         self._skips = {prefix: reasons.get(prefix, "") for prefix in skip_prefixes}
 
@@ -114,6 +123,8 @@ class AutoWeightsLoader:
                 self._load(self._params[target], tensor, shard_id)
             except WeightShapeError as error:
                 problems.append(f"mis-shaped: {name}: {error}")
+            except WeightDtypeError as error:
+                problems.append(f"mis-typed: {name}: {error}")
         problems += [f"missing: {name}" for name in self._missing(loaded)]
         if problems:
             raise WeightsError(problems)
@@ -134,17 +145,19 @@ class AutoWeightsLoader:
         """The parameter that a checkpoint tensor belongs to, and its shard of it."""
         parts = name.split(".")
         for i, part in enumerate(parts):
-            if part in self._fused:
-                param, shard_id = self._fused[part]
+            for param, shard_id in self._fused.get(part, ()):
+                if ".".join([*parts[:i], param]) not in self._modules:
+                    continue
                 target = ".".join([*parts[:i], param, *parts[i + 1 :]])
-                if target in self._params:
-                    return target, shard_id
+                return (target, shard_id) if target in self._params else (name, None)
         return name, None
 
     def _missing(self, loaded: Mapping[str, set[str]]) -> list[str]:
         """Checkpoint names that were needed and did not come."""
         missing = []
-        for target in self._params:
+        for target, param in self._params.items():
+            if get_weight_attr(param, "optional", False):
+                continue
             sources = loaded.get(target, set())
             if target in sources:
                 continue
@@ -155,12 +168,13 @@ class AutoWeightsLoader:
     def _sources(self, target: str) -> list[str]:
         """Checkpoint names that make up a fused parameter; empty for a plain one."""
         parts = target.split(".")
-        return [
+        names = [
             ".".join([*parts[:i], source, *parts[i + 1 :]])
             for i, part in enumerate(parts)
-            for source, (param, _) in self._fused.items()
-            if param == part
+            for source, places in self._fused.items()
+            if any(param == part for param, _ in places)
         ]
+        return [name for name in names if self._resolve(name)[0] == target]
 
     def _record(self, skipped: Mapping[str, int]) -> None:
         for prefix, count in skipped.items():

@@ -46,6 +46,10 @@ class CommonAttentionMetadata:
     prefill_query_start_loc: Tensor
     prefill_query_start_loc_cpu: np.ndarray
     block_table: Tensor  # [num_reqs, max_blocks] int32
+    #: the prefills' rows of `seq_lens` and `block_table`, at an address that does not depend on the
+    #: number of decodes: kernels are compiled for the alignment of what they are given
+    prefill_seq_lens: Tensor
+    prefill_block_table: Tensor
     slot_mapping: Tensor  # [num_tokens] int64; empty for recurrent groups
     block_table_cpu: np.ndarray  # [num_reqs, max_blocks]
 
@@ -76,6 +80,9 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     #: whether one token per request can run inside a captured graph
     supports_full_graph: ClassVar[bool] = False
+    #: whether keys and values may be e4m3; then the implementation reads its `cache_scales`, which
+    #: the layer sets
+    supports_fp8_cache: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod

@@ -35,6 +35,8 @@ class BlockPool:
         self.null_block = KVCacheBlock(0, is_null=True)
         self.pages = PagePool(plan, self._forget)
         self._cached: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        #: grows whenever a look-up could find something else than before
+        self.version = 0
         #: what the cache could find once, the oldest first; parents for tails
         self._gone: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         self._gone_tails: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
@@ -57,6 +59,10 @@ class BlockPool:
     ) -> list[list[KVCacheBlock]]:
         """`demands[g]` blocks for every group, held once; see `PagePool.take`."""
         return self.pages.take(demands, near)
+
+    def get_new_block(self, near: KVCacheBlock) -> KVCacheBlock | None:
+        """One block for who holds `near`, held once; see `PagePool.take_one`."""
+        return None if near.is_null else self.pages.take_one(near)
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold blocks the cache found."""
@@ -87,6 +93,7 @@ class BlockPool:
         if block.block_hash is None and key not in self._cached:
             block.block_hash = key
             self._cached[key] = block
+            self.version += 1
             if self.events is not None:
                 self.events.stored(block.group_id, block_hash)
 
@@ -107,6 +114,7 @@ class BlockPool:
         tail = Tail(key, make_block_hash_with_group_id(parent, group_id), length)
         block.tails += (tail,)
         self._cached[key] = block
+        self.version += 1
         lengths = self._lengths.setdefault(tail.parent, {})
         lengths[length] = lengths.get(length, 0) + 1
         if self.events is not None:
@@ -143,6 +151,7 @@ class BlockPool:
         return True
 
     def _forget(self, block: KVCacheBlock) -> None:
+        self.version += 1
         if self.events is not None:
             self.events.removed(block)
         if block.block_hash is not None:

@@ -52,8 +52,7 @@ class CheckpointKeeper:
         self._after: list[BlockCopy] = []
         self._held: list[KVCacheBlock] = []
         self._saved: list[_Saved] = []
-        #: token count of every request's running state, and those it was saved at
-        self._state_at: dict[str, int] = {}
+        #: token counts every running request's state was saved at
         self._taken: dict[str, list[int]] = {}
 
     # ---- around a step -------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class CheckpointKeeper:
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """The step being scheduled takes the request's state to `num_tokens`."""
-        self._state_at[request.request_id] = num_tokens
+        request.num_state_tokens = num_tokens
         if self.plans.is_due(request.request_id, num_tokens):
             self._save(request, num_tokens)
 
@@ -128,7 +127,7 @@ class CheckpointKeeper:
         for manager, block in zip(self._managers, saved.blocks, strict=True):
             if block is not None:
                 self._cache(manager, request, block, position)
-        if request.request_id in self._state_at:
+        if request.num_state_tokens:
             self._taken.setdefault(request.request_id, []).append(position)
         self.plans.done(request, position)
 
@@ -151,7 +150,7 @@ class CheckpointKeeper:
         """The request is about to give its blocks back: its running state becomes a checkpoint if
         all tokens it covers are known."""
         request_id = request.request_id
-        position = self._state_at.pop(request_id, 0)
+        position, request.num_state_tokens = request.num_state_tokens, 0
         self.plans.drop(request_id)
         self._taken.pop(request_id, None)
         if 0 < position == request.num_computed_tokens <= request.num_tokens:
@@ -174,7 +173,7 @@ class CheckpointKeeper:
 
     def forget_after(self, request: Request, num_tokens: int) -> None:
         """What the request computed after its first `num_tokens` tokens is wrong."""
-        self._state_at.pop(request.request_id, None)
+        request.num_state_tokens = 0
         self._saved = [
             s for s in self._saved if s.request is not request or s.position <= num_tokens
         ]

@@ -40,6 +40,7 @@ DEFAULT_LENGTHS = (12, 1_000, 32_000)
 TP_SIZES = (1, 2, 4, 8)
 BLOCK_SIZES = (16, 32, 64, 128)
 STATE_DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = (*STATE_DTYPES, "fp8")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Memory:
     weight_bytes: int
     device_bytes: int | None = None
     reserved_bytes: int | None = None
+    #: of a device: uncommitted tokens of running requests (docs/state_memory.md)
+    ring_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,9 @@ def _memory(
         device = current_platform.total_memory_bytes()
     usable = int(device * cache.gpu_memory_utilization)
     source = f"{cache.gpu_memory_utilization:g} of the device, less weights and reserve"
-    return Memory(source, max(usable - weights - reserved, 0), weights, device, reserved)
+    rings = outline.ring_bytes
+    arena = max(usable - weights - rings - reserved, 0)
+    return Memory(source, arena, weights, device, reserved, rings)
 
 
 def _report(group: KVCacheGroupSpec, arena: ArenaPlan, group_id: int) -> GroupReport:
@@ -323,7 +328,7 @@ def _changes(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[str, str, tuple[A
             ("--mamba-ssm-cache-dtype", "mamba_ssm_cache_dtype", STATE_DTYPES),
             ("--mamba-cache-dtype", "mamba_cache_dtype", STATE_DTYPES),
         ]
-    return [*changes, ("--kv-cache-dtype", "cache_dtype", STATE_DTYPES)]
+    return [*changes, ("--kv-cache-dtype", "cache_dtype", CACHE_DTYPES)]
 
 
 def _what_if(

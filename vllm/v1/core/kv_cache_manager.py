@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 from vllm.cache_options import CacheReport
 from vllm.distributed.kv_events.messages import KVCacheEvent
 from vllm.v1.core.block_events import BlockEvents
+from vllm.v1.core.block_growth import BlockGrowth, Blocks
 from vllm.v1.core.block_journal import BlockJournal
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
@@ -17,7 +19,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.pinned_prefixes import PinnedPrefixes
 from vllm.v1.core.prefix_cache import reads_prefix_cache
-from vllm.v1.core.prefix_lookup import PrefixLookup, PrefixMatch
+from vllm.v1.core.prefix_matches import PrefixMatches
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation
 from vllm.v1.core.single_type_kv_cache_manager import (
     RecurrentManager,
@@ -76,9 +78,9 @@ class KVCacheManager:
             self.checkpoints = self._make_keeper(checkpoint_interval)
         self.pins = PinnedPrefixes(self.block_pool)
         self._nothing = self._empty()
-        self._watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
-        self._lookup = PrefixLookup(self.managers, self.block_pool)
-        self._matches: dict[str, tuple[PrefixMatch, CacheReport]] = {}
+        watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
+        self._growth = BlockGrowth(self.managers, self.block_pool, watermark_pages)
+        self._matches = PrefixMatches(self.managers, self.block_pool)
 
     def _make_keeper(self, interval: int | None) -> CheckpointKeeper:
         plan = self.kv_cache_config.plan
@@ -115,8 +117,7 @@ class KVCacheManager:
         """Decide where a request that starts at `num_computed_tokens` leaves checkpoints; then
         ask `chunk_end` where its chunks must end."""
         if self.checkpoints is not None:
-            found = self._matches.get(request.request_id)
-            diverged = self._lookup.diverged(found[0]) if found is not None else 0
+            diverged = self._matches.diverged(request.request_id)
             self.checkpoints.plans.make(request, num_computed_tokens, diverged)
 
     def chunk_end(self, request_id: str, num_computed_tokens: int) -> int | None:
@@ -145,10 +146,7 @@ class KVCacheManager:
         """
         if not self.enable_caching or not reads_prefix_cache(request):
             return self._empty(), 0
-        match = self._lookup.search(request)
-        # Now: once the request has blocks, its own tokens are in the cache.
-        report = self._lookup.report(request, match)
-        self._matches[request.request_id] = (match, report)
+        match = self._matches.find(request)
         found = KVCacheBlocks(
             tuple(hit.blocks for hit in match.hits), tuple(hit.source for hit in match.hits)
         )
@@ -156,15 +154,12 @@ class KVCacheManager:
 
     def discard_match(self, request: Request) -> None:
         """What the last look-up of the request found is not used."""
-        self._matches.pop(request.request_id, None)
+        self._matches.discard(request.request_id)
 
     def take_report(self, request: Request) -> CacheReport | None:
         """What the last look-up of the request found, and what it did not and why; None without
         a prefix cache."""
-        if not self.enable_caching:
-            return None
-        _, report = self._matches.pop(request.request_id, (None, None))
-        return report or self._lookup.report(request, None)
+        return self._matches.take_report(request) if self.enable_caching else None
 
     # ---- allocation ----------------------------------------------------------------------------
 
@@ -198,61 +193,49 @@ class KVCacheManager:
         computed = min(local + num_external_computed_tokens, self.max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         self.remove_skipped_blocks(request_id, computed)
-        is_new = not self._knows(request_id)
-        sources: Sequence[KVCacheBlock | None] = ()
-        result = self._nothing
-        if new_computed_blocks is not None or not self._covers(request_id, num_tokens):
-            found = self._found_blocks(request, new_computed_blocks, local, computed)
-            if new_computed_blocks is not None:
-                sources = new_computed_blocks.sources
-            appended = self._grow(request_id, found, sources, computed, num_tokens)
-            if appended is None:
-                return None
-            result = KVCacheBlocks(tuple(appended))
+        is_new = not self._growth.knows(request_id)
+        appended = self._grow(request, new_computed_blocks, local, computed, num_tokens)
+        if appended is None:
+            return None
         if not delay_cache_blocks:
             self.cache_blocks(request, computed + num_new_tokens)
         if self.checkpoints is not None:
-            if sources:
-                self.checkpoints.start_from(request_id, sources, local)
+            if new_computed_blocks is not None and new_computed_blocks.sources:
+                self.checkpoints.start_from(request_id, new_computed_blocks.sources, local)
             if is_new:
                 self.checkpoints.plans.announce(request)
             self.checkpoints.advance(request, computed + num_new_tokens)
-        return result
+        return KVCacheBlocks(tuple(appended)) if appended else self._nothing
 
     def _grow(
         self,
-        request_id: str,
-        found: list[list[KVCacheBlock]],
-        sources: Sequence[KVCacheBlock | None],
+        request: Request,
+        computed_blocks: KVCacheBlocks | None,
+        num_found_tokens: int,
         num_computed_tokens: int,
         num_tokens: int,
-    ) -> list[list[KVCacheBlock]] | None:
-        """Make the request's lists cover `num_tokens`: all groups or none."""
-        growth = [
-            manager.plan_growth(
-                len(manager.blocks_of(request_id)) + len(blocks), num_computed_tokens, num_tokens
-            )
-            for manager, blocks in zip(self.managers, found, strict=True)
-        ]
-        demands = [num_new for _, num_new in growth]
-        hits = [block for blocks in found for block in blocks]
-        hits += [source for source in sources if source is not None]
-        is_new = not self._knows(request_id)
-        if not self.block_pool.can_allocate(demands, hits, self._pages_to_keep(is_new)):
+    ) -> Blocks | None:
+        """Make the request's lists cover `num_tokens`; what was appended to each (nothing at all:
+        an empty list), or None if any group cannot have its blocks."""
+        request_id, growth = request.request_id, self._growth
+        sources: Sequence[KVCacheBlock | None] = ()
+        if computed_blocks is not None:
+            sources = computed_blocks.sources
+        else:
+            short = growth.short_of_blocks(request_id, num_tokens)
+            if not short:
+                return []
+            if len(short) == 1:
+                appended = growth.append_one(request_id, short[0], num_tokens)
+                if appended is not None:
+                    return appended
+        found = growth.found_blocks(request, computed_blocks, num_found_tokens, num_computed_tokens)
+        plan = growth.plan(request_id, found, sources, num_computed_tokens, num_tokens)
+        if plan is None:
             return None
-        self.block_pool.touch(hits)
-        if is_new:
-            for manager, blocks in zip(self.managers, found, strict=True):
-                manager.start(request_id, blocks)
-        near = [manager.last_block(request_id) for manager in self.managers]
-        new = self.block_pool.get_new_blocks(demands, near)
-        appended = [
-            [self.block_pool.null_block] * num_null + blocks
-            for (num_null, _), blocks in zip(growth, new, strict=True)
-        ]
-        for manager, blocks in zip(self.managers, appended, strict=True):
-            manager.extend(request_id, blocks)
-        return appended
+        if not growth.knows(request_id):
+            self._matches.settle(request)
+        return growth.grow(request_id, plan)
 
     def _check_amount(self, num_new_tokens: int, num_external_tokens: int) -> None:
         if num_new_tokens + num_external_tokens <= 0:
@@ -262,47 +245,6 @@ class KVCacheManager:
                 f"{num_new_tokens} new tokens in one step: windowed layers were given memory for "
                 f"max_num_batched_tokens = {self.max_num_batched_tokens}"
             )
-
-    def _found_blocks(
-        self,
-        request: Request,
-        computed_blocks: KVCacheBlocks | None,
-        num_found_tokens: int,
-        num_computed_tokens: int,
-    ) -> list[list[KVCacheBlock]]:
-        """The shared blocks of a cached prefix, after checking that all of it is still there."""
-        if computed_blocks is None or not num_found_tokens:
-            return [[] for _ in self.managers]
-        if self._knows(request.request_id):
-            raise ValueError(
-                f"request {request.request_id} has blocks already and cannot take cached ones"
-            )
-        sources = computed_blocks.sources or (None,) * len(self.managers)
-        found = []
-        for manager, blocks, source in zip(
-            self.managers, computed_blocks.blocks, sources, strict=True
-        ):
-            current = manager.is_current(blocks, request.block_hashes) and (
-                source is None or manager.holds(source, request, num_found_tokens)
-            )
-            if not current:
-                raise ValueError("a cached block was evicted between look-up and allocation")
-            found.append(manager.clip(blocks, num_computed_tokens))
-        return found
-
-    def _pages_to_keep(self, is_new: bool) -> int:
-        others_run = self.block_pool.pages.num_live_blocks > 0
-        return self._watermark_pages if is_new and others_run else 0
-
-    def _covers(self, request_id: str, num_tokens: int) -> bool:
-        for manager in self.managers:
-            blocks = manager.req_to_blocks.get(request_id)
-            if blocks is None or len(blocks) < manager.num_blocks_for(num_tokens):
-                return False
-        return True
-
-    def _knows(self, request_id: str) -> bool:
-        return bool(self.managers) and request_id in self.managers[0].req_to_blocks
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of blocks that slid out of their windows; null blocks take their place."""
@@ -322,6 +264,17 @@ class KVCacheManager:
         for manager in self.managers:
             manager.cache(request.request_id, request.block_hashes, num_computed_tokens)
 
+    def quiet_until(self, request: Request) -> int:
+        """After `allocate_slots` for a step that starts at `request.num_computed_tokens`: while
+        fewer tokens than this are computed, a step of one token needs no call of it."""
+        request_id, computed = request.request_id, request.num_computed_tokens
+        checkpoint = self.chunk_end(request_id, computed)
+        quiet = sys.maxsize if checkpoint is None else checkpoint - 1
+        lag = request.num_output_placeholders if self.enable_caching else None
+        for manager in self.managers:
+            quiet = min(quiet, manager.quiet_until(request_id, computed, lag))
+        return quiet
+
     # ---- giving back ---------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
@@ -330,8 +283,8 @@ class KVCacheManager:
         Call it before `request.num_computed_tokens` is reset: blocks past it were scheduled but
         never computed, and the cache forgets them.
         """
-        self._matches.pop(request.request_id, None)
-        if self._knows(request.request_id):
+        self._matches.discard(request.request_id)
+        if self._growth.knows(request.request_id):
             # With tokens that were still on the device when the last step was scheduled.
             self.cache_blocks(request, request.num_computed_tokens)
         if request.cache.pin_seconds and request.is_finished and self.enable_caching:

@@ -183,6 +183,19 @@ class PagePool:
             taken.append(blocks)
         return taken
 
+    def take_one(self, near: KVCacheBlock) -> KVCacheBlock | None:
+        """One live block for the group of `near`, a live one, whose page is tried first: what
+        `take` gives, without asking all groups. None if there is none to be had."""
+        page = self._page_of(near)
+        group = page.group
+        if page.live + page.idle < group.capacity:
+            return self._take_free(page, 1)[0]
+        if not group.supply and not self.num_unpinned_pages:
+            return None
+        missing = [0] * len(self.groups)
+        missing[group.group_id] = 1
+        return self._take_some(group, missing)[0]
+
     def _take_some(self, group: GroupPages, missing: list[int]) -> list[KVCacheBlock]:
         """At least one of the blocks missing to `group`, from the best source there is."""
         count = missing[group.group_id]

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 class Prefix(Protocol):
     """The tokens looked up, as hashes; a `Request` is one."""
 
-    block_hashes: list[BlockHash]
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """Of the full blocks."""
+        ...
 
     @property
     def hash_block_size(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -130,6 +131,16 @@ class SingleTypeKVCacheManager(ABC):
         null = self.pool.null_block
         return [null if i < skipped else block for i, block in enumerate(blocks)]
 
+    def quiet_until(self, request_id: str, num_computed_tokens: int, hash_lag: int | None) -> int:
+        """While fewer tokens than this are computed, one more needs no new block here, slides none
+        out of a window and completes none to be hashed. A full block's hash is known `hash_lag`
+        steps after the one that computes its last token; None: no block is hashed."""
+        quiet = len(self.req_to_blocks[request_id]) * self.block_size
+        if hash_lag is not None:
+            full = (self._num_hashed[request_id] + 1) * self.block_size
+            quiet = min(quiet, full - 1 + hash_lag)
+        return quiet
+
     def plan_growth(
         self, num_present: int, num_computed_tokens: int, num_tokens: int
     ) -> tuple[int, int]:
@@ -237,6 +248,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(num_computed_tokens - self.window + 1, 0)
 
+    def quiet_until(self, request_id: str, num_computed_tokens: int, hash_lag: int | None) -> int:
+        skipped = self._num_skipped_blocks(num_computed_tokens)
+        next_skip = (skipped + 1) * self.block_size + self.window - 1
+        return min(super().quiet_until(request_id, num_computed_tokens, hash_lag), next_skip)
+
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
         hashes = prefix.block_hashes[: max_tokens // self.block_size]
         blocks = [self.pool.get_cached_block(h, self.group_id) for h in hashes]
@@ -282,6 +298,9 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
     def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """The running state changes every step: there is nothing a hash could name."""
+
+    def quiet_until(self, request_id: str, num_computed_tokens: int, hash_lag: int | None) -> int:
+        return sys.maxsize
 
     def block_at(self, request_id: str, num_tokens: int) -> KVCacheBlock | None:
         """The running state."""

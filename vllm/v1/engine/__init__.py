@@ -71,7 +71,7 @@ class WireLogprobs(msgspec.Struct, array_like=True):
     ranks: bytes
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one request in one step; `finish_reason` set on its last message."""
 
     request_id: str
@@ -82,7 +82,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     stop_reason: int | str | None = None
     error: str | RequestConflict | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    num_cached_tokens: int = 0
+    #: prompt tokens found in a cache; with the first token and the last message, at least
+    num_cached_tokens: int | None = None
     #: monotonic times in seconds of (queued, first scheduled), sent with the first token
     times: tuple[float, float] | None = None
     #: sent with the first token of a request that asked for it

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -66,6 +67,7 @@ class AsyncLLM:
         self._error: BaseException | None = None
         self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
         self._loggers = self._front_end.make_stat_loggers()
+        startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -181,8 +183,7 @@ class AsyncLLM:
         )
         stream.request_ids = [child.request_id for child in children]
         self._streams.add(stream)
-        for child in children:
-            self.engine_core.add_request(child)
+        self.engine_core.add_requests(children)
         return stream
 
     def unfinished_request_ids(self) -> list[str]:

@@ -33,6 +33,7 @@ from vllm.v1.engine import (
     FinishReason,
     StopRequest,
 )
+from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -73,6 +74,7 @@ class EngineCore:
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(self)
+        self.late_captures = LateCaptures(vllm_config, self.executor)
         self._utilities: dict[str, Callable[..., Any]] = {
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.reset_prefix_cache,
@@ -179,6 +181,13 @@ class EngineCore:
         """Whether `step` has anything to do or to wait for."""
         return bool(self._in_flight) or self.scheduler.has_requests()
 
+    def use_idle_time(self) -> bool:
+        """With nothing to do: do a part of what start-up left; False when nothing is left."""
+        if not self.late_captures.pending or self.sleeping.is_sleeping:
+            return False
+        self.late_captures.capture_one()
+        return True
+
     @property
     def only_waits(self) -> bool:
         """Whether the last step computed nothing: what is left are transfers to wait for."""
@@ -188,6 +197,7 @@ class EngineCore:
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Launch the next step; once enough are in flight, take the oldest one's results."""
+        self.late_captures.between_steps()
         if len(self._in_flight) < self._depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._in_flight.append((output, self._launch(output)))

@@ -35,7 +35,8 @@ class EngineCoreClient(ABC):
         """The next outputs; `EngineDeadError` when the engine is dead."""
 
     @abstractmethod
-    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def add_requests(self, requests: list[EngineCoreRequest]) -> None:
+        """Queue requests; none of them is scheduled before the core knows all."""
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None: ...
@@ -94,10 +95,11 @@ class InprocClient(EngineCoreClient):
             time.sleep(_TICK_S)
         return produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        refused = self.engine_core.add_request(self.engine_core.make_request(request))
-        if refused is not None:
-            self._refused.append(refused)
+    def add_requests(self, requests: list[EngineCoreRequest]) -> None:
+        for request in requests:
+            refused = self.engine_core.add_request(self.engine_core.make_request(request))
+            if refused is not None:
+                self._refused.append(refused)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
@@ -129,8 +131,9 @@ class _MPClient:
     def process_id(self) -> int | None:
         return self._link.process_id
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._link.add(request)
+    def add_requests(self, requests: list[EngineCoreRequest]) -> None:
+        if requests:
+            self._link.add(requests)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         if request_ids:

@@ -18,6 +18,7 @@ import zmq
 
 from vllm import decisions, envs
 from vllm.logger import init_logger
+from vllm.utils import startup_phases
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -88,6 +89,7 @@ class CoreLink:
             self._close(timeout_s=_SHUTDOWN_S if ends_itself else 0.0, started=False)
             raise
         decisions.adopt(ready.decisions)
+        startup_phases.adopt(ready.phases)
         assert vllm_config.model_config is not None
         vllm_config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
         vllm_config.model_config.max_model_len = ready.max_model_len
@@ -108,8 +110,8 @@ class CoreLink:
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def add(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, request)
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        self._send(EngineCoreRequestType.ADD, requests)
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(EngineCoreRequestType.ABORT, request_ids)

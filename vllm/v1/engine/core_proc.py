@@ -7,23 +7,28 @@ Requests arrive on a ZMQ socket read by one thread, outputs leave through anothe
 
 from __future__ import annotations
 
+import importlib
 import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
 import zmq
 
 from vllm import decisions
 from vllm.logger import init_logger
+from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.utils import startup_phases
+from vllm.utils.phase_ledger import PhaseEvent
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -41,6 +46,12 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+#: needed by every core, but not by this module
+_IMPORTED_LATE = (
+    "transformers.models.auto.configuration_auto",
+    "vllm.model_executor.model_loader",
+    "vllm.v1.executor.uniproc",
+)
 #: how often a lost parent is noticed, and how long the core may then take to stop
 _PARENT_POLL_S = 0.5
 _ORPHAN_GRACE_S = 20.0
@@ -70,6 +81,7 @@ class CoreReady:
     num_gpu_blocks: int | None
     max_model_len: int
     decisions: list[decisions.Decision]
+    phases: list[PhaseEvent]
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,8 @@ class EngineCoreProc:
     def _take_inputs(self) -> None:
         """Handle every message there is; with nothing to do, wait for one."""
         block = not self._core.has_work()
+        if block and self._inputs.empty():
+            block = not self._core.use_idle_time()
         while True:
             try:
                 kind, payload = self._inputs.get(block=block, timeout=_SIGNAL_POLL_S)
@@ -135,9 +149,9 @@ class EngineCoreProc:
         if kind is None:
             raise payload
         if kind is EngineCoreRequestType.ADD:
-            refused = self._core.add_request(payload)
-            if refused is not None:
-                self._outputs.put(EngineCoreOutputs(outputs=[refused], timestamp=time.monotonic()))
+            refused = [r for r in map(self._core.add_request, payload) if r is not None]
+            if refused:
+                self._outputs.put(EngineCoreOutputs(outputs=refused, timestamp=time.monotonic()))
         elif kind is EngineCoreRequestType.ABORT:
             self._core.abort_requests(payload)
         elif kind is EngineCoreRequestType.STOP:
@@ -188,15 +202,15 @@ class EngineCoreProc:
         socket = self._context.socket(zmq.PULL)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._addresses.requests)
-        requests = MsgpackDecoder(EngineCoreRequest)
+        requests = MsgpackDecoder(list[EngineCoreRequest])
         stops = MsgpackDecoder(list[StopRequest])
         anything: MsgpackDecoder[Any] = MsgpackDecoder(object)
         while True:
             kind_frame, payload_frame = socket.recv_multipart()
             kind = EngineCoreRequestType(kind_frame)
-            payload: Request | Any
+            payload: list[Request] | Any
             if kind is EngineCoreRequestType.ADD:
-                payload = self._core.make_request(requests.decode(payload_frame))
+                payload = list(map(self._core.make_request, requests.decode(payload_frame)))
             elif kind is EngineCoreRequestType.STOP:
                 payload = stops.decode(payload_frame)
             else:
@@ -231,6 +245,7 @@ def run_engine_core(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_during_start)
+    startup_phases.take_events()  # a forked process begins with a copy of its parent's
     _watch_parent(parent_pid)
     try:
         core = _start(setup)
@@ -241,7 +256,8 @@ def run_engine_core(
     proc = EngineCoreProc(core, addresses)
     signal.signal(signal.SIGTERM, lambda *_: proc.request_shutdown())
     num_blocks = core.vllm_config.cache_config.num_gpu_blocks
-    ready.send(CoreReady(num_blocks, core.max_model_len, decisions.decisions()))
+    phases = startup_phases.take_events()
+    ready.send(CoreReady(num_blocks, core.max_model_len, decisions.decisions(), phases))
     ready.close()
     try:
         proc.run()
@@ -252,11 +268,24 @@ def run_engine_core(
         core.shutdown()
 
 
+def import_everything() -> None:
+    """Import what a core needs besides this module, and initialise the device."""
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
+    from vllm.platforms import current_platform
+
+    current_platform.set_device(torch.device(current_platform.device_type, 0))
+    _ = current_platform.kernels
+
+
 def _start(setup: bytes) -> EngineCore:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    loaded: CoreSetup = cloudpickle.loads(setup)
+    # Remote code, which travels by value, may well import model classes.
+    lean = nullcontext() if b"transformers_modules" in setup else without_model_classes()
+    with lean:
+        loaded: CoreSetup = cloudpickle.loads(setup)
     startup_phases.end("spawn engine")
     return EngineCore(loaded.vllm_config, loaded.executor_class, loaded.log_stats)
 

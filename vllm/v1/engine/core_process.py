@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,7 @@ import torch
 from tqdm import TMonitor
 
 from vllm import decisions, envs
-from vllm.utils import startup_phases
+from vllm.utils import spare_process, startup_phases
 from vllm.v1.engine.core_proc import CoreAddresses, CoreReady, CoreSetup, run_engine_core
 
 if TYPE_CHECKING:
@@ -61,14 +62,21 @@ class CoreProcess:
         addresses: CoreAddresses,
     ) -> None:
         setup = _pickle(CoreSetup(vllm_config, executor_class, log_stats))
+        startup_phases.begin("spawn engine")
+        self.process: BaseProcess
+        spare = spare_process.take()
+        if spare is not None:
+            self.process, self._ready = spare.process, spare.ready
+            with contextlib.suppress(OSError):  # it died: `wait_ready` says so
+                spare.give(setup, addresses)
+            return
         context: Any = multiprocessing.get_context(start_method())
         self._ready, child_end = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(
+        self.process = context.Process(
             target=run_engine_core,
             args=(setup, addresses, child_end, os.getpid()),
             name="vllm-engine-core",
         )
-        startup_phases.begin("spawn engine")
         self.process.start()
         child_end.close()
 

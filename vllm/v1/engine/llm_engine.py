@@ -11,6 +11,8 @@ from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils import startup_phases
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.front_end import FrontEnd
 from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
@@ -55,6 +57,7 @@ class LLMEngine:
         client_class = SyncMPClient if multiprocess else InprocClient
         self.engine_core: EngineCoreClient = client_class(vllm_config, executor_class, log_stats)
         self._loggers = self._front_end.make_stat_loggers()
+        startup_phases.log_ledger()
 
     @classmethod
     def from_vllm_config(
@@ -86,6 +89,32 @@ class LLMEngine:
     ) -> None:
         """Validate and start a request; raises `VLLMValidationError` before the engine sees it,
         `EngineSleepingError` while it sleeps."""
+        self.send_requests(
+            self.prepare_request(
+                request_id,
+                prompt,
+                params,
+                arrival_time,
+                lora_request,
+                tokenization_kwargs,
+                trace_headers,
+                priority,
+            )
+        )
+
+    def prepare_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> list[EngineCoreRequest]:
+        """As `add_request`, but leaves it to the caller to hand the result (one per completion) to
+        `send_requests`; until then the request can be aborted."""
         self._front_end.require_awake()
         processed = self.input_processor.process(
             request_id,
@@ -97,11 +126,13 @@ class LLMEngine:
             trace_headers=trace_headers,
             tokenization_kwargs=tokenization_kwargs,
         )
-        children = self.output_processor.add_request(
+        return self.output_processor.add_request(
             processed.request, request_id, processed.prompt_text
         )
-        for child in children:
-            self.engine_core.add_request(child)
+
+    def send_requests(self, requests: list[EngineCoreRequest]) -> None:
+        """Start prepared requests, all with the same step if they fit one."""
+        self.engine_core.add_requests(requests)
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests; returns their last outputs. Unknown ids are ignored."""

@@ -120,12 +120,12 @@ class OutputProcessor:
         iteration: IterationStats | None,
         processed: ProcessedOutputs,
     ) -> None:
-        before = state.num_tokens
-        stop = state.update(output)
-        num_new = state.num_tokens - before
+        num_new = state.update(output)
         if iteration is not None:
             iteration.add_tokens(state.stats, num_new, timestamp, output.times)
-        finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        finish_reason, stop_reason, stop = output.finish_reason, output.stop_reason, state.stop
+        if finish_reason is None and stop is None and not state.is_due():
+            return
         if stop is not None and finish_reason is not FinishReason.ERROR:
             if finish_reason is None:
                 if self._core_sees_stops:

@@ -10,7 +10,7 @@ import msgspec
 from vllm.cache_options import CacheReport
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest
 
 _SEED_RANGE = 1 << 63
 
@@ -43,12 +43,12 @@ class CacheReceipt:
         self.num_cached_tokens: int | None = None
         self.report: CacheReport | None = None
 
-    def take(self, output: EngineCoreOutput) -> None:
-        if self.num_cached_tokens is None or output.num_cached_tokens < self.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
-            self.report = output.cache_report or self.report
+    def take(self, num_cached_tokens: int, report: CacheReport | None) -> None:
+        if self.num_cached_tokens is None or num_cached_tokens < self.num_cached_tokens:
+            self.num_cached_tokens = num_cached_tokens
+            self.report = report or self.report
         elif self.report is None:
-            self.report = output.cache_report
+            self.report = report
 
 
 class ParentRequest:

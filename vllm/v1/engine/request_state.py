@@ -54,8 +54,11 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._detokenizer = detokenizer
+        #: generated tokens so far
+        self._token_ids = detokenizer.token_ids
         self._logprobs = logprobs
         self._stream_interval = stream_interval
+        self._final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         self._parent = parent
         self._index = index
         self._own_receipt = CacheReceipt()
@@ -65,7 +68,7 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """Generated tokens so far."""
-        return len(self._detokenizer.token_ids)
+        return len(self._token_ids)
 
     @property
     def num_completions(self) -> int:
@@ -81,23 +84,29 @@ class RequestState:
             return self.num_tokens
         return self._parent.longest(self.num_tokens)
 
-    def update(self, output: EngineCoreOutput) -> str | None:
-        """Take in new tokens, none after a stop string; returns that string once it is there."""
-        self.stats.num_cached_tokens = output.num_cached_tokens
-        self._receipt().take(output)
+    @property
+    def stop(self) -> str | None:
+        """The stop string, once it is in the text."""
+        return self._stop
+
+    def update(self, output: EngineCoreOutput) -> int:
+        """Take in new tokens, none after a stop string; returns how many."""
+        if output.num_cached_tokens is not None:
+            self.stats.num_cached_tokens = output.num_cached_tokens
+            self._receipt().take(output.num_cached_tokens, output.cache_report)
         self.error = output.error
         if self._stop is not None:
-            return self._stop
+            return 0
         if output.new_prompt_logprobs is not None:
             self._logprobs.add_prompt(output.new_prompt_logprobs)
-        before = len(self._detokenizer.token_ids)
+        before = len(self._token_ids)
         self._stop = self._detokenizer.update(
             output.new_token_ids, output.finish_reason is FinishReason.STOP
         )
-        added = len(self._detokenizer.token_ids) - before
+        added = len(self._token_ids) - before
         if output.new_logprobs is not None:
             self._logprobs.add_sample(output.new_logprobs, added)
-        return self._stop
+        return added
 
     def failure(self) -> Exception | None:
         """The error for the user if the request failed."""
@@ -115,7 +124,7 @@ class RequestState:
     ) -> RequestOutput | None:
         """The news for the user; None if there is none to show yet."""
         finished = finish_reason is not None
-        if not (finished or self._is_due()):
+        if not (finished or self.is_due()):
             return None
         completion = self._completion(finish_reason, stop_reason)
         completions = [completion]
@@ -138,9 +147,12 @@ class RequestState:
             cache_report=self._receipt().report,
         )
 
-    def _is_due(self) -> bool:
-        num_new = len(self._detokenizer.token_ids) - self._num_sent_tokens
-        if self.params.output_kind is RequestOutputKind.FINAL_ONLY or num_new == 0:
+    def is_due(self) -> bool:
+        """Whether an unfinished request has news to show."""
+        if self._final_only:
+            return False
+        num_new = len(self._token_ids) - self._num_sent_tokens
+        if num_new == 0:
             return False
         return self._num_sent_tokens == 0 or num_new >= self._stream_interval
 
@@ -148,7 +160,7 @@ class RequestState:
         self, finish_reason: FinishReason | None, stop_reason: int | str | None
     ) -> CompletionOutput:
         finished = finish_reason is not None
-        tokens, logprobs = self._detokenizer.token_ids, self._logprobs.sample
+        tokens, logprobs = self._token_ids, self._logprobs.sample
         if self.params.output_kind is RequestOutputKind.DELTA:
             text = self._detokenizer.take_new_text(finished)
             tokens = tokens[self._num_sent_tokens :]
@@ -157,7 +169,7 @@ class RequestState:
             text = self._detokenizer.sendable(finished)
             tokens = list(tokens)
             logprobs = list(logprobs) if logprobs is not None else None
-        self._num_sent_tokens = len(self._detokenizer.token_ids)
+        self._num_sent_tokens = len(self._token_ids)
         return CompletionOutput(
             self._index,
             text,

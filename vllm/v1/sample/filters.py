@@ -16,7 +16,8 @@ def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Keep the `top_k [n]` likeliest tokens, then the smallest set with mass `top_p [n]`.
 
-    Ties at the k-th value are kept; the likeliest token always survives.
+    Ties with the least likely token kept are kept; the likeliest token always survives. A row with
+    `top_p` 1 or `top_k` of the vocabulary's size loses nothing, whatever the other rows ask for.
     """
     if top_k is None and top_p is None:
         return logits
@@ -27,7 +28,8 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     if top_p is not None:
         probs = ordered.softmax(dim=-1)
         mass_before = probs.cumsum(dim=-1) - probs
-        drop = mass_before >= top_p.unsqueeze(1)
+        drop = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1.0).unsqueeze(1)
         drop[:, 0] = False
-        ordered = ordered.masked_fill(drop, float("-inf"))
+        lowest = ordered.masked_fill(drop, float("inf")).amin(dim=-1, keepdim=True)
+        ordered = ordered.masked_fill(ordered < lowest, float("-inf"))
     return ordered.new_empty(ordered.shape).scatter_(1, index, ordered)

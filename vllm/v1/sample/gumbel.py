@@ -19,12 +19,6 @@ def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     `logits [n, vocab]` fp32, already divided by the temperature and filtered; `temperature [n]`
     fp32, rows with 0 take the argmax; `seeds, positions [n]` int64.
     """
-    if logits.device.type == "cuda":
-        from vllm.kernels.triton.sampling import gumbel_sample as sample_on_device
-
-        # The kernel divides by the temperature, which the filters needed done before.
-        divided = temperature.masked_fill(temperature > 0, 1.0)
-        return sample_on_device(logits, divided, seeds, positions)
     noisy = logits.clone()
     rows = zip(temperature.tolist(), seeds.tolist(), positions.tolist(), strict=True)
     for row, (row_temperature, seed, position) in enumerate(rows):

@@ -17,7 +17,8 @@ class SamplingMetadata:
 
     `temperature, top_p, min_p [n]` fp32 (temperature 0: greedy), `top_k [n]` int64 (vocabulary
     size: off), `seeds [n]` int64. `num_logprobs`: the largest number of top logprobs asked for (0:
-    only the chosen token's), None when nobody asked.
+    only the chosen token's), None when nobody asked. `top_p_alone`: some row uses top-p without
+    top-k and min-p.
     """
 
     temperature: Tensor | None
@@ -26,6 +27,7 @@ class SamplingMetadata:
     min_p: Tensor | None
     seeds: Tensor | None
     num_logprobs: int | None
+    top_p_alone: bool = False
 
     @classmethod
     def build(
@@ -65,6 +67,10 @@ class SamplingMetadata:
                 torch.int64,
             ),
             num_logprobs=num_logprobs,
+            top_p_alone=any(
+                r and p.top_p < 1.0 and p.min_p == 0.0 and not 0 < p.top_k < vocab_size
+                for p, r in zip(params, random_rows, strict=True)
+            ),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.adjustments import Adjustments
+from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
 from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
 from vllm.v1.sample.gumbel import gumbel_sample
 from vllm.v1.sample.logprobs import gather_logprobs
@@ -20,37 +20,36 @@ def sample(
     logits: Tensor,
     metadata: SamplingMetadata,
     positions: Tensor,
-    adjustments: Sequence[tuple[int, Adjustments, int]],
+    adjustments: Sequence[AdjustedRow],
     masks: TokenMasks | None = None,
 ) -> SamplerOutput:
-    """Sample one token per row of `logits [n, vocab]` (changed in place by adjustments and masks).
+    """Sample one token per row of `logits [n, vocab]` (may change in place).
 
     `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
     adjustments, output tokens so far) of the rows that have any. `masks` have the last word.
     Logprobs are those of the unprocessed logits.
     """
-    if metadata.num_logprobs is None and metadata.temperature is None and not adjustments:
-        if masks is not None:
-            masks.apply(logits)
-        # The order of 16-bit logits is that of their fp32 values.
-        return SamplerOutput(greedy(logits))
-    logits = logits.float()
-    changed = bool(adjustments) or masks is not None
-    raw = logits.clone() if changed and metadata.num_logprobs is not None else logits
-    for row, adjustment, num_output_tokens in adjustments:
-        adjustment.apply(logits[row], num_output_tokens)
+    raw, keep = logits, metadata.num_logprobs is not None
+    adjusted = adjusted_rows(adjustments, logits.device)
+    if adjusted is not None:
+        logits = adjusted.change(logits, keep)
     if masks is not None:
+        if keep and logits is raw:
+            logits = raw.clone()
         masks.apply(logits)
     token_ids = _draw(logits, metadata, positions)
-    for row, adjustment, _ in adjustments:
-        adjustment.observe(token_ids[row : row + 1])
+    if adjusted is not None:
+        adjusted.observe(token_ids)
     if metadata.num_logprobs is None:
         return SamplerOutput(token_ids)
     return SamplerOutput(token_ids, gather_logprobs(raw, token_ids, metadata.num_logprobs))
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64."""
+    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64.
+
+    The order of 16-bit logits is that of their fp32 values.
+    """
     if logits.device.type == "cuda":
         from vllm.kernels.triton.sampling import argmax_rows
 
@@ -62,8 +61,23 @@ def _draw(logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tens
     temperature, seeds = metadata.temperature, metadata.seeds
     if temperature is None or seeds is None:
         return greedy(logits)
+    if logits.device.type == "cuda":
+        from vllm.kernels.triton.sampling import gumbel_sample as draw
+        from vllm.kernels.triton.token_filter import kept_tokens
+
+        kept = None
+        if (metadata.top_k, metadata.top_p, metadata.min_p) != (None, None, None):
+            kept = kept_tokens(
+                logits,
+                temperature,
+                metadata.top_k,
+                metadata.top_p,
+                metadata.min_p,
+                top_p_alone=metadata.top_p_alone,
+            )
+        return draw(logits, temperature, seeds, positions, kept)
     divisor = temperature.masked_fill(temperature == 0, 1.0)
-    scaled = logits / divisor.unsqueeze(1)
+    scaled = logits.float() / divisor.unsqueeze(1)
     if metadata.min_p is not None:
         scaled = apply_min_p(scaled, metadata.min_p)
     scaled = apply_top_k_top_p(scaled, metadata.top_k, metadata.top_p)

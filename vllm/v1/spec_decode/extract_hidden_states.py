@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.kv_transfer.layer_hooks import (
+    maybe_save_kv_layer,
+    maybe_wait_for_layer_load,
+)
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.extract_hidden_states import (
     CacheOnlyAttentionLayer,
     ExtractHiddenStatesModel,
@@ -94,6 +101,17 @@ class ExtractHiddenStatesProposer:
         torch.stack(target_hidden_states, dim=1, out=rows)
         self.model(rows)
         return sampled_token_ids
+
+    @contextmanager
+    def layer_hooks(self) -> Iterator[None]:
+        """Around a replay that holds `propose`: what the caching layers tell a connector."""
+        layers = get_forward_context().no_compile_layers
+        metadata = get_forward_context().attn_metadata
+        for name in self.attn_layer_names:
+            maybe_wait_for_layer_load(name)
+        yield
+        for name in self.attn_layer_names:
+            maybe_save_kv_layer(name, layers[name].kv_cache, metadata[name])
 
     @staticmethod
     def prepare_next_token_ids_padded(

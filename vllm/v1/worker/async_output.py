@@ -16,6 +16,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
+from vllm.v1.worker.input_batch import StepOrder
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,23 @@ class PromptLogprobs:
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """Copies are queued at construction; `get_output` waits for them on the caller's thread."""
+    """Results of a step whose requests are in `order`.
+
+    Copies are queued at construction; `get_output` waits for them on the caller's thread.
+    """
 
     def __init__(
         self,
-        req_ids: list[str],
-        sampling: list[int],
-        num_logprobs: list[int | None],
+        order: StepOrder,
+        vocab_size: int,
         sampled: SamplerOutput | None,
         prompt_logprobs: list[PromptLogprobs],
         kv_connector_output: KVConnectorOutput | None,
         failed_req_ids: dict[str, str],
         device: torch.device,
     ) -> None:
-        self._req_ids = req_ids
-        self._sampling = sampling
-        self._num_logprobs = num_logprobs
+        self._order = order
+        self._vocab_size = vocab_size
         self._kv_connector_output = kv_connector_output
         self._failed = failed_req_ids
         self._ids: Tensor | None = None
@@ -60,29 +62,43 @@ class StepOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         if self._event is not None:
             self._event.synchronize()
-        tokens: list[list[int]] = [[] for _ in self._req_ids]
-        logprobs: dict[str, LogprobsLists] = {}
-        if self._ids is not None:
-            for position, token in zip(self._sampling, self._ids.tolist(), strict=True):
-                tokens[position] = [token]
-        if self._logprobs is not None:
-            lists = _to_lists(self._logprobs)
-            for row, position in enumerate(self._sampling):
-                asked = self._num_logprobs[row]
-                if asked is not None:
-                    logprobs[self._req_ids[position]] = LogprobsLists(
-                        lists.token_ids[row : row + 1, : asked + 1],
-                        lists.logprobs[row : row + 1, : asked + 1],
-                        lists.ranks[row : row + 1],
-                    )
         return ModelRunnerOutput(
-            req_ids=self._req_ids,
-            sampled_token_ids=tokens,
-            logprobs=logprobs,
+            req_ids=self._order.req_ids,
+            sampled_token_ids=self._tokens(),
+            logprobs=self._logprobs_by_request(),
             prompt_logprobs={req_id: _to_lists(tensors) for req_id, tensors in self._prompt},
             kv_connector_output=self._kv_connector_output,
             failed_req_ids=self._failed,
         )
+
+    def _tokens(self) -> list[list[int]]:
+        """One list per request of the step, empty where nothing was sampled."""
+        num_reqs = self._order.num_reqs
+        if self._ids is None:
+            return [[] for _ in range(num_reqs)]
+        sampled: list[list[int]] = self._ids.unsqueeze(1).tolist()
+        if len(sampled) == num_reqs:
+            return sampled
+        tokens: list[list[int]] = [[] for _ in range(num_reqs)]
+        for position, own in zip(self._order.sampling.tolist(), sampled, strict=True):
+            tokens[position] = own
+        return tokens
+
+    def _logprobs_by_request(self) -> dict[str, LogprobsLists]:
+        if self._logprobs is None:
+            return {}
+        lists = _to_lists(self._logprobs)
+        logprobs: dict[str, LogprobsLists] = {}
+        for row, state in enumerate(self._order.sampled.states):
+            asked = state.sampling_params.logprobs
+            if asked is not None:
+                width = 1 + (self._vocab_size if asked == -1 else asked)
+                logprobs[state.req_id] = LogprobsLists(
+                    lists.token_ids[row : row + 1, :width],
+                    lists.logprobs[row : row + 1, :width],
+                    lists.ranks[row : row + 1],
+                )
+        return logprobs
 
 
 def _to_host(tensor: Tensor) -> Tensor:

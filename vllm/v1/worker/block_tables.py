@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.worker.staging import StagedArray
+from vllm.v1.worker.staging import StagedArray, Uploads
 
 
 class GroupBlockTable:
@@ -23,13 +23,15 @@ class GroupBlockTable:
         recurrent: bool,
         device: torch.device,
         depth: int,
+        uploads: Uploads | None = None,
     ) -> None:
         self.block_size = block_size
         self.recurrent = recurrent
         self.table = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
-        self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth)
-        self.slots = StagedArray((max_tokens,), torch.int64, device, depth)
+        self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
+        self.prefills = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
+        self.slots = StagedArray((max_tokens,), torch.int64, device, depth, uploads)
 
     def set_row(self, row: int, block_ids: list[int]) -> None:
         self.num_blocks[row] = 0
@@ -40,21 +42,29 @@ class GroupBlockTable:
         self.table[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] = start + len(block_ids)
 
-    def gather(self, rows: np.ndarray, padded_rows: int) -> tuple[Tensor, np.ndarray]:
-        """Device and host `[padded_rows, width]` tables of the step's requests; padding is -1."""
+    def gather(
+        self, rows: np.ndarray, padded_rows: int, num_decodes: int
+    ) -> tuple[Tensor, np.ndarray, Tensor]:
+        """Device and host `[padded_rows, width]` tables of the step's requests; padding is -1.
+        Then the device table of those after the decodes, by itself."""
         n = len(rows)
         width = max(int(self.num_blocks[rows].max(initial=1)), 1)
         host = self.staged.next()
         host[:n, :width] = self.table[rows, :width]
         host[n:padded_rows, :width] = -1
-        # Whole rows: a contiguous copy is one asynchronous transfer.
-        return self.staged.upload(padded_rows)[:, :width], host[:n, :width]
+        prefills = n - num_decodes
+        self.prefills.next()[:prefills, :width] = host[num_decodes:n, :width]
+        return (
+            self.staged.upload(padded_rows, width),
+            host[:n, :width],
+            self.prefills.upload(prefills, width),
+        )
 
-    def padding(self, size: int) -> tuple[Tensor, np.ndarray]:
-        """Tables of `size` padded rows at full width, for graph capture."""
+    def padding(self, size: int) -> tuple[Tensor, np.ndarray, Tensor]:
+        """`gather` of `size` padded decodes at full width, for graph capture."""
         host = self.staged.next()
         host[:size] = -1
-        return self.staged.upload(size), host[:size]
+        return self.staged.upload(size), host[:size], self.prefills.upload(0)
 
     def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
         """Slots of `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""
@@ -79,7 +89,9 @@ class BlockTables:
         max_tokens: int,
         device: torch.device,
         depth: int,
+        uploads: Uploads | None = None,
     ) -> None:
+        self._uploads = uploads
         self.groups: list[GroupBlockTable] = []
         for group in config.kv_cache_groups:
             spec = group.kv_cache_spec
@@ -88,9 +100,21 @@ class BlockTables:
             max_blocks = 1 if recurrent else -(-max_model_len // spec.block_size) + 1
             self.groups.append(
                 GroupBlockTable(
-                    spec.block_size, max_blocks, max_rows, max_tokens, recurrent, device, depth
+                    spec.block_size,
+                    max_blocks,
+                    max_rows,
+                    max_tokens,
+                    recurrent,
+                    device,
+                    depth,
+                    uploads,
                 )
             )
+
+    def flush(self) -> None:
+        """Queue the copies of what was gathered and mapped, and what else shares the uploads."""
+        if self._uploads is not None:
+            self._uploads.flush()
 
     def set_row(self, row: int, block_ids: tuple[list[int], ...]) -> None:
         for group, ids in zip(self.groups, block_ids, strict=True):
@@ -98,4 +122,5 @@ class BlockTables:
 
     def append_row(self, row: int, block_ids: tuple[list[int], ...]) -> None:
         for group, ids in zip(self.groups, block_ids, strict=True):
-            group.append_row(row, ids)
+            if ids:
+                group.append_row(row, ids)

@@ -7,28 +7,44 @@ so nothing is ever moved when requests come and go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class RequestState:
-    """Worker-side state of one request.
+    """Worker-side state of one request; what changes with every step is in the batch's arrays.
 
     `token_ids`: the tokens the host knows (prompt, and at a resume also the output so far); tokens
     past them were sampled here and live in the device's `last_sampled[row]`.
     """
 
+    batch: InputBatch = field(repr=False)
     req_id: str
     row: int
     token_ids: np.ndarray
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self.batch.num_computed[self.row])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens, known to the host or not."""
+        return int(self.batch.num_output[self.row])
+
+
+@dataclass(frozen=True)
+class SampledRequests:
+    """The requests of a step that sample a token, in its order."""
+
+    states: list[RequestState] = field(default_factory=list)
+    req_ids: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,8 @@ class StepOrder:
     """One step's requests, decodes first.
 
     All arrays are `[num_reqs]`: `rows`, tokens scheduled, tokens computed before the step, tokens
-    the host knows. `sampling [n]`: positions in this order of the requests that sample a token.
+    the host knows. `sampling [n]`: positions in this order of the requests that sample a token, who
+    are `sampled`.
     """
 
     req_ids: list[str]
@@ -47,6 +64,7 @@ class StepOrder:
     num_known: np.ndarray
     num_decodes: int
     sampling: np.ndarray
+    sampled: SampledRequests = field(default_factory=SampledRequests)
 
     @property
     def num_reqs(self) -> int:
@@ -59,14 +77,21 @@ class StepOrder:
 
 
 class InputBatch:
-    """Rows by request id; free rows are reused smallest first."""
+    """Rows by request id; free rows are reused smallest first.
+
+    `[max_rows]` int64 by row: tokens the host knows, tokens computed by the steps launched so far,
+    tokens sampled by them.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
-        #: tokens of each row that the host knows
         self.known_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_computed = np.zeros(max_rows, dtype=np.int64)
+        self.num_output = np.zeros(max_rows, dtype=np.int64)
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        #: the last order and its set of decodes (0: none), while all its requests have their rows
+        self._decodes: tuple[int, StepOrder] | None = None
 
     def add(
         self,
@@ -78,45 +103,56 @@ class InputBatch:
     ) -> RequestState:
         if not self._free_rows:
             raise RuntimeError(f"more than {self.max_rows} requests on one worker")
-        state = RequestState(
-            req_id,
-            self._free_rows.pop(),
-            np.array(token_ids, dtype=np.int64),
-            num_prompt_tokens,
-            sampling_params,
-            num_computed_tokens,
-            len(token_ids) - num_prompt_tokens,
-        )
+        row = self._free_rows.pop()
+        known = np.array(token_ids, dtype=np.int64)
+        state = RequestState(self, req_id, row, known, num_prompt_tokens, sampling_params)
         self.requests[req_id] = state
-        self.known_tokens[state.row] = len(token_ids)
+        self.known_tokens[row] = len(token_ids)
+        self.num_computed[row] = num_computed_tokens
+        self.num_output[row] = len(token_ids) - num_prompt_tokens
         return state
 
     def remove(self, req_id: str) -> RequestState | None:
         state = self.requests.pop(req_id, None)
         if state is not None:
             self._free_rows.append(state.row)
+            self._decodes = None
         return state
 
-    def order(self, num_scheduled: dict[str, int], sampling_req_ids: set[str]) -> StepOrder:
-        """Decodes (one token after some context) first, then prefills, each in schedule order."""
-        decodes: list[RequestState] = []
-        prefills: list[RequestState] = []
-        for req_id, count in num_scheduled.items():
-            state = self.requests[req_id]
-            decode = count == 1 and state.num_computed_tokens > 0
-            (decodes if decode else prefills).append(state)
-        states = decodes + prefills
+    def order(
+        self, num_scheduled: dict[str, int], sampling_req_ids: set[str], decode_set_id: int = 0
+    ) -> StepOrder:
+        """Decodes (one token after some context) first, then prefills, each in schedule order.
+
+        The order of a set of decodes (see `SchedulerOutput.decode_set_id`) is made once.
+        """
+        if decode_set_id and self._decodes is not None and self._decodes[0] == decode_set_id:
+            last = self._decodes[1]
+            return replace(last, num_computed=self.num_computed[last.rows])
+        states = [self.requests[req_id] for req_id in num_scheduled]
+        rows = np.array([state.row for state in states], dtype=np.int64)
+        counts = np.array(list(num_scheduled.values()), dtype=np.int64)
+        decodes = (counts == 1) & (self.num_computed[rows] > 0)
+        order_of = np.argsort(~decodes, kind="stable")
+        rows, counts = rows[order_of], counts[order_of]
+        states = [states[i] for i in order_of.tolist()]
         req_ids = [state.req_id for state in states]
-        rows = np.array([s.row for s in states], dtype=np.int64)
-        return StepOrder(
+        sampling = [i for i, req_id in enumerate(req_ids) if req_id in sampling_req_ids]
+        order = StepOrder(
             req_ids=req_ids,
             states=states,
             rows=rows,
             num_known=self.known_tokens[rows],
-            num_scheduled=np.array([num_scheduled[r] for r in req_ids], dtype=np.int64),
-            num_computed=np.array([s.num_computed_tokens for s in states], dtype=np.int64),
-            num_decodes=len(decodes),
-            sampling=np.array(
-                [i for i, r in enumerate(req_ids) if r in sampling_req_ids], dtype=np.int64
-            ),
+            num_scheduled=counts,
+            num_computed=self.num_computed[rows],
+            num_decodes=int(decodes.sum()),
+            sampling=np.array(sampling, dtype=np.int64),
+            sampled=SampledRequests([states[i] for i in sampling], [req_ids[i] for i in sampling]),
         )
+        self._decodes = decode_set_id, order
+        return order
+
+    def advance(self, order: StepOrder) -> None:
+        """The step is launched: its tokens count as computed, those it samples as sampled."""
+        self.num_computed[order.rows] += order.num_scheduled
+        self.num_output[order.rows[order.sampling]] += 1

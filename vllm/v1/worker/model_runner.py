@@ -8,27 +8,23 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -44,23 +40,19 @@ from vllm.v1.structured_output.masks import StepMasks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.block_tables import BlockTables
-from vllm.v1.worker.decode_graphs import DecodeGraphs, graphs_forbidden
+from vllm.v1.worker.deferred_commit import DeferredCommit
+from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.worker.padded_steps import PaddedSteps
 from vllm.v1.worker.prompt_logprobs import PromptScorer
 from vllm.v1.worker.sanitizer import Sanitizer
+from vllm.v1.worker.staging import Uploads
+from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
+from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
 
 logger = init_logger(__name__)
-
-
-@dataclass(frozen=True)
-class StateGroup:
-    """One group of layers that share a spec, with its metadata builder."""
-
-    layer_names: list[str]
-    spec: KVCacheSpec
-    builder: AttentionMetadataBuilder[Any]
 
 
 @dataclass(frozen=True)
@@ -86,26 +78,40 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         #: steps whose staged arrays may still be in use
         self.depth = 3 if scheduler.async_scheduling else 2
         self.batch = InputBatch(self.max_rows)
-        self.inputs = StepInputBuilder(self.max_rows, self.max_tokens, device, self.depth)
+        self.uploads = Uploads.create(device, self.depth)
+        self.inputs = StepInputBuilder(
+            self.max_rows, self.max_tokens, device, self.depth, self.uploads
+        )
         self.scorer = PromptScorer(self.vocab_size)
         self._prompts: dict[str, Prompt] = {}
         self.adjustments: dict[str, Adjustments] = {}
         self.groups: list[StateGroup] = []
-        self.graphs = DecodeGraphs([], self.max_rows)
+        self.graphs = StepGraphs()
         self.model: nn.Module
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.sanitizer: Sanitizer | None = None
+        self.deferred: DeferredCommit | None = None
         self._sampling_key: list[str] | None = None
         self._sampling: SamplingMetadata | None = None
 
     # ---- start-up ------------------------------------------------------------------------------
 
-    def load_model(self) -> None:
-        self.model = get_model(self.vllm_config)
+    def build_model(self) -> None:
+        """The model and its drafter on the device; the weights are not there yet."""
+        loader = get_model_loader(self.vllm_config.load_config)
+        self.model = loader.build_model(self.vllm_config, self.model_config)
         speculative = self.vllm_config.speculative_config
         if speculative is not None and speculative.uses_extract_hidden_states():
             self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device)
             self.proposer.load_model(self.model)
+            # The draft is the token a step samples, which is known later: rows come first.
+            self._no_drafts = torch.empty(0, 1, dtype=torch.int64, device=self.device)
+
+    @torch.no_grad()
+    def load_weights(self) -> None:
+        """Fill the model's parameters; ValueError for a checkpoint that does not fit."""
+        loader = get_model_loader(self.vllm_config.load_config)
+        loader.fill(self.model, self.model_config)
 
     @property
     def layers(self) -> dict[str, AttentionLayerBase]:
@@ -130,7 +136,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.max_tokens,
             self.device,
             self.depth,
+            self.uploads,
         )
+        if self.deferred is None:
+            self.deferred = DeferredCommit.create(
+                self.vllm_config, self.layers, config, self.device, self.depth
+            )
+        if self.deferred is not None:
+            self.deferred.bind(self.block_tables)
         if self.vllm_config.cache_config.sanitize:
             self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
         self.groups = []
@@ -140,86 +153,41 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
             )
             self.groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
+        self.metadata = StepMetadata(
+            self.groups, self.block_tables, self.layers, self.model_config.max_model_len
+        )
 
-    @torch.inference_mode()
-    def capture_graphs(self) -> None:
-        """Capture decode steps of the configured sizes, unless a backend or connector forbids."""
-        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+    def plan_graphs(self) -> None:
+        """Decide what is captured; `self.graphs` captures it, at once or between steps."""
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
-        reason = graphs_forbidden(self.vllm_config, backends)
-        if sizes and reason is not None:
-            decisions.record("decode graphs", "none", reason, f"{len(sizes)} sizes")
-            return
-        self.graphs = DecodeGraphs(sizes, self.max_rows)
-        self.graphs.capture(self._decode_of_padding)
+        plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
+        steps = PaddedSteps(self.inputs, self.metadata, self._forward, self.compute_logits)
+        self.graphs = steps.graphs(plan)
 
-    def _decode_of_padding(self, size: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-        """The decode step of `size` requests as a graph records it: every row is padding."""
-        inputs = self.inputs.padding(size)
-        context = ForwardContext(no_compile_layers=self.layers, attn_metadata={}, num_tokens=size)
-        empty = np.zeros(0, dtype=np.int64)
-        for group, table in zip(self.groups, self.block_tables.groups, strict=True):
-            block_table, block_table_cpu = table.padding(size)
-            metadata = group.builder.build(
-                CommonAttentionMetadata(
-                    num_reqs=size,
-                    num_tokens=size,
-                    num_decodes=size,
-                    max_query_len=1,
-                    max_seq_len=self.model_config.max_model_len,
-                    query_start_loc=inputs.query_start_loc,
-                    query_start_loc_cpu=inputs.query_start_loc_cpu,
-                    seq_lens=inputs.seq_lens,
-                    seq_lens_cpu=inputs.seq_lens_cpu,
-                    num_computed_tokens_cpu=empty,
-                    prefill_query_start_loc=inputs.prefill_query_start_loc,
-                    prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
-                    block_table=block_table,
-                    slot_mapping=table.slot_mapping(empty, empty, size),
-                    block_table_cpu=block_table_cpu,
-                )
-            )
-            for name in group.layer_names:
-                context.attn_metadata[name] = metadata
-
-        def run() -> tuple[Tensor, list[Tensor]]:
-            with set_forward_context(context):
-                hidden, aux = self._forward(inputs.input_ids, inputs.positions)
-            return self.compute_logits(hidden), aux
-
-        return run
+    def drop_graphs(self) -> bool:
+        """Free the graphs, whose addresses are about to change; whether there were any."""
+        had_any = bool(self.graphs.sizes or self.graphs.piecewise_sizes)
+        self.graphs = StepGraphs()
+        return had_any
 
     def release_kv_cache(self) -> None:
         """Drop the arena (after a profiling run)."""
         for layer in self.layers.values():
             layer.kv_cache = torch.empty(0)
-        del self.arena, self.block_tables
+        if self.deferred is not None:
+            self.deferred.unbind()
+        del self.arena, self.block_tables, self.metadata
         self.sanitizer = None
         self.groups = []
-
-    @torch.inference_mode()
-    def sample_dummy(self) -> None:
-        """Sample a full batch with every filter on (profiling: its buffers grow with the batch)."""
-        params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, seed=0, logprobs=1)
-        hidden = torch.zeros(
-            self.max_rows,
-            self.model_config.get_hidden_size(),
-            dtype=self.model_config.dtype,
-            device=self.device,
-        )
-        logits = self.compute_logits(hidden)
-        metadata = SamplingMetadata.build([params] * self.max_rows, self.vocab_size, self.device)
-        positions = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
-        sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
 
     def close(self) -> None:
         """Drop the model, its state and every request."""
         for layer in self.layers.values():
             layer.kv_cache = torch.empty(0)
         self.layers.clear()
-        self.graphs = DecodeGraphs([], self.max_rows)
-        self.sanitizer = None
-        for name in ("model", "arena", "block_tables", "proposer"):
+        self.drop_graphs()
+        self.sanitizer = self.deferred = None
+        for name in ("model", "arena", "block_tables", "metadata", "proposer"):
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -254,11 +222,19 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self, scheduler_output: SchedulerOutput, use_connector: bool, sanitizer: Sanitizer | None
     ) -> StepOutput:
         order = self.batch.order(
-            scheduler_output.num_scheduled_tokens, scheduler_output.sampling_req_ids
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.sampling_req_ids,
+            scheduler_output.decode_set_id,
         )
-        size = self.graphs.size_for(order.num_reqs) if order.decode_only else None
-        inputs = self.inputs.build(order, size)
-        context = self._forward_context(order, inputs, replayed=size is not None)
+        if self.deferred is not None:
+            self.deferred.begin_step(order)
+        replay = self.graphs.replay_for(order)
+        size = None if replay is None else replay.size
+        whole = replay is not None and replay.whole
+        inputs = self.inputs.build(order, size, size if whole else None)
+        hooked = [] if self.proposer is None else self.proposer.attn_layer_names
+        context = self.metadata.of_step(order, inputs, hooked if whole else None)
+        self.inputs.read_newest(inputs)
         if sanitizer is not None:
             sanitizer.check_inputs(order, inputs)
         connector = (
@@ -266,34 +242,24 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if use_connector
             else nullcontext(None)
         )
-        hidden: Tensor | None = None
         with set_forward_context(context), connector as kv_connector_output:
-            if size is None:
-                hidden, aux = self._forward(inputs.input_ids, inputs.positions)
-                logits = self._logits_to_sample(order, inputs, hidden)
-            else:
-                replayed = self.graphs.replay(size)
-                aux = [stream[: inputs.num_tokens] for stream in replayed.aux]
-                logits = replayed.logits[: inputs.num_tokens]
+            hidden, logits = self._run_model(order, inputs, replay)
             if sanitizer is not None:
                 sanitizer.observe(hidden, logits)
             sampled = self._sample(order, inputs, logits, scheduler_output.token_masks)
-            if self.proposer is not None:
-                self._propose(sampled, aux)
         if sanitizer is not None:
             sanitizer.end_step(order, inputs, kv_connector_output)
-        # A replayed step samples for every request, so it scores no prompt position.
+        # A graph that gives logits is of decodes, which score no prompt position.
         prompt_logprobs = (
             [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
         )
+        if self.deferred is not None:
+            self.deferred.before_copies(scheduler_output.copies_after)
         self.arena.copy_blocks(scheduler_output.copies_after)
-        for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
-            state.num_computed_tokens += count
-        sampling = order.sampling.tolist()
+        self.batch.advance(order)
         return StepOutput(
-            order.req_ids,
-            sampling,
-            [self._num_logprobs(order, i) for i in sampling],
+            order,
+            self.vocab_size,
             sampled,
             prompt_logprobs,
             kv_connector_output,
@@ -301,14 +267,19 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.device,
         )
 
-    def _propose(self, sampled: SamplerOutput | None, aux: list[Tensor]) -> None:
-        """Cache the captured rows of this step, whether or not it sampled anything."""
-        assert self.proposer is not None
-        if sampled is None:
-            drafts = torch.empty(0, 1, dtype=torch.int64, device=self.device)
+    def _run_model(
+        self, order: StepOrder, inputs: StepInputs, replay: Replay | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Hidden states `[tokens, hidden]` unless a whole graph ran, logits `[sampling, vocab]`."""
+        if replay is None:
+            hidden = self._forward(inputs)
         else:
-            drafts = sampled.sampled_token_ids.unsqueeze(1)
-        self.proposer.propose(drafts, aux)
+            with nullcontext() if self.proposer is None else self.proposer.layer_hooks():
+                output = self.graphs.replay(replay)[: inputs.num_tokens]
+            if replay.whole:
+                return None, output
+            hidden = output
+        return hidden, self._logits_to_sample(order, inputs, hidden)
 
     def _without_forward(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if not has_kv_transfer_group():
@@ -320,13 +291,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             failed_req_ids=self.take_failed_requests(),
         )
 
-    def _num_logprobs(self, order: StepOrder, i: int) -> int | None:
-        asked = order.states[i].sampling_params.logprobs
-        return self.vocab_size if asked == -1 else asked
-
-    def _forward(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
-        result = self.model(input_ids, positions)
-        return (result, []) if isinstance(result, Tensor) else result
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of every token; captured ones go to their cache."""
+        result = self.model(inputs.input_ids, inputs.positions)
+        if isinstance(result, Tensor):
+            return result
+        hidden, aux = result
+        if self.proposer is not None:
+            self.proposer.propose(self._no_drafts, aux)
+        return cast(Tensor, hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""
@@ -342,72 +315,26 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     ) -> SamplerOutput | None:
         if not len(order.sampling):
             return None
-        chosen = [order.states[i] for i in order.sampling.tolist()]
         adjusted = [
             (row, self.adjustments[state.req_id], state.num_output_tokens)
-            for row, state in enumerate(chosen)
+            for row, state in enumerate(order.sampled.states if self.adjustments else ())
             if state.req_id in self.adjustments
         ]
         metadata = self._sampling_metadata(order)
         masks = None
         if step_masks is not None:
-            masks = TokenMasks.upload(step_masks, [s.req_id for s in chosen], self.device)
+            masks = TokenMasks.upload(step_masks, order.sampled.req_ids, self.device)
         sampled = sample(logits, metadata, inputs.sample_positions, adjusted, masks)
         self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
-        for state in chosen:
-            state.num_output_tokens += 1
         return sampled
 
     def _sampling_metadata(self, order: StepOrder) -> SamplingMetadata:
-        key = [order.req_ids[i] for i in order.sampling.tolist()]
+        key = order.sampled.req_ids
         if self._sampling is None or key != self._sampling_key:
-            params = [order.states[i].sampling_params for i in order.sampling.tolist()]
+            params = [state.sampling_params for state in order.sampled.states]
             self._sampling = SamplingMetadata.build(params, self.vocab_size, self.device)
             self._sampling_key = key
         return self._sampling
-
-    def _forward_context(
-        self, order: StepOrder, inputs: StepInputs, replayed: bool
-    ) -> ForwardContext:
-        """Upload every group's tables; metadata only for layers that run outside a graph."""
-        context = ForwardContext(
-            no_compile_layers=self.layers, attn_metadata={}, num_tokens=inputs.num_tokens
-        )
-        padded_reqs = len(inputs.seq_lens)
-        outside = set(self.proposer.attn_layer_names) if self.proposer is not None else set()
-        max_query_len = int(order.num_scheduled.max())
-        max_seq_len = int(inputs.seq_lens_cpu.max())
-        for group, table in zip(self.groups, self.block_tables.groups, strict=True):
-            block_table, block_table_cpu = table.gather(order.rows, padded_reqs)
-            slots = table.slot_mapping(
-                inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded
-            )
-            if replayed and outside.isdisjoint(group.layer_names):
-                continue
-            metadata = group.builder.build(
-                CommonAttentionMetadata(
-                    num_reqs=order.num_reqs,
-                    num_tokens=inputs.num_tokens,
-                    num_decodes=order.num_decodes,
-                    max_query_len=max_query_len,
-                    max_seq_len=max_seq_len,
-                    query_start_loc=inputs.query_start_loc,
-                    query_start_loc_cpu=inputs.query_start_loc_cpu,
-                    seq_lens=inputs.seq_lens,
-                    seq_lens_cpu=inputs.seq_lens_cpu,
-                    num_computed_tokens_cpu=order.num_computed,
-                    prefill_query_start_loc=inputs.prefill_query_start_loc,
-                    prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
-                    block_table=block_table,
-                    slot_mapping=slots,
-                    block_table_cpu=block_table_cpu,
-                )
-            )
-            for name in group.layer_names:
-                context.attn_metadata[name] = metadata
-                if not isinstance(group.spec, MambaSpec):
-                    context.slot_mapping[name] = slots
-        return context
 
     # ---- the persistent batch ------------------------------------------------------------------
 
@@ -426,10 +353,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 new.req_id, new.prompt_token_ids, prompt, new.num_computed_tokens, new.block_ids
             )
         cached = output.scheduled_cached_reqs
-        for i, req_id in enumerate(cached.req_ids):
-            block_ids = cached.new_block_ids[i]
+        for i, block_ids in enumerate(cached.new_block_ids):
+            if block_ids is None:
+                continue
+            req_id = cached.req_ids[i]
             if req_id in cached.resumed_req_ids:
-                assert block_ids is not None
                 self._add(
                     req_id,
                     cached.all_token_ids[req_id],
@@ -437,8 +365,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                     cached.num_computed_tokens[i],
                     block_ids,
                 )
-            elif block_ids is not None:
+            else:
                 self.block_tables.append_row(self.batch.requests[req_id].row, block_ids)
+        if self.deferred is not None:
+            self.deferred.before_copies(output.copies_before)
 
     def _add(
         self,
@@ -457,6 +387,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             )
 
     def _remove(self, req_id: str) -> None:
-        self.batch.remove(req_id)
+        state = self.batch.remove(req_id)
+        if state is not None and self.deferred is not None:
+            self.deferred.leave(state.row)
         self.adjustments.pop(req_id, None)
         self._sampling_key = None

@@ -64,7 +64,7 @@ class PromptScorer:
         assert asked is not None
         k = self._vocab_size if asked == -1 else asked
         parts = [
-            gather_logprobs(compute_logits(part).float(), target, k)
+            gather_logprobs(compute_logits(part), target, k)
             for part, target in zip(
                 rows.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True
             )

@@ -2,8 +2,8 @@
 """Giving a device's memory back for a while, and taking it again.
 
 Memory is released storage by storage, so every view of it (tied weights, a layer's part of the
-arena, a connector's cache) stays bound and is valid again after waking. Addresses change: decode
-graphs are dropped and captured anew.
+arena, a connector's cache) stays bound and is valid again after waking. Addresses change: graphs
+are dropped and captured anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor, UntypedStorage
 
 from vllm import decisions
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.v1.worker.decode_graphs import DecodeGraphs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.model_runner import ModelRunner
@@ -75,8 +74,7 @@ class Sleeper:
         On a CPU the weights are in host memory already, so level 1 leaves them there.
         """
         runner, on_host = self._runner, self._runner.device.type == "cpu"
-        self._captured = bool(runner.graphs.sizes)
-        runner.graphs = DecodeGraphs([], runner.max_rows)
+        self._captured = runner.drop_graphs()
         weights: list[ParkedMemory] = []
         if level == 2:
             weights.append(ParkedMemory(runner.model.parameters(), keep=False))
@@ -88,7 +86,8 @@ class Sleeper:
             # No checkpoint has the buffers (rotary tables), so every level keeps them.
             weights.append(ParkedMemory(runner.model.buffers(), keep=True))
         self._reload = level == 2
-        arena = [ParkedMemory([runner.arena.buffer], keep=False)]
+        rings = [] if runner.deferred is None else runner.deferred.tensors
+        arena = [ParkedMemory([runner.arena.buffer, *rings], keep=False)]
         self._asleep = {"weights": weights, "kv_cache": arena}
         self._collect()
         return sum(parked.num_bytes for group in self._asleep.values() for parked in group)
@@ -105,14 +104,15 @@ class Sleeper:
             del self._asleep[tag]
         if not self._asleep and self._captured:
             self._captured = False
-            self._runner.capture_graphs()
+            self._runner.plan_graphs()
+            self._runner.graphs.capture_all()
 
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""
         runner = self._runner
         loader = get_model_loader(runner.vllm_config.load_config)
         with torch.no_grad():
-            loader.load_weights(runner.model, runner.model_config)
+            loader.fill(runner.model, runner.model_config)
 
     def _collect(self) -> None:
         gc.collect()

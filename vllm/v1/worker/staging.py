@@ -8,22 +8,73 @@ import torch
 from torch import Tensor
 
 
+class Uploads:
+    """Copies to a CUDA device that are queued together: one launch instead of one copy each.
+
+    `depth` must exceed the number of flushes in flight; each takes at most `max_arrays`.
+    """
+
+    def __init__(self, max_arrays: int, depth: int) -> None:
+        from vllm.kernels.triton.upload import COLUMNS, upload
+
+        shape = (max_arrays, COLUMNS)
+        self._tables = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(depth)
+        ]
+        self._rows = [table.numpy() for table in self._tables]
+        self._launch = upload
+        self._turn = 0
+        self._count = 0
+
+    @classmethod
+    def create(cls, device: torch.device, depth: int) -> Uploads | None:
+        """For a runner with fewer than `depth` steps in flight; None on a CPU, whose arrays need
+        not travel."""
+        return cls(max_arrays=64, depth=depth) if device.type == "cuda" else None
+
+    def add(self, host: Tensor, device: Tensor) -> None:
+        """Copy `host` to `device` at the next flush: one or two dimensions of 4-byte words, the
+        last dense, with the same strides."""
+        if host.numel() == 0:
+            return
+        words = host.element_size() // 4
+        rows, pitch = (1, 0) if host.dim() == 1 else (host.shape[0], host.stride(0) * words)
+        width = host.shape[-1] * words
+        entry = (host.data_ptr(), device.data_ptr(), width, rows, pitch)
+        self._rows[self._turn][self._count] = entry
+        self._count += 1
+
+    def flush(self) -> None:
+        """Queue the copies."""
+        if not self._count:
+            return
+        self._launch(self._tables[self._turn], self._count)
+        self._turn = (self._turn + 1) % len(self._tables)
+        self._count = 0
+
+
 class StagedArray:
     """A host array and its device twin.
 
     On CUDA the host side is pinned and kept `depth` times: the host may fill the array for step
     n + 1 while the copy of step n is still queued. `depth` must exceed the number of steps in
-    flight. On CPU the host side is the device side.
+    flight. On CPU the host side is the device side. With `uploads`, copies wait for its flush.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, depth: int
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        depth: int,
+        uploads: Uploads | None = None,
     ) -> None:
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=cuda) for _ in range(depth)]
         self._arrays = [host.numpy() for host in self._hosts]
         self._device = torch.zeros(shape, dtype=dtype, device=device) if cuda else None
         self._turn = 0
+        self._uploads = uploads
 
     def next(self) -> np.ndarray:
         """The host array to fill for this step (its old contents are meaningless)."""
@@ -36,13 +87,18 @@ class StagedArray:
         return self._arrays[self._turn]
 
     def upload(self, *lengths: int) -> Tensor:
-        """Queue the copy of the leading `lengths` of each dimension; returns the device view."""
+        """Copy the leading `lengths` of each dimension; returns the device view."""
         index = tuple(slice(n) for n in lengths)
         host = self._hosts[self._turn][index]
         if self._device is None:
             return host
         device = self._device[index]
-        device.copy_(host, non_blocking=True)
+        if self._uploads is None:
+            if not host.is_contiguous():
+                raise ValueError("a part of several rows would be copied synchronously")
+            device.copy_(host, non_blocking=True)
+        else:
+            self._uploads.add(host, device)
         return device
 
     @property

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from vllm.v1.worker.input_batch import StepOrder
-from vllm.v1.worker.staging import StagedArray
+from vllm.v1.worker.staging import StagedArray, Uploads
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """Device tensors of one step, and the host arrays other builders need.
 
-    Decode-only steps may be padded: `num_padded` rows on the device, `num_tokens` real ones.
+    Steps that replay a graph are padded: `num_padded` tokens on the device, `num_tokens` real ones.
 
     `input_ids, positions [tokens]` int64; `sample_indices [n]`: token rows whose logits are
     sampled, `sample_rows [n]` their request rows, `sample_positions [n]` the sampled tokens'
-    positions. `token_rows [tokens]` (host): request row of each token.
+    positions. `token_rows [tokens]` (host): request row of each token. `source_tokens [m]`: tokens
+    that the host does not know, `source_rows [m]` the request rows that sampled them.
     """
 
     num_tokens: int
@@ -34,11 +35,14 @@ class StepInputs:
     prefill_query_start_loc_cpu: np.ndarray
     seq_lens: Tensor
     seq_lens_cpu: np.ndarray
+    prefill_seq_lens: Tensor
     sample_indices: Tensor
     sample_rows: Tensor
     sample_positions: Tensor
     token_rows_cpu: np.ndarray
     positions_cpu: np.ndarray
+    source_rows: Tensor
+    source_tokens: Tensor
 
 
 class StepInputBuilder:
@@ -48,69 +52,100 @@ class StepInputBuilder:
     the host does not know yet is read from there.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device, depth: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+        depth: int,
+        uploads: Uploads | None = None,
+    ) -> None:
         def staged(size: int, dtype: torch.dtype = torch.int64) -> StagedArray:
-            return StagedArray((size,), dtype, device, depth)
+            return StagedArray((size,), dtype, device, depth, uploads)
 
         self.last_sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._ids, self._positions = staged(max_tokens), staged(max_tokens)
         self._query_start = staged(max_rows + 1, torch.int32)
         self._prefill_start = staged(max_rows + 1, torch.int32)
         self._seq_lens = staged(max_rows, torch.int32)
+        self._prefill_lens = staged(max_rows, torch.int32)
         self._source_tokens, self._source_rows = staged(max_rows), staged(max_rows)
         self._sample_indices, self._sample_rows = staged(max_rows), staged(max_rows)
         self._sample_positions = staged(max_rows)
 
-    def build(self, order: StepOrder, padded_reqs: int | None = None) -> StepInputs:
-        """`padded_reqs`: for a decode-only step, the requests (and tokens) to pad to."""
+    def build(
+        self, order: StepOrder, padded_tokens: int | None = None, padded_reqs: int | None = None
+    ) -> StepInputs:
+        """`padded_tokens`: tokens to pad to; `padded_reqs`: requests to pad to, one token each (of
+        a decode-only step, so both are the same number). Uploads wait for their flush, and ids that
+        only the device knows for `read_newest`."""
         n, counts = order.num_reqs, order.num_scheduled
         ends = np.cumsum(counts)
         starts = ends - counts
         total = int(counts.sum())
-        padding = 0 if padded_reqs is None else padded_reqs - n
+        num_padded = total if padded_tokens is None else padded_tokens
+        rows = n if padded_reqs is None else padded_reqs
+        prefills, k = n - order.num_decodes, len(order.sampling)
         request = np.repeat(np.arange(n), counts)
         positions = self._positions.next()
         np.add(np.arange(total) - starts[request], order.num_computed[request], positions[:total])
-        query_start = self._query_start.next()
-        query_start[0] = 0
-        query_start[1 : n + 1] = ends
-        query_start[n + 1 : n + 1 + padding] = np.arange(total + 1, total + 1 + padding)
-        prefills = n - order.num_decodes
-        prefill_start = self._prefill_start.next()
-        prefill_start[0] = 0
-        prefill_start[1 : prefills + 1] = ends[order.num_decodes :] - order.num_decodes
-        seq_lens = self._seq_lens.next()
-        seq_lens[:n] = order.num_computed + counts
-        seq_lens[n : n + padding] = 0
-        positions[total : total + padding] = 0
-        input_ids = self._input_ids(order, starts, total, padding)
-        sample_indices, sample_rows = self._sample_indices.next(), self._sample_rows.next()
-        sample_positions = self._sample_positions.next()
-        k = len(order.sampling)
-        sample_indices[:k] = ends[order.sampling] - 1
-        sample_rows[:k] = order.rows[order.sampling]
-        sample_positions[:k] = seq_lens[order.sampling]
+        positions[total:num_padded] = 0
+        self._fill_requests(order, ends, rows)
+        self._fill_samples(order, ends)
+        num_unknown = self._fill_ids(order, starts)
+        self._ids.array[total:num_padded] = 0
         return StepInputs(
             num_tokens=total,
-            num_padded=total + padding,
-            input_ids=input_ids,
-            positions=self._positions.upload(total + padding),
-            query_start_loc=self._query_start.upload(n + 1 + padding),
-            query_start_loc_cpu=query_start[: n + 1],
+            num_padded=num_padded,
+            input_ids=self._ids.upload(num_padded),
+            positions=self._positions.upload(num_padded),
+            query_start_loc=self._query_start.upload(rows + 1),
+            query_start_loc_cpu=self._query_start.array[: n + 1],
             prefill_query_start_loc=self._prefill_start.upload(prefills + 1),
-            prefill_query_start_loc_cpu=prefill_start[: prefills + 1],
-            seq_lens=self._seq_lens.upload(n + padding),
-            seq_lens_cpu=seq_lens[:n],
+            prefill_query_start_loc_cpu=self._prefill_start.array[: prefills + 1],
+            seq_lens=self._seq_lens.upload(rows),
+            seq_lens_cpu=self._seq_lens.array[:n],
+            prefill_seq_lens=self._prefill_lens.upload(prefills),
             sample_indices=self._sample_indices.upload(k),
             sample_rows=self._sample_rows.upload(k),
             sample_positions=self._sample_positions.upload(k),
             token_rows_cpu=order.rows[request],
             positions_cpu=positions[:total],
+            source_rows=self._source_rows.upload(num_unknown),
+            source_tokens=self._source_tokens.upload(num_unknown),
         )
 
-    def _input_ids(self, order: StepOrder, starts: np.ndarray, total: int, padding: int) -> Tensor:
+    def read_newest(self, inputs: StepInputs) -> None:
+        """Complete `input_ids` with tokens sampled before; the uploads are flushed by now."""
+        if len(inputs.source_rows):
+            newest = self.last_sampled.index_select(0, inputs.source_rows)
+            inputs.input_ids.index_copy_(0, inputs.source_tokens, newest)
+
+    def _fill_requests(self, order: StepOrder, ends: np.ndarray, padded_reqs: int) -> None:
+        """Where each request's tokens start and how long it is; padded requests are empty."""
+        n, decodes = order.num_reqs, order.num_decodes
+        query_start = self._query_start.next()
+        query_start[0] = 0
+        query_start[1 : n + 1] = ends
+        query_start[n + 1 : padded_reqs + 1] = np.arange(padded_reqs - n) + query_start[n] + 1
+        prefill_start = self._prefill_start.next()
+        prefill_start[0] = 0
+        prefill_start[1 : n - decodes + 1] = ends[decodes:] - decodes
+        seq_lens = self._seq_lens.next()
+        seq_lens[:n] = order.num_computed + order.num_scheduled
+        seq_lens[n:padded_reqs] = 0
+        self._prefill_lens.next()[: n - decodes] = seq_lens[decodes:n]
+
+    def _fill_samples(self, order: StepOrder, ends: np.ndarray) -> None:
+        """Which tokens are sampled from, whose they are, and the positions of their successors."""
+        k = len(order.sampling)
+        self._sample_indices.next()[:k] = ends[order.sampling] - 1
+        self._sample_rows.next()[:k] = order.rows[order.sampling]
+        self._sample_positions.next()[:k] = self._seq_lens.array[order.sampling]
+
+    def _fill_ids(self, order: StepOrder, starts: np.ndarray) -> int:
+        """The ids the host knows, and where the device finds the others; how many these are."""
         ids = self._ids.next()
-        ids[total : total + padding] = 0
         # Only a request's newest token can be unknown to the host.
         unknown = np.flatnonzero(order.num_computed + order.num_scheduled > order.num_known)
         self._source_tokens.next()[: len(unknown)] = (starts + order.num_scheduled - 1)[unknown]
@@ -119,18 +154,13 @@ class StepInputBuilder:
             start, first = int(starts[i]), int(order.num_computed[i])
             known = order.states[i].token_ids[first : first + int(order.num_scheduled[i])]
             ids[start : start + len(known)] = known
-        device_ids = self._ids.upload(total + padding)
-        if len(unknown):
-            rows = self._source_rows.upload(len(unknown))
-            newest = self.last_sampled.index_select(0, rows)
-            device_ids.index_copy_(0, self._source_tokens.upload(len(unknown)), newest)
-        return device_ids
+        return len(unknown)
 
-    def padding(self, size: int) -> StepInputs:
-        """A decode step of `size` padded rows, for graph capture."""
+    def padding(self, num_tokens: int, num_reqs: int) -> StepInputs:
+        """A step of padded tokens and requests, for graph capture."""
         nothing = np.zeros(0, dtype=np.int64)
         order = StepOrder([], [], nothing, nothing, nothing, nothing, 0, nothing)
-        return self.build(order, size)
+        return self.build(order, num_tokens, num_reqs)
 
     def remember(self, rows: Tensor, token_ids: Tensor) -> None:
         """Keep the tokens just sampled (`rows, token_ids [n]`, device) for the next step."""

@@ -3,24 +3,54 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm import decisions
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import sample
+from vllm.v1.sample.token_masks import TokenMasks
+from vllm.v1.worker.sampler_variants import run_common_samplers
 
 if TYPE_CHECKING:
+    from vllm.kernels.triton.compile_ahead import Variant
     from vllm.v1.worker.model_runner import ModelRunner
+    from vllm.v1.worker.step_graphs import StepGraphs
 
 #: tokens per warm-up prompt: one chunk of the gated delta rule, which is also its output tile
 _CHUNK = 64
 #: sequences that occupy every multiprocessor of any supported GPU
 _MANY = 64
+#: sequences for which decode attention takes its other tiles, with 4 or 8 key heads
+_COUNTS = (16, 32, 256)
+#: queries per request that attention treats as short; each power of two is a tile height
+_SHORT = (1, 2, 4, 8, 16, 32, 64)
+#: a context that is worth splitting
+_CONTEXT = 2048
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+_FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tokens=2)
+
+
+@dataclass(frozen=True)
+class DummyBatch:
+    """Requests that each prefill `length` tokens after `context` computed ones, then decode one."""
+
+    count: int
+    length: int
+    context: int
+    params: SamplingParams
+    decode: bool = True
 
 
 def profile_peak_bytes(runner: ModelRunner) -> int:
@@ -28,12 +58,13 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
 
     Runs the largest prefill against a two-page arena whose blocks are all null.
     """
-    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
-    runner.initialize_kv_cache(KVCacheConfig(0, [], groups, plan_arena(groups, num_pages=2)))
+    bind_small_arena(runner)
     torch.cuda.reset_peak_memory_stats(runner.device)
     resident = torch.cuda.memory_allocated(runner.device)
-    _run_prefill(runner, _prefill_lengths(runner), SamplingParams(temperature=0.0, max_tokens=2))
-    runner.sample_dummy()
+    longest = _longest(runner)
+    count = max(1, min(runner.max_tokens // longest, runner.max_rows))
+    run_batch(runner, DummyBatch(count, longest, 0, _GREEDY, decode=False))
+    _sample_full_batch(runner)
     torch.cuda.synchronize(runner.device)
     peak_activations = torch.cuda.max_memory_allocated(runner.device) - resident
     runner.release_kv_cache()
@@ -42,86 +73,133 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
     return total - free + peak_activations
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Compile every kernel by running it on its shapes; capture the graphs.
+@torch.inference_mode()
+def _sample_full_batch(runner: ModelRunner) -> None:
+    """With every filter on: the sampler's buffers grow with the batch."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, seed=0, logprobs=1)
+    rows, model = runner.max_rows, runner.model_config
+    hidden = torch.zeros(rows, model.get_hidden_size(), dtype=model.dtype, device=runner.device)
+    logits = runner.compute_logits(hidden)
+    metadata = SamplingMetadata.build([params] * rows, runner.vocab_size, runner.device)
+    positions = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+    sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
 
-    Kernels differ by tile, and tiles follow from whether few or many sequences share the device
-    and from whether queries are long or short, so each combination runs once. CUDA only.
+
+def note_kernels(runner: ModelRunner) -> list[Variant]:
+    """The kernels that `warm_up` would compile, found by running it without launching them.
+
+    The weights need not be loaded (CUDA only).
     """
-    if runner.device.type != "cuda":
-        return
-    longest = _longest(runner)
-    many = min(runner.max_rows, _MANY)
-    greedy = SamplingParams(temperature=0.0, max_tokens=2)
-    filtered = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tokens=2)
-    for params, lengths in (
-        (greedy, [min(_CHUNK, longest)]),
-        (filtered, [min(2, longest)]),
-        (greedy, [max(1, min(_CHUNK, runner.max_tokens // many, longest))] * many),
-        (filtered, [1] * min(many, runner.max_tokens)),
-    ):
-        _run_prefill(runner, lengths[: runner.max_tokens], params, then_decode=True)
+    from vllm.kernels.triton.compile_ahead import noted_launches
+
+    bind_small_arena(runner)
+    with noted_launches() as variants:
+        # Sampled tokens are whatever was in memory, so none of them may become an input.
+        _rehearse(runner, decode_known_tokens=True)
+    runner.release_kv_cache()
+    return variants
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run every kernel on its shapes once; capture the graphs. CUDA only."""
+    _rehearse(runner, decode_known_tokens=False)
     with startup_phase("graph capture"):
-        runner.capture_graphs()
+        runner.plan_graphs()
+        capture_until(runner.graphs, runner.vllm_config.compilation_config.ready_by_s)
         torch.cuda.synchronize(runner.device)
+
+
+def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
+    """Capture sizes until `deadline_s` of `time.monotonic()`; None: all of them."""
+    if deadline_s is None:
+        graphs.capture_all()
+        return
+    while time.monotonic() < deadline_s and graphs.capture_next():
+        pass
+    if graphs.num_pending:
+        decisions.record(
+            "graph capture",
+            f"{graphs.num_pending} sizes after the start",
+            "--ready-in leaves no more time before it",
+            "all before it",
+        )
+
+
+def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
+    for batch in _batches(runner):
+        run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
+    run_common_samplers(runner)
+
+
+def _batches(runner: ModelRunner) -> Iterator[DummyBatch]:
+    """Kernels differ by tile, and tiles follow from whether few or many sequences share the device,
+    from whether queries are short or long, and from whether the context is worth splitting: each
+    combination is a batch."""
+    longest = _longest(runner)
+    room = runner.model_config.max_model_len - 1
+    many = min(runner.max_rows, _MANY, runner.max_tokens)
+    yield DummyBatch(1, min(_CHUNK, longest), 0, _GREEDY)
+    yield DummyBatch(1, min(2, longest), 0, _FILTERED)
+    yield DummyBatch(many, max(1, min(_CHUNK, runner.max_tokens // many, longest)), 0, _GREEDY)
+    yield DummyBatch(many, 1, 0, _FILTERED)
+    for count in _COUNTS:
+        yield DummyBatch(min(count, runner.max_rows, runner.max_tokens), 1, 0, _GREEDY)
+    for length in _SHORT:
+        if length <= min(longest, room):
+            for context in {0, min(_CONTEXT, room - length)}:
+                yield DummyBatch(1, length, context, _GREEDY, decode=length == 2)
 
 
 def _longest(runner: ModelRunner) -> int:
     return min(runner.max_tokens, runner.model_config.max_model_len - 1)
 
 
-def _prefill_lengths(runner: ModelRunner) -> list[int]:
-    longest = _longest(runner)
-    count = max(1, min(runner.max_tokens // longest, runner.max_rows))
-    return [longest] * count
+def bind_small_arena(runner: ModelRunner) -> None:
+    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
+    runner.initialize_kv_cache(KVCacheConfig(0, [], groups, plan_arena(groups, num_pages=2)))
 
 
-def _run_prefill(
-    runner: ModelRunner, lengths: list[int], params: SamplingParams, then_decode: bool = False
-) -> None:
+def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool = False) -> None:
     """Steps of made-up requests whose every block is null; nothing they write is ever read."""
+    end = batch.context + batch.length
+    known = end + 1 if decode_known_tokens else end
     requests = [
         NewRequestData(
             req_id=f"warm-up-{i}",
-            prompt_token_ids=[1] * length,
+            prompt_token_ids=[1] * known,
             mm_features=[],
-            sampling_params=params,
+            sampling_params=batch.params,
             pooling_params=None,
             block_ids=tuple(
-                [0] * (-(-(length + 1) // table.block_size) if not table.recurrent else 1)
+                [0] * (-(-(end + 1) // table.block_size) if not table.recurrent else 1)
                 for table in runner.block_tables.groups
             ),
-            num_computed_tokens=0,
+            num_computed_tokens=batch.context,
         )
-        for i, length in enumerate(lengths)
+        for i in range(batch.count)
     ]
-    req_ids = [r.req_id for r in requests]
-    scheduled = dict(zip(req_ids, lengths, strict=True))
-    runner.execute_dummy(
-        SchedulerOutput(
-            requests,
-            CachedRequestData.make_empty(),
-            scheduled,
-            sum(lengths),
-            sampling_req_ids=set(req_ids),
-        )
-    )
-    if then_decode:
+    req_ids = [request.req_id for request in requests]
+    runner.execute_dummy(_step(requests, CachedRequestData.make_empty(), req_ids, batch.length))
+    if batch.decode:
         cached = CachedRequestData(
             req_ids=req_ids,
             new_block_ids=[None] * len(req_ids),
-            num_computed_tokens=lengths,
+            num_computed_tokens=[end] * len(req_ids),
             num_output_tokens=[1] * len(req_ids),
         )
-        runner.execute_dummy(
-            SchedulerOutput(
-                [],
-                cached,
-                dict.fromkeys(req_ids, 1),
-                len(req_ids),
-                sampling_req_ids=set(req_ids),
-            )
-        )
+        runner.execute_dummy(_step([], cached, req_ids, 1))
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)
+
+
+def _step(
+    new: list[NewRequestData], cached: CachedRequestData, req_ids: list[str], length: int
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        new,
+        cached,
+        dict.fromkeys(req_ids, length),
+        length * len(req_ids),
+        sampling_req_ids=set(req_ids),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.sleep import Sleeper
-from vllm.v1.worker.warm_up import profile_peak_bytes, warm_up
+from vllm.v1.worker.warm_up import note_kernels, profile_peak_bytes, warm_up
+
+if TYPE_CHECKING:
+    from vllm.kernels.triton.compile_ahead import ParallelCompilation
 
 logger = init_logger(__name__)
 
@@ -45,6 +48,7 @@ class Worker:
         self.rank = 0
         self.local_rank = 0
         self.extension = self._make_extension()
+        self.compilation: ParallelCompilation | None = None
 
     def _make_extension(self) -> Any:
         path = self.parallel_config.worker_extension_cls
@@ -62,14 +66,42 @@ class Worker:
             torch.cuda.set_device(self.device)
             # Captures need a stream of their own; everything runs there, so order is implied.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
+            self._log_compilations()
         torch.manual_seed(self.model_config.seed)
         self.model_runner = ModelRunner(self.vllm_config, self.device)
         self.sleeper = Sleeper(self.model_runner)
 
-    @startup_phase("load weights")
     def load_model(self) -> None:
+        """Build the model, then read its weights while its kernels compile."""
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.load_model()
+            with startup_phase("build model"):
+                self.model_runner.build_model()
+            self.compilation = self._compile_ahead()
+            if self.vllm_config.quant_config is not None:
+                # Quantising weights launches kernels, which must not be half loaded by a thread.
+                self._await_kernels()
+            with startup_phase("load weights"):
+                self.model_runner.load_weights()
+
+    @staticmethod
+    def _log_compilations() -> None:
+        from vllm.kernels.triton import compile_log
+
+        compile_log.install()
+
+    def _compile_ahead(self) -> ParallelCompilation | None:
+        if self.device.type != "cuda":
+            return None
+        from vllm.kernels.triton.compile_ahead import ParallelCompilation
+
+        with startup_phase("find kernels"):
+            return ParallelCompilation(note_kernels(self.model_runner), self.device)
+
+    def _await_kernels(self) -> None:
+        if self.compilation is not None:
+            with startup_phase("wait for compiler"):
+                self.compilation.wait()
+            self.compilation = None
 
     def get_model(self) -> nn.Module:
         return self.model_runner.model
@@ -85,6 +117,7 @@ class Worker:
             return cache.kv_cache_memory_bytes
         if self.device.type == "cpu":
             return cache.cpu_kvcache_space_bytes
+        self._await_kernels()
         peak = profile_peak_bytes(self.model_runner)
         total = current_platform.total_memory_bytes()
         available = int(total * cache.gpu_memory_utilization) - peak
@@ -106,10 +139,31 @@ class Worker:
                 caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
                 get_kv_transfer_group().register_kv_caches(caches)
 
-    @startup_phase("compile and warm-up")
+    @startup_phase("warm-up")
     def warm_up(self) -> None:
+        if self.device.type != "cuda":
+            return
+        self._await_kernels()
         with set_current_vllm_config(self.vllm_config):
             warm_up(self.model_runner)
+        self._report_unforeseen_kernels()
+
+    def _report_unforeseen_kernels(self) -> None:
+        from vllm.kernels.triton import compile_log
+
+        unforeseen = [one.kernel for one in compile_log.compilations() if not one.ahead]
+        if unforeseen:
+            logger.warning("kernels that were not compiled ahead: %s", ", ".join(unforeseen))
+
+    def num_pending_graphs(self) -> int:
+        """Sizes that start-up left to be captured."""
+        return self.model_runner.graphs.num_pending
+
+    def capture_next_graph(self) -> int:
+        """Capture one of them; returns how many are left."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.graphs.capture_next()
+        return self.num_pending_graphs()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

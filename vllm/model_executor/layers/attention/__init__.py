@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from vllm.compilation.graph_break import graph_break
 from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
+from vllm.kernels.fp8 import FP8
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import dtype_name, get_kv_cache_torch_dtype
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -66,7 +70,20 @@ class Attention(nn.Module, AttentionLayerBase):
         self.impl = self.attn_backend.get_impl_cls()(
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
+        self.cache_scales = self._make_cache_scales()
         self.register(prefix)
+
+    def _make_cache_scales(self) -> CacheScales | None:
+        if self.kv_cache_dtype is not FP8:
+            return None
+        if not self.attn_backend.supports_fp8_cache:
+            raise ValueError(
+                f"the attention backend {self.attn_backend.name} does not read a float8 cache; "
+                "use --attention-backend PAGED or --kv-cache-dtype auto"
+            )
+        scales = CacheScales()
+        self.impl.cache_scales = scales
+        return scales
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query [tokens, heads * head_size]`, `key, value [tokens, kv_heads * head_size]`
@@ -75,15 +92,31 @@ class Attention(nn.Module, AttentionLayerBase):
         Returns `[tokens, heads * head_size]`.
         """
         tokens = query.shape[0]
-        metadata = self.metadata()
-        maybe_wait_for_layer_load(self.layer_name)
-        current_platform.kernels.write_kv_cache(
+        heads = query.reshape(tokens, self.num_heads, self.head_size)
+        out = torch.empty_like(heads)
+        self._cache_and_attend(
+            heads,
             key.reshape(tokens, self.num_kv_heads, self.head_size),
             value.reshape(tokens, self.num_kv_heads, self.head_size),
-            self.kv_cache,
-            metadata.slot_mapping,
+            out,
         )
-        return self._attend(query.reshape(tokens, self.num_heads, self.head_size)).flatten(1)
+        return out.flatten(1)
+
+    @graph_break
+    def _cache_and_attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        metadata = self.metadata()
+        maybe_wait_for_layer_load(self.layer_name)
+        k_scale, v_scale = self._written_scales()
+        current_platform.kernels.write_kv_cache(
+            key, value, self.kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale
+        )
+        self._attend(query, out)
+
+    def _written_scales(self) -> tuple[float, float]:
+        """Of keys and values."""
+        return (
+            (1.0, 1.0) if self.cache_scales is None else (self.cache_scales.k, self.cache_scales.v)
+        )
 
     def forward_qkv(
         self,
@@ -99,8 +132,24 @@ class Attention(nn.Module, AttentionLayerBase):
 
         Returns `[tokens, heads, head_size]`; with `gated` the gate is not applied.
         """
+        out = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_size)
+        self._attend_qkv(qkv, positions, cos_sin, q_norm, k_norm, gated, out)
+        return out
+
+    @graph_break
+    def _attend_qkv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        gated: bool,
+        out: Tensor,
+    ) -> None:
         metadata = self.metadata()
         maybe_wait_for_layer_load(self.layer_name)
+        k_scale, v_scale = self._written_scales()
         query = current_platform.kernels.qk_norm_rope_cache(
             qkv,
             positions,
@@ -115,15 +164,15 @@ class Attention(nn.Module, AttentionLayerBase):
             gated=gated,
             eps=0.0 if q_norm is None else q_norm.variance_epsilon,
             one_plus=False if q_norm is None else q_norm.one_plus,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-        return self._attend(query)
+        self._attend(query, out)
 
-    def _attend(self, query: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, out: Tensor) -> None:
         metadata = self.metadata()
-        out = torch.empty_like(query)
         self.impl.forward(query, self.kv_cache, metadata, out)
         maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
-        return out
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend
@@ -153,10 +202,15 @@ def kv_cache_torch_dtype(vllm_config: VllmConfig) -> torch.dtype:
     """Element type of cached keys and values; raises ValueError for one no kernel reads."""
     asked = vllm_config.cache_config.cache_dtype
     model_dtype: torch.dtype = vllm_config.model_config.dtype
-    known = ("auto", str(model_dtype).removeprefix("torch."))
-    if asked not in known:
+    chosen = get_kv_cache_torch_dtype(asked, model_dtype)
+    if chosen is FP8 and not current_platform.supports_fp8_cache:
+        raise ValueError(
+            f"kv cache dtype {asked!r} needs a CUDA device of compute capability 8.9 or higher; "
+            "use auto"
+        )
+    if chosen is not FP8 and chosen is not model_dtype:
         raise ValueError(
             f"kv cache dtype {asked!r} is not supported with a {model_dtype} model; "
-            f"supported: {', '.join(known)}"
+            f"supported: auto, {dtype_name(model_dtype)}, fp8"
         )
-    return model_dtype
+    return chosen

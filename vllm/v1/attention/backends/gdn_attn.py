@@ -23,7 +23,8 @@ class GDNAttentionMetadata(AttentionMetadata):
     """One step of a recurrent group.
 
     Tokens `[0, num_decodes)` are one decode each; `[num_decodes, num_tokens)` are prefills.
-    `state_indices [num_reqs]` int32 (decodes first), `has_initial_state [num_prefills]` bool,
+    `state_indices [num_reqs]` int32 (decodes first), the prefills' part of it again in
+    `prefill_state_indices [num_prefills]`, `has_initial_state [num_prefills]` bool,
     `prefill_query_start_loc [num_prefills + 1]` int32 relative to the first prefill token;
     `chunk_indices`, `chunk_offsets`: see `Kernels.gdn_prefill`.
     """
@@ -32,6 +33,7 @@ class GDNAttentionMetadata(AttentionMetadata):
     num_decodes: int
     num_prefills: int
     state_indices: Tensor
+    prefill_state_indices: Tensor
     has_initial_state: Tensor
     prefill_query_start_loc: Tensor
     chunk_indices: Tensor
@@ -44,10 +46,6 @@ class GDNAttentionMetadata(AttentionMetadata):
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
-
-    @property
-    def prefill_state_indices(self) -> Tensor:
-        return self.state_indices[self.num_decodes :]
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]):
@@ -62,6 +60,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
             num_decodes=decodes,
             num_prefills=reqs - decodes,
             state_indices=common.block_table[:, 0],
+            prefill_state_indices=common.prefill_block_table[:, 0],
             has_initial_state=self._upload(has_initial),
             prefill_query_start_loc=common.prefill_query_start_loc,
             chunk_indices=self._upload(indices),

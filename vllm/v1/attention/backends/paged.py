@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -34,6 +35,8 @@ class PagedAttentionMetadata(AttentionMetadata):
     prefill_query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    prefill_seq_lens: Tensor
+    prefill_block_table: Tensor
     slot_mapping: Tensor
 
 
@@ -52,6 +55,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             prefill_query_start_loc=common.prefill_query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table,
+            prefill_seq_lens=common.prefill_seq_lens,
+            prefill_block_table=common.prefill_block_table,
             slot_mapping=common.slot_mapping,
         )
 
@@ -73,50 +78,63 @@ class PagedAttentionImpl:
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
         self.kernels = current_platform.kernels
+        self.cache_scales: CacheScales | None = None
 
     def forward(
         self, query: Tensor, kv_cache: Tensor, metadata: PagedAttentionMetadata, out: Tensor
     ) -> None:
         """`query, out [tokens, num_heads, head_size]`; decode and prefill rows run separately."""
-        decodes = metadata.num_decodes
+        decodes, tokens = metadata.num_decodes, metadata.num_tokens
         if decodes:
-            self._run(query, kv_cache, metadata, out, 0, decodes, metadata.query_start_loc, 1)
-        if decodes < metadata.num_reqs:
             self._run(
-                query,
+                query[:decodes],
                 kv_cache,
-                metadata,
-                out,
-                decodes,
-                metadata.num_reqs,
+                metadata.block_table[:decodes],
+                metadata.seq_lens[:decodes],
+                metadata.query_start_loc[: decodes + 1],
+                out[:decodes],
+                max_query_len=1,
+                max_seq_len=metadata.max_decode_len,
+            )
+        if decodes < metadata.num_reqs:
+            longest = metadata.max_query_len
+            self._run(
+                query[decodes:tokens],
+                kv_cache,
+                metadata.prefill_block_table,
+                metadata.prefill_seq_lens,
                 metadata.prefill_query_start_loc,
-                metadata.max_query_len,
+                out[decodes:tokens],
+                max_query_len=longest,
+                max_seq_len=metadata.max_decode_len if longest == 1 else metadata.max_seq_len,
             )
 
     def _run(
         self,
         query: Tensor,
         kv_cache: Tensor,
-        metadata: PagedAttentionMetadata,
-        out: Tensor,
-        first: int,
-        last: int,
+        block_table: Tensor,
+        seq_lens: Tensor,
         query_start_loc: Tensor,
+        out: Tensor,
+        *,
         max_query_len: int,
+        max_seq_len: int,
     ) -> None:
-        # A decode is one token, so request `first` starts at token `first`.
-        tokens = slice(first, last if max_query_len == 1 and first == 0 else metadata.num_tokens)
+        scales = self.cache_scales
         self.kernels.paged_attention(
-            query[tokens],
+            query,
             kv_cache,
-            metadata.block_table[first:last],
-            metadata.seq_lens[first:last],
-            query_start_loc[: last - first + 1],
+            block_table,
+            seq_lens,
+            query_start_loc,
             max_query_len=max_query_len,
-            max_seq_len=metadata.max_decode_len if max_query_len == 1 else metadata.max_seq_len,
+            max_seq_len=max_seq_len,
             scale=self.scale,
             sliding_window=self.sliding_window,
-            out=out[tokens],
+            out=out,
+            k_scale=1.0 if scales is None else scales.k,
+            v_scale=1.0 if scales is None else scales.v,
         )
 
 
@@ -125,6 +143,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     name = "PAGED"
     supports_full_graph = True
+    supports_fp8_cache = True
 
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:

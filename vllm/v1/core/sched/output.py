@@ -111,6 +111,10 @@ class SchedulerOutput:
     `resumed_req_ids`, possibly of the same step). `copies_before` are made before the forward pass,
     `copies_after` after it. `block_log` (only with `--sanitize`): what happened to blocks since the
     last step, in order; it contains `copies_before`.
+
+    Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
+    each decodes one token and samples. Such steps share `num_scheduled_tokens`, `sampling_req_ids`
+    and `scheduled_cached_reqs.req_ids`, which nobody changes.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -124,6 +128,7 @@ class SchedulerOutput:
     free_encoder_mm_hashes: list[str] = field(default_factory=list)
     preempted_req_ids: set[str] = field(default_factory=set)
     sampling_req_ids: set[str] = field(default_factory=set)
+    decode_set_id: int = 0
     copies_before: list[BlockCopy] = field(default_factory=list)
     copies_after: list[BlockCopy] = field(default_factory=list)
     block_log: list[BlockOperation] | None = None

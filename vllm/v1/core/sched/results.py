@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.state import SchedulerState, finish_output
+from vllm.v1.core.sched.state import ClientOutputs, SchedulerState, finish_output
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -15,6 +17,8 @@ from vllm.v1.serial_utils import logprobs_to_wire
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+Result = tuple[Request, list[int]]
 
 #: later statuses are final; compared directly because every request of a step is
 _LAST_UNFINISHED = RequestStatus.PREEMPTED
@@ -32,9 +36,8 @@ class SchedulerResults(SchedulerState):
         transfers = runner_output.kv_connector_output
         if transfers is not None and transfers.invalid_block_ids:
             self._handle_invalid_blocks(transfers.invalid_block_ids)
-        outputs = self._late_outputs
-        self._late_outputs = []
-        outputs += self._take_results(scheduler_output, runner_output, requests)
+        outputs, self._late_outputs = self._late_outputs, defaultdict(list)
+        self._take_results(scheduler_output, requests, runner_output, outputs)
         if transfers is not None:
             self._update_transfers(transfers)
         return self._pack(outputs, scheduler_output.total_num_scheduled_tokens > 0)
@@ -42,33 +45,62 @@ class SchedulerResults(SchedulerState):
     def _take_results(
         self,
         scheduler_output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
         requests: list[Request],
-    ) -> list[tuple[int, EngineCoreOutput]]:
-        sampling = scheduler_output.sampling_req_ids
-        index = runner_output.req_id_to_index
-        sampled = runner_output.sampled_token_ids
-        prompt_logprobs = runner_output.prompt_logprobs
-        outputs: list[tuple[int, EngineCoreOutput]] = []
+        runner_output: ModelRunnerOutput,
+        outputs: ClientOutputs,
+    ) -> None:
+        """Take in each request's tokens; adds what to send to `outputs`, by client."""
+        failed, prompt_logprobs = runner_output.failed_req_ids, runner_output.prompt_logprobs
+        special = failed.keys() | prompt_logprobs.keys() | runner_output.logprobs.keys()
+        sampled = _tokens_in_order(scheduler_output, runner_output)
+        results = list(zip(requests, sampled, strict=True))
+        if not self.counts_drafts:
+            results = self._take_plain(results, special, outputs)
         ended: list[Request] = []
-        for request in requests:
+        for request, tokens in results:
             if request.status > _LAST_UNFINISHED:
                 continue
             request_id = request.request_id
             new_tokens: list[int] = []
-            if request_id in runner_output.failed_req_ids:
+            if request_id in failed:
                 request.status = RequestStatus.FINISHED_ERROR
-                request.error = runner_output.failed_req_ids[request_id]
-            elif request_id in sampling:
-                new_tokens = self._take_tokens(request, sampled[index[request_id]])
+                request.error = failed[request_id]
+            elif request_id in scheduler_output.sampling_req_ids:
+                new_tokens = self._take_tokens(request, tokens)
             finished = request.status > _LAST_UNFINISHED
             if finished:
                 ended.append(request)
             if new_tokens or finished or request_id in prompt_logprobs:
                 output = self._make_request_output(request, finished, new_tokens, runner_output)
-                outputs.append((request.client_index, output))
+                outputs[request.client_index].append(output)
         self._leave_queues(ended)
-        return outputs
+
+    @staticmethod
+    def _take_plain(
+        results: list[Result], special: Set[str], outputs: ClientOutputs
+    ) -> list[Result]:
+        """Append the token of every request that just goes on; returns the others, untouched."""
+        others: list[Result] = []
+        for result in results:
+            request, tokens = result
+            request_id, num_known = request.request_id, len(request.all_token_ids)
+            if (
+                len(tokens) != 1
+                or tokens[0] in request.stop_ids
+                or num_known + 1 >= request.length_limit
+                or num_known == request.num_prompt_tokens  # the first token brings more with it
+                or request.status is not RequestStatus.RUNNING
+                or request.discard_outputs
+                or request.grammar is not None
+                or request_id in special
+            ):
+                others.append(result)
+                continue
+            request.num_output_placeholders -= 1
+            request.output_token_ids.append(tokens[0])
+            request.all_token_ids.append(tokens[0])
+            outputs[request.client_index].append(EngineCoreOutput(request_id, tokens))
+        return others
 
     def _take_tokens(self, request: Request, tokens: list[int]) -> list[int]:
         """Append sampled tokens up to a stop; returns those that count."""
@@ -78,6 +110,8 @@ class SchedulerResults(SchedulerState):
         if not tokens:
             raise RuntimeError(f"the workers returned no token for request {request.request_id}")
         request.num_output_placeholders -= 1
+        if len(tokens) > 1:
+            request.quiet_until = 0
         for position, token in enumerate(tokens):
             if self.counts_drafts and request.output_token_ids:
                 self._counters.num_drafts += 1
@@ -87,7 +121,7 @@ class SchedulerResults(SchedulerState):
                 request.error = request.grammar.error()
                 return tokens[:position]
             request.append_output_token_ids(token)
-            if check_stop(request, self.max_model_len):
+            if check_stop(request):
                 return tokens[: position + 1]
         return tokens
 
@@ -139,6 +173,7 @@ class SchedulerResults(SchedulerState):
             self.kv_cache_manager.forget_after(request, valid)
             # Finished ones too: what they computed is cached when their blocks are freed.
             request.num_computed_tokens = valid
+            request.quiet_until = 0
             if request.is_finished:
                 continue
             if not self.recompute_failed_loads:
@@ -149,18 +184,28 @@ class SchedulerResults(SchedulerState):
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def _pack(
-        self, outputs: list[tuple[int, EngineCoreOutput]], computed: bool
-    ) -> dict[int, EngineCoreOutputs]:
+    def _pack(self, outputs: ClientOutputs, computed: bool) -> dict[int, EngineCoreOutputs]:
         now = time.monotonic()
-        packed: dict[int, EngineCoreOutputs] = {}
-        for client_index, output in outputs:
-            if client_index not in packed:
-                packed[client_index] = EngineCoreOutputs(outputs=[], timestamp=now)
-            packed[client_index].outputs.append(output)
+        packed = {
+            client_index: EngineCoreOutputs(outputs=own, timestamp=now)
+            for client_index, own in outputs.items()
+        }
         # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.
         news = outputs or computed or self._gauges() != self._sent_gauges
         stats = self.make_stats() if news else None
         if stats is not None:
             packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats
         return packed
+
+
+def _tokens_in_order(
+    scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+) -> Sequence[list[int]]:
+    """Sampled tokens of the step's requests in the order of scheduling; workers have their own."""
+    sampled = runner_output.sampled_token_ids
+    scheduled = scheduler_output.num_scheduled_tokens
+    if runner_output.req_ids == list(scheduled):
+        return sampled
+    index = runner_output.req_id_to_index
+    places = (index.get(request_id) for request_id in scheduled)
+    return [[] if place is None else sampled[place] for place in places]

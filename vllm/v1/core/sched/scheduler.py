@@ -6,11 +6,12 @@ from __future__ import annotations
 import enum
 import time
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
+from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.masks import StepMasks
 
@@ -27,54 +28,6 @@ class _Admission(enum.Enum):
     NO_ROOM = enum.auto()
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step while it is being put together.
-
-    `requests` and `counts` are parallel, in the order of scheduling; so are `cached` and
-    `cached_blocks`, for the requests among them that the workers know.
-    """
-
-    token_budget: int
-    requests: list[Request] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    new: list[NewRequestData] = field(default_factory=list)
-    cached: list[Request] = field(default_factory=list)
-    cached_blocks: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.requests.append(request)
-        self.counts.append(num_tokens)
-        self.token_budget -= num_tokens
-
-    def add_new(self, request: Request, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
-        self.new.append(NewRequestData.from_request(request, blocks))
-        self.add(request, num_tokens)
-
-    def add_resumed(self, request: Request, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
-        self.resumed.append(request)
-        self.add_cached(request, num_tokens, blocks)
-
-    def add_cached(
-        self, request: Request, num_tokens: int, blocks: tuple[list[int], ...] | None
-    ) -> None:
-        self.cached.append(request)
-        self.cached_blocks.append(blocks)
-        self.add(request, num_tokens)
-
-    def cached_data(self) -> CachedRequestData:
-        cached = self.cached
-        return CachedRequestData(
-            req_ids=[r.request_id for r in cached],
-            resumed_req_ids={r.request_id for r in self.resumed},
-            all_token_ids={r.request_id: list(r.all_token_ids) for r in self.resumed},
-            new_block_ids=self.cached_blocks,
-            num_computed_tokens=[r.num_computed_tokens for r in cached],
-            num_output_tokens=[len(r.output_token_ids) + r.num_output_placeholders for r in cached],
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Prefix:
     """Computed tokens a waiting request can start from; `computed` includes all of them."""
@@ -87,7 +40,11 @@ class _Prefix:
 
 
 class Scheduler(SchedulerResults):
-    """Running requests first, then waiting ones, within a token budget and the free blocks."""
+    """Running requests first, then waiting ones, within a token budget and the free blocks.
+
+    Most steps only decode, and most requests then need no block and no decision: they are taken as
+    they are until `Request.quiet_until`. Who is worth another look sets that back to 0.
+    """
 
     max_steps_in_flight: ClassVar[int] = 1
 
@@ -97,7 +54,7 @@ class Scheduler(SchedulerResults):
         if len(self._in_flight) >= self.max_steps_in_flight:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
         self.kv_cache_manager.begin_step()
-        step = _Step(self.max_num_batched_tokens)
+        step = StepPlan(self.max_num_batched_tokens)
         if self._schedule_running(step):
             self._schedule_waiting(step)
         output = self._make_output(step)
@@ -107,31 +64,46 @@ class Scheduler(SchedulerResults):
         self._in_flight.append((output, step.requests))
         return output
 
-    def _schedule_running(self, step: _Step) -> bool:
+    def _schedule_running(self, step: StepPlan) -> bool:
         """Continue running requests; False if blocks ran out, so that nobody new can start."""
-        preempted = False
-        index = 0
-        while index < len(self.running) and step.token_budget > 0:
-            request = self.running[index]
-            num_tokens = self._num_tokens_ahead(request, step.token_budget)
-            if num_tokens > 0:
-                blocks = self.kv_cache_manager.allocate_slots(request, num_tokens)
-                if blocks is None:
-                    preempted = True
-                    self._make_room(request)
-                    continue
-                self._add_running(step, request, num_tokens, blocks)
-            index += 1
-        return not preempted
+        enough = True
+        requests, counts, blocks = step.requests, step.counts, step.blocks
+        for request in self.running:  # making room shortens the list, at its end
+            if step.token_budget == 0:
+                break
+            if request.num_computed_tokens < request.quiet_until:
+                requests.append(request)
+                counts.append(1)
+                blocks.append(None)
+                step.token_budget -= 1
+            else:
+                enough = self._continue(request, step) and enough
+        return enough
+
+    def _continue(self, request: Request, step: StepPlan) -> bool:
+        """Let a running request go on if it has anything to compute; False if blocks ran out."""
+        num_tokens = self._num_tokens_ahead(request, step.token_budget)
+        if num_tokens == 0:
+            return True
+        enough = True
+        while (blocks := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
+            enough = False
+            self._make_room(request)
+            if request.status is not RequestStatus.RUNNING:
+                return False
+        self._add_running(step, request, num_tokens, blocks)
+        known = len(request.all_token_ids) + request.num_output_placeholders
+        if num_tokens == 1 and request.num_computed_tokens + 1 == known:
+            quiet = self.kv_cache_manager.quiet_until(request)
+            request.quiet_until = min(quiet, request.length_limit - 1)
+        else:
+            step.only_decodes = False
+        return enough
 
     def _num_tokens_ahead(self, request: Request, token_budget: int) -> int:
         """Tokens a running request can compute now; 0 if all it may produce is in flight."""
-        in_flight = request.num_output_placeholders
-        known = len(request.all_token_ids) + in_flight
-        if (
-            len(request.output_token_ids) + in_flight >= request.max_tokens
-            or known >= self.max_model_len
-        ):
+        known = len(request.all_token_ids) + request.num_output_placeholders
+        if known >= request.length_limit:
             return 0
         computed = request.num_computed_tokens
         return self._chunk(request, computed, known - computed, token_budget)
@@ -148,7 +120,7 @@ class Scheduler(SchedulerResults):
         return min(num_tokens, token_budget)
 
     def _add_running(
-        self, step: _Step, request: Request, num_tokens: int, new_blocks: KVCacheBlocks
+        self, step: StepPlan, request: Request, num_tokens: int, new_blocks: KVCacheBlocks
     ) -> None:
         if self._rewound and request.request_id in self._rewound:
             self._rewound.remove(request.request_id)
@@ -156,7 +128,7 @@ class Scheduler(SchedulerResults):
             all_blocks = self.kv_cache_manager.get_block_ids(request.request_id)
             step.add_resumed(request, num_tokens, all_blocks)
         else:
-            step.add_cached(request, num_tokens, new_blocks.get_block_ids(allow_none=True))
+            step.add(request, num_tokens, new_blocks.get_block_ids(allow_none=True))
 
     def _make_room(self, request: Request) -> None:
         """Take the blocks of the running request with the least claim (maybe `request`)."""
@@ -171,7 +143,7 @@ class Scheduler(SchedulerResults):
 
     # ---- admission -----------------------------------------------------------------------------
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: StepPlan) -> None:
         skipped: list[Request] = []
         while self.waiting and step.token_budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
@@ -185,7 +157,7 @@ class Scheduler(SchedulerResults):
                 skipped.append(request)
         self.waiting.put_back(skipped)
 
-    def _admit(self, request: Request, step: _Step) -> _Admission:
+    def _admit(self, request: Request, step: StepPlan) -> _Admission:
         """Start `request` in this step if it can; it stays queued unless the result is RUNS."""
         if request.grammar is not None and not request.grammar.ready:
             return _Admission.SKIPPED
@@ -289,7 +261,8 @@ class Scheduler(SchedulerResults):
         self.transfer.begin_load(request.request_id)
         return _Admission.SKIPPED
 
-    def _start(self, request: Request, step: _Step, num_tokens: int) -> None:
+    def _start(self, request: Request, step: StepPlan, num_tokens: int) -> None:
+        step.only_decodes = False
         blocks = self.kv_cache_manager.get_block_ids(request.request_id)
         if request.num_preemptions:
             step.add_resumed(request, num_tokens, blocks)
@@ -329,18 +302,20 @@ class Scheduler(SchedulerResults):
 
     # ---- output --------------------------------------------------------------------------------
 
-    def _make_output(self, step: _Step) -> SchedulerOutput:
+    def _make_output(self, step: StepPlan) -> SchedulerOutput:
+        decodes = self._decodes = self._decode_set(step)
         copies_before, copies_after = self.kv_cache_manager.take_copies()
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
-            scheduled_cached_reqs=step.cached_data(),
-            num_scheduled_tokens=dict(
-                zip((r.request_id for r in step.requests), step.counts, strict=True)
+            scheduled_cached_reqs=decodes.cached_data(step) if decodes else step.cached_data(),
+            num_scheduled_tokens=(
+                decodes.num_scheduled_tokens if decodes else step.num_scheduled_tokens()
             ),
             total_num_scheduled_tokens=self.max_num_batched_tokens - step.token_budget,
             num_common_prefix_blocks=[0] * len(self.kv_cache_config.kv_cache_groups),
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            decode_set_id=decodes.set_id if decodes else 0,
             copies_before=copies_before,
             copies_after=copies_after,
             block_log=self.kv_cache_manager.take_block_log(),
@@ -349,16 +324,35 @@ class Scheduler(SchedulerResults):
         self.preempted_req_ids = set()
         return output
 
-    def _advance(self, step: _Step, output: SchedulerOutput) -> None:
+    def _decode_set(self, step: StepPlan) -> DecodeSet | None:
+        """What a step of decodes only shares with others like it; None for another step."""
+        if not step.only_decodes or not step.requests:
+            return None
+        if self._decodes is not None and step.requests == self._decodes.requests:
+            return self._decodes
+        self._num_decode_sets += 1
+        return DecodeSet(self._num_decode_sets, step.requests)
+
+    def _advance(self, step: StepPlan, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; state who samples."""
-        sampling = output.sampling_req_ids
+        if self._decodes is None:
+            constrained = self._advance_each(step, output.sampling_req_ids)
+        else:
+            self._decodes.advance()
+            constrained = self._decodes.constrained
+            output.sampling_req_ids = self._decodes.sampling_req_ids
+        output.token_masks = StepMasks(constrained) if constrained else None
+
+    @staticmethod
+    def _advance_each(step: StepPlan, sampling: set[str]) -> list[Request]:
+        """Returns the requests that sample and follow a grammar; adds all that sample."""
         constrained: list[Request] = []
         for request, num_tokens in zip(step.requests, step.counts, strict=True):
             computed = request.num_computed_tokens + num_tokens
-            request.num_computed_tokens = computed
+            request.num_computed_tokens = request.num_state_tokens = computed
             if computed >= len(request.all_token_ids) + request.num_output_placeholders:
                 request.num_output_placeholders += 1
                 sampling.add(request.request_id)
                 if request.grammar is not None:
                     constrained.append(request)
-        output.token_masks = StepMasks(constrained) if constrained else None
+        return constrained

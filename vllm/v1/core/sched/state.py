@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.step_plan import DecodeSet
 from vllm.v1.engine import EngineCoreOutput, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events.messages import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+#: messages by client index
+ClientOutputs = defaultdict[int, list[EngineCoreOutput]]
 
 
 @dataclass(slots=True)
@@ -78,9 +83,12 @@ class SchedulerState(SchedulerInterface):
         self.preempted_req_ids: set[str] = set()
         #: running requests whose computed tokens were taken back: workers must rebuild them
         self._rewound: set[str] = set()
+        #: the requests of the last step, if all of them decoded
+        self._decodes: DecodeSet | None = None
+        self._num_decode_sets = 0
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        #: outputs made outside `update_from_output`, sent with the next one
-        self._late_outputs: list[tuple[int, EngineCoreOutput]] = []
+        #: by client, outputs made outside `update_from_output`, sent with the next one
+        self._late_outputs: ClientOutputs = defaultdict(list)
         self._counters = StepCounters()
         #: running, waiting and usage, as last sent
         self._sent_gauges = (0, 0, 0.0)
@@ -115,6 +123,7 @@ class SchedulerState(SchedulerInterface):
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is still in use")
         request.queued_time = time.monotonic()
+        request.length_limit = min(request.length_limit, self.max_model_len)
         self.requests[request.request_id] = request
         self.waiting.add(request)
         if self.connector is not None:
@@ -127,7 +136,7 @@ class SchedulerState(SchedulerInterface):
         request = self.running.pop()
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.quiet_until = 0
         request.num_preemptions += 1
         if self.transfer is not None:
             # A connector may want the blocks of a request that ends, so it must not end without.
@@ -179,14 +188,14 @@ class SchedulerState(SchedulerInterface):
             # again, up to the last token, which is sampled again.
             self._drop_in_flight_tokens(request)
             request.truncate_output(num_output_tokens - 1)
-            request.max_tokens = num_output_tokens
+            request.limit_output(num_output_tokens)
             return
         request.truncate_output(num_output_tokens)
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         request.status = RequestStatus.FINISHED_STOPPED
         self._leave_queues([request])
         params = self._finish(request)
-        self._late_outputs.append((request.client_index, finish_output(request, params)))
+        self._late_outputs[request.client_index].append(finish_output(request, params))
 
     def _leave_queues(self, requests: list[Request]) -> None:
         """Take finished requests out of `running` and, if they were there, `waiting`."""
@@ -222,7 +231,7 @@ class SchedulerState(SchedulerInterface):
         request.error = reason
         self._leave_queues([request])
         params = self._finish(request)
-        self._late_outputs.append((request.client_index, finish_output(request, params)))
+        self._late_outputs[request.client_index].append(finish_output(request, params))
 
     def has_requests(self) -> bool:
         return bool(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.request import Request, RequestStatus
 
 
-def check_stop(request: Request, max_model_len: int) -> bool:
+def check_stop(request: Request) -> bool:
     """Set the final status if the newest token ends the request.
 
     An end-of-sequence token leaves `stop_reason` None; a stop token id is its own reason. Stop
@@ -17,18 +17,15 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     assert params is not None
     output = request.output_token_ids
     token = output[-1]
-    if len(output) >= params.min_tokens:
-        if token == request.eos_token_id and not params.ignore_eos:
-            request.status = RequestStatus.FINISHED_STOPPED
-            return True
-        if params.stop_token_ids and token in params.stop_token_ids:
-            request.status = RequestStatus.FINISHED_STOPPED
+    if token in request.stop_ids and len(output) >= params.min_tokens:
+        request.status = RequestStatus.FINISHED_STOPPED
+        if token != request.eos_token_id or params.ignore_eos:
             request.stop_reason = token
-            return True
+        return True
     if request.grammar is not None and request.grammar.terminated:
         request.status = RequestStatus.FINISHED_STOPPED
         return True
-    if len(output) >= request.max_tokens or len(request.all_token_ids) >= max_model_len:
+    if len(request.all_token_ids) >= request.length_limit:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     return False

@@ -121,6 +121,14 @@ class KVConnectorBase_V1(ABC):
         """Whether the per-layer calls must also happen in steps that replay a graph."""
         return False
 
+    @classmethod
+    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether it reads or loads state blocks of running requests on recurrent layers.
+
+        Unless a connector answers False, every decode step writes the state to its block.
+        """
+        return True
+
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:  # noqa: B027

@@ -124,6 +124,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"num_writer_threads must be >= 1, got {self._num_writer_threads}")
         self._saver: HiddenStatesSaver | None = None
 
+    @classmethod
+    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
     def _setting(self, key: str, default: Any) -> Any:
         return self._kv_transfer_config.get_from_extra_config(key, default)
 

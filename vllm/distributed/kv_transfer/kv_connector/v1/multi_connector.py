@@ -135,6 +135,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             for child in child_configs(extra_config)
         )
 
+    @classmethod
+    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
+        return any(
+            KVConnectorFactory.get_connector_class(child).reads_recurrent_state(
+                child.kv_connector_extra_config
+            )
+            for child in child_configs(extra_config)
+        )
+
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked gated delta rule: the three stages, and the published function interface."""
+"""Chunked gated delta rule: the two stages, and the published function interface."""
 
 import torch
 from torch import Tensor
 
 from vllm.kernels.interface import chunk_metadata
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import intra_chunk
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.output import chunk_output
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.ragged_batch import flatten_batch
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.state_pass import state_pass
 
 
 def run_chunked(p: ChunkedProblem, out: Tensor) -> None:
     """Fill `out [tokens, v heads, dv]` and update the state pool."""
     if p.num_chunks == 0:
         return
-    w, u, g, k_scale = intra_chunk(p)
-    h = state_pass(p, w, u, g, k_scale)
-    chunk_output(p, u, g, k_scale, h, out)
+    inter_chunk(p, intra_chunk(p), out)
 
 
 def chunk_gated_delta_rule(

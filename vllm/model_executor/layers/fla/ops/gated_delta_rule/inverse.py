@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Inverse of a unit lower triangular 64 x 64 matrix, in fp32.
+"""Inverse of a unit lower triangular 64 x 64 matrix, in registers.
 
-`(I + A)^-1` by forward substitution in four 16 x 16 diagonal blocks, then by joining neighbours:
-`[[P, 0], [A21, Q]]^-1 = [[P^-1, 0], [-Q^-1 A21 P^-1, Q^-1]]`, 16 -> 32 -> 64. Products stay in fp32
-(ieee): tf32 is visible in the result. Tiles cannot be sliced in registers, so the blocks pass
-through a scratch matrix that stays in the cache.
+`(I + A)^-1` by elimination in eight 8 x 8 diagonal blocks at once, then by joining neighbours:
+`[[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]`, 8 -> 16 -> 32 -> 64. With `X` the block
+diagonal of inverses and `L` the blocks below it, a join is `X - X L X`: whole-matrix products that
+need no slices, which tiles in registers do not have. One pass of tf32 or 16 bits is visible in the
+result, so products take split operands: three tf32 passes, or three bf16 passes (`SPLIT`), which
+keep 16 bits of each factor, for results that are rounded to bf16.
 """
 
 import triton
@@ -13,41 +15,48 @@ import triton.language as tl
 
 
 @triton.jit
-def _block(base, row, col, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    return base + (row + i)[:, None] * 64 + (col + i)[None, :]
+def _eliminate(D):
+    """Inverses of the unit lower triangular blocks `I + D [8, 8, 8]`, column after column."""
+    i = tl.arange(0, 8)[None, :, None]
+    j = tl.arange(0, 8)[None, None, :]
+    x = tl.where(i == j, 1.0, D * 0.0)
+    for pivot in tl.static_range(7):
+        column = tl.sum(tl.where(j == pivot, D, 0.0), axis=2, keep_dims=True)
+        row = tl.sum(tl.where(i == pivot, x, 0.0), axis=1, keep_dims=True)
+        x -= column * row
+    return x
 
 
 @triton.jit
-def _join(base, row, SIZE: tl.constexpr):
-    """Overwrite the block below the diagonal of the pair of `SIZE` blocks at `row`."""
-    upper = tl.load(_block(base, row, row, SIZE))
-    lower = tl.load(_block(base, row + SIZE, row + SIZE, SIZE))
-    below = _block(base, row + SIZE, row, SIZE)
-    product = tl.dot(lower, tl.load(below), input_precision="ieee")
-    tl.store(below, -tl.dot(product, upper, input_precision="ieee"))
+def _split(x):
+    # The high half is cut, not rounded: a mask costs a quarter of converting there and back.
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
-def invert_unit_lower(base):
-    """`base` points at a 64 x 64 fp32 matrix holding `A` below the diagonal and zeros elsewhere,
-    written by this program; it is replaced by `(I + A)^-1` and returned as a tile."""
-    tl.debug_barrier()
-    b = tl.arange(0, 4)[:, None, None]
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    x = tl.where((i == j) & (b >= 0), 1.0, 0.0)
-    corner = base + b * (16 * 64 + 16)
-    for row in tl.static_range(1, 16):
-        a = tl.load(corner + row * 64 + i)
-        update = tl.sum(a * x, axis=1, keep_dims=True)
-        x = tl.where(i == row, x - update, x)
-    tl.debug_barrier()
-    tl.store(corner + i * 64 + j, x)
-    tl.debug_barrier()
-    _join(base, 0, 16)
-    _join(base, 32, 16)
-    tl.debug_barrier()
-    _join(base, 0, 32)
-    tl.debug_barrier()
-    return tl.load(_block(base, 0, 0, 64))
+def _join(x, A, SIZE: tl.constexpr, SPLIT: tl.constexpr):
+    """Inverses of blocks of `2 SIZE` from those of `SIZE` on the diagonal of `x`."""
+    block = tl.arange(0, 64) // SIZE
+    below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+    minus_L = tl.where(below, -A, 0.0)
+    if SPLIT:
+        x_high, x_low = _split(x)
+        L_high, L_low = _split(minus_L)
+        y = tl.dot(x_high, L_high, tl.dot(x_low, L_high, tl.dot(x_high, L_low)))
+        y_high, y_low = _split(y)
+        return tl.dot(y_high, x_high, tl.dot(y_low, x_high, tl.dot(y_high, x_low, x)))
+    else:
+        y = tl.dot(x, minus_L, input_precision="tf32x3")
+        return tl.dot(y, x, x, input_precision="tf32x3")
+
+
+@triton.jit
+def invert_unit_lower(A, SPLIT: tl.constexpr):
+    """`(I + A)^-1` of `A [64, 64]` fp32, zero on and above the diagonal."""
+    blocks = tl.reshape(A, (8, 8, 8, 8))
+    b = tl.arange(0, 8)
+    diagonal = (b[:, None] == b[None, :])[:, None, :, None]
+    x = _eliminate(tl.sum(tl.where(diagonal, blocks, 0.0), axis=2))
+    x = tl.reshape(tl.where(diagonal, x[:, :, None, :], 0.0), (64, 64))
+    return _join(_join(_join(x, A, 8, SPLIT), A, 16, SPLIT), A, 32, SPLIT)

@@ -29,11 +29,19 @@ def naive_recurrent_gated_delta_rule(
     """Token by token: `(o [tokens, heads, dv], final S)`; the definition of the op."""
     o = torch.empty_like(v)
     for t in range(len(q)):
-        state = state * g[t].exp()[:, None, None]
-        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * error[:, None, :]
-        o[t] = torch.einsum("hkv,hk->hv", state, q[t] * scale)
+        step = (q[t] * scale, k[t], v[t], g[t].exp(), beta[t])
+        o[t], _, state = naive_recurrent_step(*step, state)
     return o, state
+
+
+def naive_recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token, `q` scaled: `(o [heads, dv], d = beta * (v - S^T k), S + k d^T)`."""
+    state = state * decay[:, None, None]
+    error = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+    state = state + k[:, :, None] * error[:, None, :]
+    return torch.einsum("hkv,hk->hv", state, q), error, state
 
 
 def naive_chunk_gated_delta_rule(

@@ -7,8 +7,9 @@ accuracy on tensor cores; 16-bit activations are not affected.
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
+
+from vllm.utils.math_utils import next_power_of_2
 
 CHUNK = 64
 MAX_HEAD_DIM = 256
@@ -62,11 +63,11 @@ class ChunkedProblem:
 
     @property
     def block_k(self) -> int:
-        return max(self._narrowest, triton.next_power_of_2(self.head_k_dim))
+        return max(self._narrowest, next_power_of_2(self.head_k_dim))
 
     @property
     def block_v(self) -> int:
-        return max(self._narrowest, triton.next_power_of_2(self.head_v_dim))
+        return max(self._narrowest, next_power_of_2(self.head_v_dim))
 
     @property
     def _narrowest(self) -> int:

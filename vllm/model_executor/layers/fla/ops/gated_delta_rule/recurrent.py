@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.kernels.triton.configs import device_configs
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import gate, inverse_norm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.ragged_batch import flatten_batch
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -105,8 +106,8 @@ def run_recurrent(
     if len(state_indices) == 0:
         return
     tile = device_configs(v.device).gdn_decode
-    block_v = min(tile.rows, triton.next_power_of_2(dv))
-    _recurrent_kernel[(triton.cdiv(dv, block_v), heads, len(state_indices))](
+    block_v = min(tile.rows, next_power_of_2(dv))
+    _recurrent_kernel[(cdiv(dv, block_v), heads, len(state_indices))](
         q,
         k,
         v,
@@ -132,7 +133,7 @@ def run_recurrent(
         GATES=A_log is not None,
         L2NORM=l2norm,
         RAGGED=starts is not None,
-        BK=triton.next_power_of_2(dk),
+        BK=next_power_of_2(dk),
         BV=block_v,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time of each host part of a decode step: `python -m benchmarks.host_step [--batch 256]`.
+
+The device is a model that computes nothing, on the CPU; scheduler, worker, messages and front end
+are the real ones, run one after the other on one thread. Prints milliseconds of CPU time per step:
+the best and the median of the rounds' means (another process on the machine only adds).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, LlamaConfig
+
+from benchmarks.token_source import train_tokenizer
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.worker.model_runner import ModelRunner
+
+_BLOCK_SIZE = 16
+_ARENA_BYTES = 1 << 25
+_DEVICE = torch.device("cpu")
+_PARTS = ("schedule", "worker", "results", "update", "encode", "decode", "front end")
+#: parts that share the core process's interpreter; the front end is another process
+_CORE_PARTS = ("schedule", "worker", "results", "update", "encode")
+
+
+class NoModel(nn.Module):
+    """Every logit is zero, so every token is 0."""
+
+    vocab_size = 256
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return torch.zeros(len(input_ids), 1)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden.expand(len(hidden), self.vocab_size)
+
+
+class NoMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+    """Metadata that nobody reads."""
+
+    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+        return AttentionMetadata()
+
+
+class NoBackend(AttentionBackend):
+    name = "none"
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[AttentionMetadata]]:
+        return NoMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        raise NotImplementedError("no layer has a cache")
+
+
+class NoLayer(AttentionLayerBase):
+    """Keeps state of some kind and never touches it."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self._spec = spec
+        self.kv_cache = None
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return self._spec
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return NoBackend
+
+
+def make_config(batch: int, max_model_len: int) -> VllmConfig:
+    return VllmConfig(
+        model_config=ModelConfig(
+            model="benchmark",
+            hf_config=LlamaConfig(
+                architectures=["LlamaForCausalLM"], vocab_size=NoModel.vocab_size
+            ),
+            max_model_len=max_model_len,
+            skip_tokenizer_init=True,
+        ),
+        cache_config=CacheConfig(block_size=_BLOCK_SIZE),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=batch,
+            max_num_batched_tokens=8192,
+            max_model_len=max_model_len,
+            async_scheduling=True,
+        ),
+        device_config=DeviceConfig(device="cpu"),
+    )
+
+
+def make_layers() -> dict[str, AttentionLayerBase]:
+    """One group of attention and one of recurrent state a hundred times as large as a block of the
+    other, as in the hybrid models."""
+    state = MambaSpec(
+        block_size=_BLOCK_SIZE, shapes=((6400,),), dtypes=(torch.float32,), mamba_type="gdn"
+    )
+    attention = FullAttentionSpec(
+        block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return {"layers.0": NoLayer(state), "layers.1": NoLayer(attention)}
+
+
+class Host:
+    """All host parts of one engine; `seconds[part]`: CPU time of every step."""
+
+    def __init__(self, batch: int, prompt_len: int, num_steps: int, directory: Path) -> None:
+        config = make_config(batch, prompt_len + num_steps + 64)
+        config.compilation_config.static_forward_context.update(make_layers())
+        self.runner = ModelRunner(config, _DEVICE)
+        self.runner.model = NoModel()
+        specs = self.runner.get_kv_cache_spec()
+        cache = get_kv_cache_configs(config, [specs], [_ARENA_BYTES])[0]
+        self.runner.initialize_kv_cache(cache)
+        self.scheduler = AsyncScheduler(config, cache)
+        train_tokenizer(directory)
+        self.front_end = OutputProcessor(AutoTokenizer.from_pretrained(directory))
+        self.encoder = MsgpackEncoder()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.in_flight: deque[
+            tuple[SchedulerOutput, ModelRunnerOutput | AsyncModelRunnerOutput]
+        ] = deque()
+        for index in range(batch):
+            self._add(index, prompt_len, num_steps + 32)
+
+    def _add(self, index: int, prompt_len: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        prompt = np.random.default_rng(index).integers(2, NoModel.vocab_size, prompt_len).tolist()
+        request = EngineCoreRequest(f"{index}-{index:032d}", prompt, params, time.time())
+        self.front_end.add_request(request, str(index), None)
+        hasher = get_request_block_hasher(_BLOCK_SIZE, get_hash_fn_by_name("sha256"))
+        self.scheduler.add_request(Request.from_engine_core_request(request, hasher))
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.thread_time()
+        yield
+        self.seconds[part].append(time.thread_time() - start)
+
+    def step(self) -> int:
+        """One step of the core's loop with two steps in flight; returns the tokens scheduled."""
+        with self._timed("schedule"):
+            output = self.scheduler.schedule()
+        with self._timed("worker"):
+            launched = self.runner.execute_model(output)
+        self.in_flight.append((output, launched))
+        if len(self.in_flight) == 2:
+            self._collect()
+        return output.total_num_scheduled_tokens
+
+    def _collect(self) -> None:
+        output, result = self.in_flight.popleft()
+        with self._timed("results"):
+            if isinstance(result, AsyncModelRunnerOutput):
+                result = result.get_output()
+        with self._timed("update"):
+            produced = self.scheduler.update_from_output(output, result)
+        with self._timed("encode"):
+            frame = self.encoder.encode(produced[0])
+        with self._timed("decode"):
+            message = self.decoder.decode(frame)
+        with self._timed("front end"):
+            self.front_end.process_outputs(message, IterationStats())
+
+
+def measure(
+    batch: int, prompt_len: int, num_rounds: int, steps_per_round: int
+) -> dict[str, list[float]]:
+    """Mean seconds per step of every round, by part."""
+    rounds: dict[str, list[float]] = {part: [] for part in _PARTS}
+    with tempfile.TemporaryDirectory() as directory:
+        host = Host(batch, prompt_len, (num_rounds + 1) * steps_per_round + 64, Path(directory))
+        while host.scheduler.waiting:
+            host.step()
+        for _ in range(steps_per_round):
+            host.step()
+        gc.collect()
+        gc.freeze()
+        for _ in range(num_rounds):
+            host.seconds.clear()
+            for _ in range(steps_per_round):
+                assert host.step() == batch, "not a step of decodes only"
+            for part in _PARTS:
+                rounds[part].append(mean(host.seconds[part]))
+    return rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=256, help="running requests")
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=32, help="decode steps per round")
+    args = parser.parse_args()
+    rounds = measure(args.batch, args.prompt_len, args.rounds, args.steps)
+    print(f"batch {args.batch}, milliseconds of CPU time per decode step (best, median)")
+    totals = [sum(parts) for parts in zip(*(rounds[part] for part in _CORE_PARTS), strict=True)]
+    scheduler = [sum(both) for both in zip(rounds["schedule"], rounds["update"], strict=True)]
+    for name, seconds in (*rounds.items(), ("scheduler", scheduler), ("core", totals)):
+        print(f"  {name:<10}{min(seconds) * 1e3:8.3f}{median(seconds) * 1e3:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode that writes the state every few tokens: the very bits of writing it with every token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import error_ratio, gdn_decode_case, randn, strided, widen
+from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.decode_ring import GatedNorm, RingMemory, RingShape, RingStack
+from vllm.kernels.interface import Kernels
+from vllm.kernels.naive import NaiveKernels
+
+SMALL = (1, 2, 16, 24)
+SLOTS = 3
+BOTH = pytest.mark.parametrize("kernels", [NaiveKernels(), CudaKernels()], ids=["naive", "triton"])
+F64 = torch.float64
+
+
+@dataclass
+class Layers:
+    """Two layers' decode cases, whose states lie in one buffer as in the arena."""
+
+    cases: list[dict[str, Any]]
+
+    def copy(self) -> Layers:
+        """The same with states of their own, in one buffer again."""
+        states = torch.stack([case["ssm_state"] for case in self.cases])
+        return Layers(
+            [
+                case | dict(ssm_state=state, conv_state=case["conv_state"].clone())
+                for case, state in zip(self.cases, states, strict=True)
+            ]
+        )
+
+    def states(self) -> list[Tensor]:
+        used = self.cases[0]["state_indices"].long()
+        used = used[used >= 0]
+        return [case[name][used] for case in self.cases for name in ("ssm_state", "conv_state")]
+
+
+def two_layers(num_seqs: int, heads: tuple[int, int, int, int], dtype, device, **kwargs) -> Layers:
+    cases = [gdn_decode_case(num_seqs, heads, dtype, device, **kwargs) for _ in range(2)]
+    for name in ("state_indices", "ssm_state", "conv_state"):
+        first = cases[0][name]
+        cases[1][name] = first if name == "state_indices" else randn(
+            *first.shape, dtype=first.dtype, device=device, scale=0.3
+        )  # fmt: skip
+    return Layers(cases).copy()
+
+
+def rings(layers: Layers, heads: tuple[int, int, int, int], rows: int) -> RingStack:
+    states = [case["ssm_state"] for case in layers.cases]
+    device = states[0].device
+    memory = RingMemory(RingShape(*heads, states[0].dtype), 2, rows, SLOTS, device)
+    for tensor in memory.tensors:
+        tensor.fill_(float("nan"))
+    steps = torch.full((len(layers.cases[0]["state_indices"]), 4), -1, dtype=torch.int32)
+    return memory.stack(steps.to(device), states)
+
+
+class Schedule:
+    """Random commits, flushes and changes of row; what is pending, as the host knows it."""
+
+    def __init__(self, num_seqs: int, stack: RingStack, seed: int) -> None:
+        self.random, self.stack = random.Random(seed), stack
+        self.rows = list(range(num_seqs))
+        self.pending = [0] * num_seqs
+
+    def begin(self, kernels: Kernels, layers: Layers) -> None:
+        """Tell the step what each sequence does, after flushing some of them."""
+        flushed = [i for i, n in enumerate(self.pending) if n and self.random.random() < 0.15]
+        self.flush(kernels, layers, flushed)
+        spare = [r for r in range(self.stack.keys.shape[1]) if r not in self.rows]
+        for i in flushed:
+            self.rows[i], spare[0] = spare[0], self.rows[i]
+        for i, pending in enumerate(self.pending):
+            commits = pending == SLOTS or self.random.random() < 0.2
+            self.stack.steps[i] = torch.tensor([self.rows[i], pending, int(commits), 0])
+            self.pending[i] = 0 if commits else pending + 1
+
+    def flush(self, kernels: Kernels, layers: Layers, which: list[int]) -> None:
+        indices = layers.cases[0]["state_indices"].tolist()
+        entries = [[self.rows[i], self.pending[i], indices[i], 0] for i in which]
+        if entries:
+            device = self.stack.keys.device
+            kernels.gdn_commit(self.stack, torch.tensor(entries, dtype=torch.int32, device=device))
+        for i in which:
+            self.pending[i] = 0
+
+
+def run(
+    kernels: Kernels, layers: Layers, stack: RingStack | None, steps: int, seed: int = 0
+) -> list[Tensor]:
+    """Outputs of `steps` random tokens per sequence; at the end nothing is pending."""
+    case = layers.cases[0]
+    num_seqs = int((case["state_indices"] >= 0).sum())
+    schedule = None if stack is None else Schedule(num_seqs, stack, seed)
+    generator = torch.Generator().manual_seed(seed)
+    outputs = []
+    for _ in range(steps):
+        if schedule is not None:
+            schedule.begin(kernels, layers)
+        for i, case in enumerate(layers.cases):
+            for name in ("qkv", "a", "b"):
+                value = torch.randn(case[name].shape, generator=generator)
+                case[name] = strided(value.to(case[name].dtype).to(case[name].device))
+            out = torch.full_like(case["out"], float("nan"))
+            ring = None if stack is None else stack.layer(i)
+            kernels.gdn_decode(**case | dict(out=out), ring=ring)
+            outputs.append(out[:num_seqs])
+    if schedule is not None:
+        schedule.flush(kernels, layers, [i for i, n in enumerate(schedule.pending) if n])
+    return outputs
+
+
+def both_ways(kernels: Kernels, layers: Layers, heads: Any, steps: int) -> bool:
+    """Whether deferred outputs and states have the bits of immediate ones."""
+    at_once, later = layers.copy(), layers.copy()
+    expected = run(kernels, at_once, None, steps)
+    rows = len(layers.cases[0]["state_indices"]) + 5
+    found = run(kernels, later, rings(later, heads, rows), steps)
+    pairs = zip(found + later.states(), expected + at_once.states(), strict=True)
+    return all(torch.equal(a, b) and not a.isnan().any() for a, b in pairs)
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [SMALL, (1, 4, 40, 8)])
+def test_the_same_bits_over_a_random_schedule(kernels, heads, device):
+    layers = two_layers(3, heads, torch.float32, device, padding=1)
+    assert both_ways(kernels, layers, heads, steps=14)
+
+
+@BOTH
+def test_the_same_bits_of_a_rounded_state(kernels, device):
+    """A state in 16 bits is rounded after every token, committed, replayed or flushed."""
+    layers = two_layers(3, SMALL, torch.float32, device, state_dtype=torch.float16)
+    for steps in (3, 6):
+        assert both_ways(kernels, layers, SMALL, steps)
+
+
+@pytest.mark.parametrize(("width", "bias"), [(2, False), (3, True)])
+def test_convolutions(width, bias, device):
+    layers = two_layers(2, SMALL, torch.float32, device, width=width, bias=bias)
+    assert both_ways(CudaKernels(), layers, SMALL, steps=3)
+    wide = Layers([{k: widen(v) for k, v in case.items()} for case in layers.cases])
+    found, expected = run(CudaKernels(), layers, None, 3), run(NaiveKernels(), wide, None, 3)
+    assert error_ratio(torch.stack(found), torch.stack(expected)) < 1e-5
+
+
+def test_a_commit_more_or_less_is_noticed(device, monkeypatch):
+    """The comparison sees a token that is replayed twice, and one that is not replayed."""
+    layers = two_layers(2, SMALL, torch.float32, device)
+    begin = Schedule.begin
+    for change in (1, -1):
+
+        def shifted(self: Schedule, *args: Any, change: int = change) -> None:
+            begin(self, *args)
+            pending = self.stack.steps[:, 1]
+            pending += change * ((pending > 0) & (pending < SLOTS - 1))
+
+        monkeypatch.setattr(Schedule, "begin", shifted)
+        assert not both_ways(NaiveKernels(), layers, SMALL, steps=12)
+
+
+def test_the_reference_in_fp64_agrees_with_both(device):
+    layers = two_layers(3, SMALL, torch.float32, device, padding=1)
+    wide = Layers([{k: widen(v) for k, v in case.items()} for case in layers.cases]).copy()
+    expected = run(NaiveKernels(), wide, rings(wide, SMALL, rows=8), 8)
+    for kernels in (NaiveKernels(), CudaKernels()):
+        copy = layers.copy()
+        found = run(kernels, copy, rings(copy, SMALL, rows=8), 8)
+        assert error_ratio(torch.stack(found), torch.stack(expected)) < 1e-5
+        for state, exact in zip(copy.states(), wide.states(), strict=True):
+            assert error_ratio(state, exact) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", [NaiveKernels(), CudaKernels()], ids=["naive", "triton"])
+@pytest.mark.parametrize("heads", [(1, 1, 12, 40)])
+@pytest.mark.parametrize("num_seqs", [2, 33])
+def test_the_norm_is_that_of_the_separate_op(kernels, heads, num_seqs, device):
+    """Fused or not, and into the tensor that is normed."""
+    case = gdn_decode_case(num_seqs, heads, torch.float32, device)
+    n, dv = len(case["out"]), heads[3]
+    norm = GatedNorm(
+        strided(randn(n, heads[1] * dv, dtype=torch.float32, device=device)).unflatten(1, (-1, dv)),
+        randn(dv, dtype=torch.float32, device=device),
+        1e-6,
+    )
+    plain = case | {name: case[name].clone() for name in ("ssm_state", "conv_state", "out")}
+    kernels.gdn_decode(**case, norm=norm)
+    kernels.gdn_decode(**plain)
+    expected = NaiveKernels().gated_rms_norm(
+        plain["out"].double(), norm.gate.double(), norm.weight.double(), norm.eps
+    )
+    assert error_ratio(case["out"].flatten(1), expected) < 1e-6
+    into = kernels.gated_rms_norm(plain["out"], norm.gate, norm.weight, norm.eps, plain["out"])
+    assert into.data_ptr() == plain["out"].data_ptr()
+    assert error_ratio(into, expected) < 1e-6
+
+
+def test_a_full_ring_must_commit():
+    layers = two_layers(1, SMALL, torch.float32, "cpu")
+    stack = rings(layers, SMALL, rows=1)
+    stack.steps[0] = torch.tensor([0, SLOTS, 0, 0])
+    with pytest.raises(ValueError, match="no free slot"):
+        NaiveKernels().gdn_decode(**layers.cases[0], ring=stack.layer(0))
+
+
+def test_the_cpu_refuses_a_ring():
+    layers = two_layers(1, SMALL, torch.float32, "cpu")
+    stack = rings(layers, SMALL, rows=1)
+    with pytest.raises(ValueError, match="give no ring"):
+        CpuKernels().gdn_decode(**layers.cases[0], ring=stack.layer(0))
+    with pytest.raises(ValueError, match="nothing to commit"):
+        CpuKernels().gdn_commit(stack, stack.steps)
+
+
+def test_a_wide_convolution_is_refused(device):
+    case = gdn_decode_case(1, SMALL, torch.float32, device, width=5)
+    with pytest.raises(ValueError, match="width 5"):
+        CudaKernels().gdn_decode(**case)
+
+
+def test_memory_is_what_the_shape_says():
+    shape = RingShape(16, 32, 128, 128, torch.bfloat16)
+    assert shape.token_bytes == (16 * 128 + 32 * 128 + 32) * 4
+    memory = RingMemory(shape, 3, 5, 7, "cpu")
+    assert sum(t.nbytes for t in memory.tensors) == 3 * 5 * 7 * shape.token_bytes
+    assert replace(shape, state_dtype=F64).token_bytes == 2 * shape.token_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(16, 32, 128, 128), (4, 8, 128, 128), (2, 8, 64, 96)])
+def test_compiled_bits(state_dtype, heads):
+    """Of the model's sizes and of a shard's, in bf16, also against the reference."""
+    layers = two_layers(19, heads, torch.bfloat16, "cuda", state_dtype=state_dtype, padding=2)
+    assert both_ways(CudaKernels(), layers, heads, steps=20)
+    case = layers.cases[0]
+    wide = Layers([{k: widen(v) for k, v in case.items()}])
+    found = run(CudaKernels(), Layers([case]), None, 4)
+    assert error_ratio(torch.stack(found), torch.stack(run(NaiveKernels(), wide, None, 4))) < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others():
+    """One sequence of many, alone: the same bits, whatever the number of programs."""
+    heads = (16, 32, 128, 128)
+    case = gdn_decode_case(70, heads, torch.bfloat16, "cuda")
+    alone = {
+        name: value[7:8] if name in ("qkv", "a", "b", "state_indices", "out") else value.clone()
+        if name in ("ssm_state", "conv_state") else value
+        for name, value in case.items()
+    }  # fmt: skip
+    alone["out"] = alone["out"].clone()
+    CudaKernels().gdn_decode(**case)
+    CudaKernels().gdn_decode(**alone)
+    assert torch.equal(alone["out"][0], case["out"][7])
+    index = int(case["state_indices"][7])
+    assert torch.equal(alone["ssm_state"][index], case["ssm_state"][index])
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_step():
+    """What a step does lies in the staged array: a replayed graph reads it anew."""
+    heads = (16, 32, 128, 128)
+    layers = two_layers(4, heads, torch.bfloat16, "cuda")
+    layers.cases = layers.cases[:1]
+    eager, replayed = layers.copy(), layers.copy()
+    outputs = []
+    for copy, captured in ((eager, False), (replayed, True)):
+        (case,) = copy.cases
+        memory = RingMemory(RingShape(*heads, torch.float32), 1, 4, SLOTS, "cuda")
+        stack = memory.stack(torch.zeros(4, 4, dtype=torch.int32, device="cuda"),
+                             [case["ssm_state"]])  # fmt: skip
+        before = [case[name].clone() for name in ("ssm_state", "conv_state")]
+        step = partial(CudaKernels().gdn_decode, **case, ring=stack.layer(0))
+        if captured:
+            step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for name, value in zip(("ssm_state", "conv_state"), before, strict=True):
+            case[name].copy_(value)
+        pending = torch.arange(4, dtype=torch.int32)
+        found = []
+        for _ in range(9):
+            commits = (pending == SLOTS).int()
+            rows = torch.arange(4, dtype=torch.int32)
+            stack.steps.copy_(torch.stack([rows, pending, commits, rows], dim=1))
+            step()
+            found.append(case["out"].clone())
+            pending = torch.where(commits > 0, 0, pending + 1).int()
+        outputs.append([*found, *copy.states()])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel variants warm-up foresees for a tiny model, and which other batches would add.
+
+Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON.
+"""
+
+import json
+import sys
+from itertools import product
+
+import torch
+from tiny_models import tiny_model
+
+from tests.kernels import no_gpu  # noqa: F401
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.triton.compile_ahead import noted_launches
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker import warm_up
+from vllm.v1.worker.warm_up import DummyBatch
+from vllm.v1.worker.worker import Worker
+
+MAX_TOKENS = 1024
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 500, 1000)
+CONTEXTS = (0, 1, 7, 16, 100, 2000, 3000)
+BATCHES = [
+    *product((1,), LENGTHS, CONTEXTS),
+    *product((2, 3, 8, 31, 60), (1,), (5, 16, 77, 3000)),
+    *product((2, 3, 17, 40), (2, 9, 16, 25), (0, 50)),
+]
+
+vars(current_platform)["kernels"] = CudaKernels()
+config = EngineArgs(
+    model=str(tiny_model(sys.argv[1], torch.bfloat16)),
+    dtype="bfloat16",
+    load_format="dummy",
+    max_model_len=4096,
+    max_num_seqs=64,
+    max_num_batched_tokens=MAX_TOKENS,
+).create_engine_config()
+worker = Worker(config)
+worker.init_device()
+worker.load_model()
+runner = worker.model_runner
+unforeseen: list[str] = []
+with set_current_vllm_config(config):
+    foreseen = warm_up.note_kernels(runner)
+    known = {(one.kernel, one.specialization) for one in foreseen}
+    warm_up.bind_small_arena(runner)
+    for count, length, context in BATCHES:
+        if count * length > MAX_TOKENS:
+            continue
+        with noted_launches() as noted:
+            batch = DummyBatch(count, length, context, GREEDY)
+            warm_up.run_batch(runner, batch, decode_known_tokens=True)
+        for one in noted:
+            if (one.kernel, one.specialization) not in known:
+                known.add((one.kernel, one.specialization))
+                unforeseen.append(f"{one.kernel} for {count} x {length} after {context}")
+json.dump(
+    {
+        "foreseen": [one.kernel for one in foreseen],
+        "batches": len(BATCHES),
+        "unforeseen": unforeseen,
+    },
+    sys.stdout,
+)

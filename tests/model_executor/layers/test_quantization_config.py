@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint's `quantization_config` says, and which layers it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from vllm.model_executor.layers.quantization.fp8_block import Fp8BlockMethod
+from vllm.model_executor.layers.quantization.fp8_config import (
+    Fp8Config,
+    fp8_from_checkpoint,
+    fp8_from_compressed_tensors,
+)
+from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+
+LAYER = nn.Module()
+FLOAT8 = {"type": "float", "num_bits": 8}
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **fields}
+
+
+def test_block_checkpoints() -> None:
+    config = fp8_from_checkpoint({"weight_block_size": [128, 128], "fmt": "e4m3"})
+    assert isinstance(config.get_quant_method(LAYER, "a.o_proj"), Fp8BlockMethod)
+
+
+@pytest.mark.parametrize("scheme,static", [("dynamic", False), ("static", True), (None, False)])
+def test_per_tensor_checkpoints(scheme: str | None, static: bool) -> None:
+    config = fp8_from_checkpoint({"activation_scheme": scheme, "weight_block_size": None})
+    method = config.get_quant_method(LAYER, "a.o_proj")
+    assert isinstance(method, Fp8RowsMethod)
+    assert method.static is static and not method.from_16_bit
+    assert config.suffixes[".weight_scale_inv"] == ".weight_scale"
+
+
+@pytest.mark.parametrize(
+    "weights,inputs,static",
+    [
+        ("channel", {"strategy": "token", "dynamic": True}, False),
+        ("tensor", {"strategy": "tensor", "dynamic": False}, True),
+    ],
+)
+def test_compressed_tensors(weights: str, inputs: dict[str, Any], static: bool) -> None:
+    stored = compressed({**FLOAT8, "strategy": weights}, {**FLOAT8, **inputs}, ignore=["lm_head"])
+    config = fp8_from_compressed_tensors(stored)
+    assert config.static is static and config.excluded == ("lm_head",)
+    assert config.name == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    "stored,message",
+    [
+        ({"weight_block_size": [64, 64]}, r"blocks of \[64, 64\].*supported: \[128, 128\]"),
+        ({"weight_block_size": [128, 128], "activation_scheme": "static"}, "static activation"),
+        ({"activation_scheme": "other"}, "activation_scheme 'other'; supported: dynamic, static"),
+        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
+    ],
+)
+def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp8_from_checkpoint(stored)
+
+
+@pytest.mark.parametrize(
+    "stored,message",
+    [
+        (compressed({"type": "int", "num_bits": 4}, {}), r"\('int', 4\)"),
+        (compressed({**FLOAT8, "strategy": "channel"}, {}), r"activations \(None, None\)"),
+        (
+            compressed(
+                {**FLOAT8, "strategy": "tensor"},
+                {**FLOAT8, "strategy": "tensor", "dynamic": True},
+            ),
+            "must be per token",
+        ),
+        ({"config_groups": {}}, r"0 group\(s\)"),
+    ],
+)
+def test_other_compressed_variants_are_refused(stored: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp8_from_compressed_tensors(stored)
+
+
+def named(*excluded: str) -> Fp8Config:
+    config = Fp8Config(excluded=excluded)
+    config.use_names(Qwen3_5ForCausalLM.fused_names, Qwen3_5ForCausalLM.weights_mapper)
+    return config
+
+
+@pytest.mark.parametrize(
+    "entry,prefix,expected",
+    [
+        ("model.language_model.layers.1.mlp", "model.layers.1.mlp.down_proj", True),
+        ("model.language_model.layers.1.mlp", "model.layers.11.mlp.down_proj", False),
+        ("o_proj", "model.layers.0.self_attn.o_proj", True),
+        ("proj", "model.layers.0.self_attn.o_proj", False),
+        ("re:.*layers[.]3[.].*", "model.layers.3.mlp.gate_up_proj", True),
+        ("*.mlp.*", "model.layers.3.mlp.gate_up_proj", True),
+        ("lm_head", "model.layers.3.mlp.gate_up_proj", False),
+    ],
+)
+def test_excluded_modules(entry: str, prefix: str, expected: bool) -> None:
+    config = named(entry)
+    assert config.is_excluded(prefix) is expected
+    method = config.get_quant_method(LAYER, prefix)
+    assert isinstance(method, UnquantizedLinearMethod) is expected
+    config.use_names(Qwen3_5ForCausalLM.fused_names, Qwen3_5ForCausalLM.weights_mapper)
+    assert config.is_excluded(prefix) is expected
+
+
+def test_part_of_a_fused_layer_cannot_be_excluded() -> None:
+    both = named("model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
+    with pytest.raises(ValueError, match="does not quantise .*k_proj, .*v_proj but the other"):
+        both.get_quant_method(LAYER, "model.layers.0.self_attn.qkv_proj")
+    assert not both.is_excluded("model.layers.1.self_attn.qkv_proj")
+
+
+def test_small_projections_stay_only_when_quantising_here() -> None:
+    assert Fp8Config(from_16_bit=True).leaves_small(32)
+    assert not Fp8Config(from_16_bit=True).leaves_small(128)
+    assert not Fp8Config().leaves_small(32)

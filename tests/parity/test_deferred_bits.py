@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing recurrent state back every few tokens gives the bits of writing it with every token.
+
+On a CPU with the reference kernels, whose ring is what the GPU's kernels are tested against. Each
+place where a state has to be complete is also broken on purpose, and the check has to notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity_checks import MakeEngine, prompts
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.kernels.naive import NaiveKernels
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import BlockCopy
+from vllm.v1.worker.deferred_commit import DeferredCommit
+
+pytestmark = pytest.mark.parity
+
+INTERVALS = (2, 8)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_with_a_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU the reference kernels, which keep a ring; a GPU has its own."""
+    if not torch.cuda.is_available():
+        monkeypatch.setitem(vars(current_platform), "kernels", NaiveKernels())
+        monkeypatch.setattr(type(current_platform), "defers_commit", True)
+    yield
+
+
+def run(llm: LLM, *token_ids: list[int], max_tokens: int = 12, **fields: Any) -> list[Any]:
+    """Every token of every completion with its exact logprob."""
+    cache = {k: fields.pop(k) for k in list(fields) if k.startswith("cache_")}
+    settings = {"temperature": 0, "ignore_eos": True, "logprobs": 0, **fields}
+    params = SamplingParams(max_tokens=max_tokens, **settings)
+    batch = [TokensPrompt(prompt_token_ids=ids, **cache) for ids in token_ids]
+    return bits(llm.generate(batch, params, use_tqdm=False))
+
+
+def bits(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [
+        (token, entry[token].logprob)
+        for output in outputs
+        for completion in output.outputs
+        for token, entry in zip(completion.token_ids, completion.logprobs or [], strict=True)
+    ]
+
+
+def deferred(llm: LLM) -> DeferredCommit | None:
+    return llm.collective_rpc(lambda worker: worker.model_runner.deferred)[0]
+
+
+def engine(make_engine: MakeEngine, interval: int, **settings: Any) -> LLM:
+    """Its steps have one size on a GPU, so that both sides run the same matmuls."""
+    llm = make_engine(
+        "qwen3_5",
+        deferred_commit_tokens=interval,
+        compilation_config={"cudagraph_capture_sizes": [4]},
+        **{
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "long_prefill_token_threshold": 63,
+            **settings,
+        },
+    )
+    assert (deferred(llm) is None) is (interval == 1)
+    return llm
+
+
+# ---- the same bits -------------------------------------------------------------------------------
+
+
+def batches_come_and_go(llm: LLM) -> list[Any]:
+    """Ten requests of different lengths share four rows: every row is used again."""
+    lengths = (3, 17, 1, 40, 70, 5, 9, 33, 2, 64)
+    params = [
+        SamplingParams(temperature=0, max_tokens=5 + 3 * i, ignore_eos=True, logprobs=0)
+        for i in range(len(lengths))
+    ]
+    batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(lengths)]
+    return bits(llm.generate(batch, params, use_tqdm=False))
+
+
+def a_conversation(llm: LLM) -> list[Any]:
+    """Each turn starts from the state that the answer before it left."""
+    tokens: list[int] = []
+    found = []
+    for question, length in zip(prompts((30, 1, 17, 25)), (9, 6, 7, 11), strict=True):
+        tokens += question
+        found += run(llm, tokens, max_tokens=length)
+        tokens += [token for token, _ in found[-length:]]
+    return found
+
+
+def forks(llm: LLM) -> list[Any]:
+    """Samples start from copies of one state."""
+    (prompt,) = prompts((65,))
+    return run(llm, prompt, n=4, temperature=1.0, seed=7)
+
+
+def one_token_at_a_time(llm: LLM) -> list[Any]:
+    """Marks cut a prompt into pieces, some of one token: those run as decodes, and their states
+    are copied. The second prompt starts from the last such copy."""
+    first, tail = prompts((40, 20))
+    marks = [8, 9, 10, 11, 30]
+    found = run(llm, first, cache_checkpoints=marks)
+    return found + run(llm, first[:11] + tail) + run(llm, first[:9] + tail)
+
+
+def prompts_in_uneven_pieces(llm: LLM) -> list[Any]:
+    """The first prompt leaves the second one token of several steps, which run as decodes, then
+    most of one, which is a prefill."""
+    return run(llm, *prompts((200, 90)), max_tokens=3)
+
+
+def preemptions(llm: LLM) -> list[Any]:
+    """Running requests lose their rows and come back."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, steps = scheduler.schedule, 0
+
+    def schedule_and_preempt() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps in (9, 15, 16):
+            while scheduler.running:
+                scheduler._preempt_last()
+        return schedule()
+
+    scheduler.schedule = schedule_and_preempt
+    found = run(llm, *prompts((30, 47)), max_tokens=24)
+    assert steps > 16
+    return found
+
+
+SCENARIOS = (
+    batches_come_and_go,
+    a_conversation,
+    forks,
+    one_token_at_a_time,
+    prompts_in_uneven_pieces,
+    preemptions,
+)
+
+
+def same_bits(make_engine: MakeEngine, scenario: Any, interval: int, **settings: Any) -> None:
+    settings = {"enable_prefix_caching": True, **settings}
+    expected = scenario(engine(make_engine, 1, **settings))
+    assert scenario(engine(make_engine, interval, **settings)) == expected
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_bits(scenario: Any, interval: int, make_engine: MakeEngine) -> None:
+    same_bits(make_engine, scenario, interval)
+
+
+@pytest.mark.parametrize("scenario", [a_conversation, preemptions])
+def test_bits_with_steps_in_flight(scenario: Any, make_engine: MakeEngine) -> None:
+    same_bits(make_engine, scenario, 8, async_scheduling=True)
+
+
+@pytest.mark.parametrize("scenario", [batches_come_and_go, a_conversation])
+def test_bits_of_a_bf16_state(scenario: Any, make_engine: MakeEngine) -> None:
+    same_bits(make_engine, scenario, 4, mamba_ssm_cache_dtype="bfloat16")
+
+
+# ---- each flush is needed ------------------------------------------------------------------------
+
+
+def _forget_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(self: DeferredCommit, row: int) -> None:
+        self.pending[row] = 0
+
+    monkeypatch.setattr(DeferredCommit, "leave", leave)
+
+
+def _copy_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_copies = DeferredCommit.before_copies
+
+    def only_who_left(self: DeferredCommit, copies: Sequence[BlockCopy]) -> None:
+        before_copies(self, [])
+
+    monkeypatch.setattr(DeferredCommit, "before_copies", only_who_left)
+
+
+def _prefill_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_step = DeferredCommit.begin_step
+
+    def without_flush(self: DeferredCommit, order: Any) -> None:
+        self.pending[order.rows[order.num_decodes :]] = 0
+        begin_step(self, order)
+
+    monkeypatch.setattr(DeferredCommit, "begin_step", without_flush)
+
+
+def _lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_step = DeferredCommit.begin_step
+
+    def one_less(self: DeferredCommit, order: Any) -> None:
+        begin_step(self, order)
+        self.pending[:] = np.maximum(self.pending - (self.pending == 3), 0)
+
+    monkeypatch.setattr(DeferredCommit, "begin_step", one_less)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "scenario"),
+    [
+        (_forget_who_left, a_conversation),
+        (_forget_who_left, preemptions),
+        (_copy_as_it_is, one_token_at_a_time),
+        (_prefill_as_it_is, prompts_in_uneven_pieces),
+        (_lose_a_token, batches_come_and_go),
+        (_lose_a_token, forks),
+    ],
+)
+def test_breaking_the_mechanism_is_noticed(
+    breakage: Any, scenario: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breakage(monkeypatch)
+    with pytest.raises(AssertionError):
+        same_bits(make_engine, scenario, 8)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's process that starts before its configuration is known."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli import main as cli
+from vllm.utils import spare_process
+from vllm.utils.spare_process import SpareProcess, prestarted
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def test_an_engine_runs_in_the_process_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.01")
+    with prestarted():
+        spare = spare_process._spare
+        assert spare is not None
+        arguments = EngineArgs(str(tiny_model("llama")), dtype="float32", max_model_len=64)
+        engine: Any = LLMEngine.from_engine_args(arguments)
+        try:
+            assert engine.engine_core.process_id == spare.process.pid
+            assert spare_process.take() is None, "there is one, for one engine"
+        finally:
+            engine.shutdown()
+    assert spare.process.exitcode == 0
+
+
+def test_an_unused_process_ends_with_the_block() -> None:
+    with pytest.raises(ValueError, match="bad flag"), prestarted():
+        spare = spare_process._spare
+        raise ValueError("bad flag")
+    assert spare is not None and spare.process.exitcode == -signal.SIGKILL
+    assert spare_process.take() is None
+
+
+def test_a_dead_process_is_not_used() -> None:
+    with prestarted():
+        spare = spare_process._spare
+        assert spare is not None
+        spare.process.kill()
+        spare.process.join()
+        assert spare_process.take() is None
+
+
+def test_a_process_whose_parent_dies_ends() -> None:
+    script = (
+        "import os\nfrom vllm.utils.spare_process import SpareProcess\n"
+        "if __name__ == '__main__':\n"
+        "    print(SpareProcess().process.pid, flush=True)\n    os._exit(0)"
+    )
+    # Its end of the pipe is what keeps the output open.
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "method", "starts"),
+    [
+        ("serve", ["m", "--port", "1"], "spawn", True),
+        ("serve", ["m", "--help=all"], "spawn", False),
+        ("serve", ["-h"], "spawn", False),
+        ("serve", ["m"], "fork", False),
+        ("collect-env", [], "spawn", False),
+    ],
+)
+def test_only_a_server_that_spawns_starts_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, argv: list[str], method: str, starts: bool
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(self: SpareProcess) -> None:
+        raise Started
+
+    monkeypatch.setattr(SpareProcess, "__init__", start)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+    try:
+        with cli._engine_process(name, argv):
+            assert not starts
+    except Started:
+        assert starts
+
+
+def test_it_imports_nothing_heavy() -> None:
+    script = "import sys, vllm.utils.spare_process; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one request changes about its logits, as a row of int64 numbers for a kernel."""
+
+from enum import IntEnum
+
+
+class Field(IntEnum):
+    """Columns of a descriptor; an address of 0 means that the request has none.
+
+    `MARKS`: `[vocab]` int32, twice the output count, plus one for a token of the prompt. `BIAS`:
+    `[vocab]` fp32. The penalties are the bits of fp32 numbers. `BANNED`: `[num_banned]` int64.
+    `WORDS`: `[num_words, longest]` int64, right-aligned, -1 before a shorter word. `RECENT`:
+    `[longest - 1]` int64, the last output tokens, -1 before the first.
+    """
+
+    ROW = 0
+    MARKS = 1
+    BIAS = 2
+    REPETITION = 3
+    FREQUENCY = 4
+    PRESENCE = 5
+    BANNED = 6
+    NUM_BANNED = 7
+    WORDS = 8
+    NUM_WORDS = 9
+    LONGEST = 10
+    RECENT = 11

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a way of quantising weights provides: parameters, their loaders, and the product."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.fp8 import Fp8Rows
+from vllm.model_executor.parameter import ShardId, WeightLayout
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.weights import WeightsMapper
+
+#: an `nn.Module` with the parameters that its method made
+Layer = Any
+FusedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
+
+
+class LinearMethod(ABC):
+    """How one linear layer keeps its weight and multiplies by it."""
+
+    @property
+    def takes_fp8_rows(self) -> bool:
+        """Whether `apply` takes activations that the op before has made float8."""
+        return False
+
+    @abstractmethod
+    def create_weights(
+        self, layer: Layer, layout: WeightLayout, params_dtype: torch.dtype | None
+    ) -> None:
+        """Register the layer's parameters, with their weight loaders, on the default device."""
+
+    def process_weights_after_loading(self, layer: Layer) -> None:  # noqa: B027
+        """Derive what the product needs from the loaded parameters; after every (re)load."""
+
+    @abstractmethod
+    def apply(self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
+        """`x [..., in] -> [..., out]` in the dtype of `x`; float8 only if `takes_fp8_rows`."""
+
+
+class QuantizationConfig(ABC):
+    """What a checkpoint, or the user, says about the weights of a whole model.
+
+    `excluded`: module names, as in the checkpoint, whose weights are not quantised: a module's
+    full name, a parent's, its last parts, or `re:` and a regular expression.
+    """
+
+    #: the method, as checkpoints and the flag call it
+    name: str
+    #: where the checkpoint calls a parameter otherwise: its suffix -> ours
+    suffixes: Mapping[str, str] = {}
+
+    def __init__(self, excluded: Collection[str] = ()) -> None:
+        self.excluded = tuple(excluded)
+        self._excluded = self.excluded
+        self._fused: dict[str, list[str]] = {}
+
+    def use_names(self, fused: Sequence[FusedName], mapper: WeightsMapper) -> None:
+        """Learn how the model calls what the checkpoint names; called when the model is built."""
+        self._fused = {}
+        for module, source, _ in fused:
+            self._fused.setdefault(module, []).append(source)
+        names = (n if n.startswith("re:") else mapper.map_name(n) for n in self.excluded)
+        self._excluded = tuple(name for name in names if name is not None)
+
+    def leaves_small(self, rows: int) -> bool:
+        """Whether a projection to `rows` features is left in the model's dtype for its size."""
+        return False
+
+    @abstractmethod
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod:
+        """The method of the linear layer called `prefix`; ValueError where it cannot have one."""
+
+    def is_excluded(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps the linear layer called `prefix` in the model's dtype.
+
+        Raises ValueError for a fused layer of which it keeps only some matrices.
+        """
+        parent, _, last = prefix.rpartition(".")
+        sources = self._fused.get(last) or [last]
+        names = [f"{parent}.{source}" if parent else source for source in sources]
+        kept = [name for name in names if self._lists(name)]
+        if kept and len(kept) < len(names):
+            raise ValueError(
+                f"{prefix}: the checkpoint does not quantise {', '.join(kept)} but the other "
+                "matrices of the same input; all or none of them must be quantised"
+            )
+        return bool(kept)
+
+    def _lists(self, name: str) -> bool:
+        return any(_matches(entry, name) for entry in self._excluded)
+
+
+def _matches(entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    if "*" in entry:
+        return fnmatch.fnmatchcase(name, entry)
+    return f".{entry}." in f".{name}."

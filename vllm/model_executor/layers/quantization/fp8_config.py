@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float8 checkpoints, as their `quantization_config` says, and 16-bit ones made float8."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from vllm import decisions
+from vllm.kernels.fp8 import GROUP
+from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
+from vllm.model_executor.layers.quantization.fp8_block import Fp8BlockMethod
+from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
+
+#: projections narrower than this stay as they are when a 16-bit checkpoint is quantised
+_SMALL_ROWS = 128
+
+
+class Fp8Config(QuantizationConfig):
+    """`weights`: scales per output row ("rows": also one per matrix, or quantised at load) or per
+    128 x 128 block. `static`: activation scales come from the checkpoint, else from each token."""
+
+    name = "fp8"
+
+    def __init__(
+        self,
+        weights: Literal["rows", "block"] = "rows",
+        *,
+        static: bool = False,
+        from_16_bit: bool = False,
+        excluded: Collection[str] = (),
+        suffixes: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(excluded)
+        self.weights = weights
+        self.static = static
+        self.from_16_bit = from_16_bit
+        self.suffixes = suffixes or {}
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod:
+        if self.is_excluded(prefix):
+            return UnquantizedLinearMethod()
+        if self.weights == "block":
+            return Fp8BlockMethod()
+        return Fp8RowsMethod(static=self.static, from_16_bit=self.from_16_bit)
+
+    def leaves_small(self, rows: int) -> bool:
+        """When quantising here: what is too small to gain from it."""
+        small = self.from_16_bit and rows < _SMALL_ROWS
+        if small:
+            why = "there is little to gain, and gates need the precision"
+            decisions.record(f"projections of fewer than {_SMALL_ROWS} features", "16 bit", why)
+        return small
+
+
+def fp8_at_load() -> Fp8Config:
+    """For a 16-bit checkpoint."""
+    return Fp8Config(from_16_bit=True)
+
+
+def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
+    """`quant_method` "fp8" of a `quantization_config`; ValueError for a variant not supported."""
+    _require(stored, "activation_scheme", ("dynamic", "static"), "dynamic")
+    _require(stored, "fmt", ("e4m3",), "e4m3")
+    _require(stored, "scale_fmt", ("float",), "float")
+    excluded = stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ()
+    static = stored.get("activation_scheme") == "static"
+    block = stored.get("weight_block_size")
+    if block is None:
+        suffixes = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+        return Fp8Config(static=static, excluded=excluded, suffixes=suffixes)
+    if list(block) != [GROUP, GROUP] or static:
+        raise ValueError(
+            f"fp8 weights in blocks of {list(block)} with {stored.get('activation_scheme')} "
+            f"activation scales are not supported; supported: [{GROUP}, {GROUP}], dynamic"
+        )
+    return Fp8Config("block", excluded=excluded)
+
+
+def _require(stored: Mapping[str, Any], key: str, supported: tuple[str, ...], default: str) -> None:
+    found = stored.get(key) or default
+    if found not in supported:
+        raise ValueError(
+            f"the checkpoint's quantization_config has {key} {found!r}; supported: "
+            + ", ".join(supported)
+        )
+
+
+def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
+    """A compressed-tensors `quantization_config` that is one group of float8 Linear weights.
+
+    Raises ValueError for anything else, naming what was found.
+    """
+    groups = list((stored.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(
+            "compressed-tensors checkpoints are supported with one group of Linear layers; this "
+            f"one has {len(groups)} group(s): {[g.get('targets') for g in groups]}"
+        )
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
+    strategy, token = weights.get("strategy"), inputs.get("strategy")
+    static = not inputs.get("dynamic")
+    pairs = {("tensor", "tensor"), ("channel", "tensor"), ("tensor", "token"), ("channel", "token")}
+    if kinds != [("float", 8)] * 2 or (strategy, token) not in pairs:
+        raise ValueError(
+            f"compressed-tensors weights {kinds[0]} per {strategy} with activations {kinds[1]} per "
+            f"{token} are not supported; supported: 8-bit float per tensor or channel, with "
+            "activations per tensor or token"
+        )
+    if not static and token == "tensor":
+        raise ValueError("compressed-tensors: dynamic activation scales must be per token")
+    config = Fp8Config(static=static, excluded=stored.get("ignore") or ())
+    config.name = "compressed-tensors"
+    return config

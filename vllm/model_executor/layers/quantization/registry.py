@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation methods by name, and which one a model uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
+from vllm.model_executor.layers.quantization.fp8_config import (
+    fp8_at_load,
+    fp8_from_checkpoint,
+    fp8_from_compressed_tensors,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+#: `quant_method` of a checkpoint -> its reader
+_STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
+    "fp8": fp8_from_checkpoint,
+    "compressed-tensors": fp8_from_compressed_tensors,
+}
+#: methods that quantise 16-bit checkpoints while they load
+_AT_LOAD: dict[str, Callable[[], QuantizationConfig]] = {"fp8": fp8_at_load}
+
+
+def stored_quantization(model: ModelConfig) -> Mapping[str, Any] | None:
+    """The checkpoint's `quantization_config`, or None."""
+    for config in (model.hf_config, model.hf_text_config):
+        found = getattr(config, "quantization_config", None)
+        if found:
+            return found if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
+    """What `--quantization` and the checkpoint ask for together; None for 16-bit weights.
+
+    Raises VLLMValidationError naming what is supported.
+    """
+    from vllm.platforms import current_platform
+
+    asked, stored = model.quantization, stored_quantization(model)
+    method = str(stored.get("quant_method")) if stored else None
+    if asked is None and method is None:
+        return None
+    if asked is not None and method is not None and asked != method:
+        raise _refused(asked, f"the checkpoint is quantised as {method}; leave the flag out")
+    try:
+        config = _STORED[method](stored) if stored and method else _AT_LOAD[asked or ""]()
+    except KeyError:
+        supported = f"checkpoints: {', '.join(_STORED)}; at load: {', '.join(_AT_LOAD)}"
+        raise _refused(asked or method, f"not supported; supported: {supported}") from None
+    except ValueError as error:
+        raise _refused(asked or method, str(error)) from None
+    if not current_platform.supports_fp8:
+        why = "float8 needs compute capability 8.9 or higher; serve a 16-bit checkpoint"
+        raise _refused(asked or method, why)
+    return config
+
+
+def _refused(method: str | None, why: str) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"--quantization {method}: {why}", parameter="quantization", value=str(method)
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sizes are captured, given what the layers, the connector and the state memory allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm import decisions
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core.arena_sizing import largest, pages_per_request
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens)."""
+
+    decode_sizes: list[int]
+    piecewise_sizes: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.decode_sizes + self.piecewise_sizes
+
+
+def full_graphs_forbidden(
+    vllm_config: VllmConfig, backends: list[type[AttentionBackend]]
+) -> str | None:
+    """Why decode steps cannot be captured whole, or None."""
+    for backend in backends:
+        if not backend.supports_full_graph:
+            return f"attention backend {backend.name} plans every step on the host"
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector is not None:
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        if connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config):
+            return f"connector {transfer.kv_connector} acts on every layer"
+    return None
+
+
+def most_sequences(kv_cache_config: KVCacheConfig, limit: int) -> int:
+    """How many sequences, up to `limit`, the state memory holds at their shortest."""
+    groups, plan = kv_cache_config.kv_cache_groups, kv_cache_config.plan
+
+    def fits(count: int) -> bool:
+        return pages_per_request(groups, plan, 1, count, 1) < plan.num_pages
+
+    return largest(limit, fits)
+
+
+def plan_graphs(
+    vllm_config: VllmConfig,
+    backends: list[type[AttentionBackend]],
+    kv_cache_config: KVCacheConfig,
+) -> GraphPlan:
+    """The sizes of the configured mode; what cannot be honoured is a decision.
+
+    ValueError when sizes were given that are larger decode batches than the state memory holds.
+    """
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode or CUDAGraphMode.NONE
+    pieces = list(compilation.piecewise_capture_sizes)
+    if not mode.decode_is_full:
+        return GraphPlan([], pieces)
+    reason = full_graphs_forbidden(vllm_config, backends)
+    if reason is not None:
+        instead = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
+        decisions.record("cudagraph_mode", instead.name, reason, mode.name)
+        return GraphPlan([], pieces)
+    return GraphPlan(_decode_sizes(vllm_config, kv_cache_config), pieces)
+
+
+def _decode_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    compilation = vllm_config.compilation_config
+    sizes = list(compilation.decode_capture_sizes)
+    if not sizes:
+        return []
+    most = most_sequences(kv_cache_config, sizes[-1])
+    if most == sizes[-1]:
+        return sizes
+    if compilation.capture_sizes_given:
+        raise ValueError(
+            f"--cudagraph-capture-sizes asks for decode steps of {sizes[-1]} requests, but the "
+            f"state memory holds {most}; capture at most that, or give more memory"
+        )
+    kept = [size for size in sizes if size < most]
+    decisions.record(
+        "decode graphs",
+        f"batches of up to {most}",
+        "more sequences do not fit into the state memory",
+        f"batches of up to {sizes[-1]}",
+    )
+    return [*kept, most] if most else kept

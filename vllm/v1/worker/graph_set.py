@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures of one kind of step, by size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.compilation.memory_alias import alias_memory
+from vllm.compilation.piecewise import Graph, Pieces, capture
+
+#: `prepare(size)` uploads a step of `size` padded tokens; the result runs it: `[size, width]`
+Prepare = Callable[[int], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A recorded step and where each replay leaves its output `[size, width]`."""
+
+    pieces: Pieces
+    output: Tensor
+
+
+def capture_order(sizes: list[int]) -> list[int]:
+    """The largest size and the powers of two, then the rest; each part descending.
+
+    After the first part every batch has a graph that is less than twice too large, and smaller
+    captures find the memory of larger ones to reuse.
+    """
+    first = [size for size in sizes if size == sizes[-1] or size & (size - 1) == 0]
+    return first[::-1] + sorted(set(sizes) - set(first), reverse=True)
+
+
+class GraphSet:
+    """Graphs of steps of `sizes` (ascending) tokens; with `split`, in pieces at graph breaks."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        prepare: Prepare,
+        new_graph: Callable[[], Graph],
+        *,
+        split: bool,
+    ) -> None:
+        self._prepare = prepare
+        self._new_graph = new_graph
+        self._split = split
+        self._captured: dict[int, CapturedStep] = {}
+        #: captured sizes, ascending
+        self.sizes: list[int] = []
+        #: sizes to capture, in this order
+        self.pending = capture_order(sizes)
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The smallest captured size that holds `num_tokens`, None without one."""
+        index = bisect_left(self.sizes, num_tokens)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def replay(self, size: int) -> Tensor:
+        """Run the capture of `size` on the current stream; the next replay of any size overwrites
+        the result."""
+        captured = self._captured[size]
+        captured.pieces.replay()
+        return captured.output
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Capture a pending size. It runs once before, so that kernels are compiled and loaded."""
+        run = self._prepare(size)
+        run()
+        pieces, output = capture(run, self._new_graph, split=self._split)
+        self._captured[size] = CapturedStep(pieces, alias_memory(output))
+        self.pending.remove(size)
+        insort(self.sizes, size)

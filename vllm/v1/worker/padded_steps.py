@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of padding, as graphs record them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vllm.compilation.piecewise import DeviceGraph
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.graph_set import GraphSet
+from vllm.v1.worker.step_graphs import StepGraphs
+from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
+from vllm.v1.worker.step_metadata import StepMetadata
+
+
+class PaddedSteps:
+    """Makes steps without a real token. `forward`: a step's hidden states `[tokens, hidden]`;
+    `head`: their logits."""
+
+    def __init__(
+        self,
+        inputs: StepInputBuilder,
+        metadata: StepMetadata,
+        forward: Callable[[StepInputs], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._inputs, self._metadata = inputs, metadata
+        self._forward, self._head = forward, head
+
+    def tokens(self, size: int, num_reqs: int = 0) -> Callable[[], Tensor]:
+        """Uploads a step of `size` tokens; the result runs it and returns the hidden states."""
+        inputs = self._inputs.padding(size, num_reqs)
+        context = self._metadata.of_padding(inputs)
+
+        def run() -> Tensor:
+            with set_forward_context(context):
+                return self._forward(inputs)
+
+        return run
+
+    def decodes(self, size: int) -> Callable[[], Tensor]:
+        """As `tokens`, for `size` decodes; the result returns their logits."""
+        run = self.tokens(size, num_reqs=size)
+        return lambda: self._head(run())
+
+    def graphs(self, plan: GraphPlan) -> StepGraphs:
+        """Graphs of these steps, none of them captured yet."""
+        if not plan.sizes:
+            return StepGraphs()
+        new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
+        return StepGraphs(
+            GraphSet(plan.decode_sizes, self.decodes, new_graph, split=False),
+            GraphSet(plan.piecewise_sizes, self.tokens, new_graph, split=True),
+        )

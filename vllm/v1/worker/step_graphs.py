@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps replay a graph: decodes whole ones, other short steps ones split at graph breaks.
+
+A graph reads the staged arrays, whose device side has a fixed address, so a step uploads its
+arrays as always and replays. Steps are padded to the next captured size; padded rows have slot and
+state index -1 and context length 0, which kernels skip. All captures share one memory pool, which
+is safe because one stream runs them all.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm.v1.worker.graph_set import GraphSet
+from vllm.v1.worker.input_batch import StepOrder
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a step replays: the capture of `size` tokens; `whole`: model and language-model head in
+    one graph, else the model in pieces."""
+
+    size: int
+    whole: bool
+
+
+class StepGraphs:
+    """The captures of a runner.
+
+    `capture_next()` captures one pending size and says whether it found one; steps use only what is
+    captured, so captures may happen at start-up or between steps, in any number. `num_pending`
+    sizes are left; the ones that serve every step come first.
+    """
+
+    def __init__(self, decodes: GraphSet | None = None, pieces: GraphSet | None = None) -> None:
+        self._decodes = decodes
+        self._pieces = pieces
+
+    @property
+    def sizes(self) -> list[int]:
+        """Captured batch sizes of decode steps, ascending."""
+        return [] if self._decodes is None else self._decodes.sizes
+
+    @property
+    def piecewise_sizes(self) -> list[int]:
+        """Captured sizes of other steps, in tokens, ascending."""
+        return [] if self._pieces is None else self._pieces.sizes
+
+    @property
+    def num_pending(self) -> int:
+        return sum(len(graphs.pending) for graphs in self._sets())
+
+    def replay_for(self, order: StepOrder) -> Replay | None:
+        """What a step replays; None: it runs eagerly."""
+        if order.decode_only and self._decodes is not None:
+            size = self._decodes.size_for(order.num_reqs)
+            if size is not None:
+                return Replay(size, whole=True)
+        if self._pieces is not None:
+            size = self._pieces.size_for(int(order.num_scheduled.sum()))
+            if size is not None:
+                return Replay(size, whole=False)
+        return None
+
+    def replay(self, chosen: Replay) -> Tensor:
+        """Launch it: logits `[size, vocab]` if whole, else hidden states `[size, hidden]`.
+
+        The next replay overwrites them.
+        """
+        graphs = self._decodes if chosen.whole else self._pieces
+        assert graphs is not None
+        return graphs.replay(chosen.size)
+
+    def capture_next(self) -> bool:
+        """Capture one pending size; False when none is left."""
+        for graphs in self._sets():
+            if graphs.pending:
+                # A collection inside a capture could free what it may not touch.
+                gc.disable()
+                try:
+                    graphs.capture(graphs.pending[0])
+                finally:
+                    gc.enable()
+                return True
+        return False
+
+    def capture_all(self) -> None:
+        """Capture every pending size."""
+        if not self.num_pending:
+            return
+        gc.collect()
+        for _ in tqdm(range(self.num_pending), desc="capturing graphs", unit="graph"):
+            self.capture_next()
+
+    def _sets(self) -> list[GraphSet]:
+        """Fewest captures first: both sets get their coarse sizes before either is complete."""
+        found = [graphs for graphs in (self._decodes, self._pieces) if graphs is not None]
+        return sorted(found, key=lambda graphs: len(graphs.sizes))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers see of a step: one metadata object per state group, for steps and captures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """One group of layers that share a spec, with its metadata builder."""
+
+    layer_names: list[str]
+    spec: KVCacheSpec
+    builder: AttentionMetadataBuilder[Any]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Host integers of a batch. `num_tokens` are real, or stand for decodes that are captured."""
+
+    num_reqs: int
+    num_decodes: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    num_computed: np.ndarray
+
+
+@dataclass(frozen=True)
+class _GroupTables:
+    """What a group's block table uploaded for a step."""
+
+    block_table: Tensor
+    block_table_cpu: np.ndarray
+    prefill_block_table: Tensor
+    slot_mapping: Tensor
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+class StepMetadata:
+    """Makes forward contexts; with the layers' tables all that waits for upload is queued."""
+
+    def __init__(
+        self,
+        groups: list[StateGroup],
+        tables: BlockTables,
+        layers: dict[str, AttentionLayerBase],
+        max_model_len: int,
+    ) -> None:
+        self._groups = groups
+        self._tables = tables
+        self._layers = layers
+        self._max_model_len = max_model_len
+
+    def of_step(
+        self, order: StepOrder, inputs: StepInputs, only: Collection[str] | None = None
+    ) -> ForwardContext:
+        """The context of a step; metadata for the groups of `only` these layers (None: all),
+        which is less work where the others run inside a graph."""
+        batch = _Batch(
+            order.num_reqs,
+            order.num_decodes,
+            inputs.num_tokens,
+            int(order.num_scheduled.max()),
+            int(inputs.seq_lens_cpu.max()),
+            order.num_computed,
+        )
+        padded_reqs = len(inputs.seq_lens)
+        uploaded = [
+            _GroupTables(
+                *table.gather(order.rows, padded_reqs, order.num_decodes),
+                table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded),
+            )
+            for table in self._tables.groups
+        ]
+        self._tables.flush()
+        return self._context(batch, inputs, uploaded, only)
+
+    def of_padding(self, inputs: StepInputs) -> ForwardContext:
+        """The context of a capture: as many decodes as `inputs` has rows, of any length, and every
+        row padding. Without rows, a batch of no requests."""
+        num_reqs = len(inputs.seq_lens)
+        batch = _Batch(num_reqs, num_reqs, num_reqs, 1, self._max_model_len, _NOTHING)
+        uploaded = [
+            _GroupTables(
+                *table.padding(num_reqs),
+                table.slot_mapping(_NOTHING, _NOTHING, inputs.num_padded),
+            )
+            for table in self._tables.groups
+        ]
+        self._tables.flush()
+        return self._context(batch, inputs, uploaded, None)
+
+    def _context(
+        self,
+        batch: _Batch,
+        inputs: StepInputs,
+        uploaded: list[_GroupTables],
+        only: Collection[str] | None,
+    ) -> ForwardContext:
+        context = ForwardContext(
+            no_compile_layers=self._layers, attn_metadata={}, num_tokens=batch.num_tokens
+        )
+        for group, tables in zip(self._groups, uploaded, strict=True):
+            if only is None or not set(only).isdisjoint(group.layer_names):
+                self._add(context, group, batch, inputs, tables)
+        return context
+
+    @staticmethod
+    def _add(
+        context: ForwardContext,
+        group: StateGroup,
+        batch: _Batch,
+        inputs: StepInputs,
+        tables: _GroupTables,
+    ) -> None:
+        metadata = group.builder.build(
+            CommonAttentionMetadata(
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                num_decodes=batch.num_decodes,
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+                query_start_loc=inputs.query_start_loc,
+                query_start_loc_cpu=inputs.query_start_loc_cpu,
+                seq_lens=inputs.seq_lens,
+                seq_lens_cpu=inputs.seq_lens_cpu,
+                num_computed_tokens_cpu=batch.num_computed,
+                prefill_query_start_loc=inputs.prefill_query_start_loc,
+                prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
+                block_table=tables.block_table,
+                prefill_seq_lens=inputs.prefill_seq_lens,
+                prefill_block_table=tables.prefill_block_table,
+                slot_mapping=tables.slot_mapping,
+                block_table_cpu=tables.block_table_cpu,
+            )
+        )
+        recurrent = isinstance(group.spec, MambaSpec)
+        for name in group.layer_names:
+            context.attn_metadata[name] = metadata
+            if not recurrent:
+                context.slot_mapping[name] = tables.slot_mapping
