@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.padded_steps import PaddedSteps
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
+from vllm.v1.worker.step_inputs import StepInputs
 
 T = TypeVar("T")
 MAX_MODEL_LEN = 512
@@ -57,7 +58,10 @@ class EagerSteps(StepGraphs):
         steps = PaddedSteps(runner.inputs, runner.metadata, runner._forward, runner.compute_logits)
         self._whole = {size: steps.decodes(size) for size in captured.sizes}
         # The staged arrays keep their addresses: these read what a step uploads.
-        self._inputs = {size: runner.inputs.padding(size, 0) for size in captured.piecewise_sizes}
+        self._inputs: dict[int, StepInputs] = {}
+        for size in captured.piecewise_sizes:
+            self._inputs[size] = runner.inputs.padding(size, 0)
+            runner.block_tables.flush()
 
     def replay_for(self, order: Any) -> Replay | None:
         return self._captured.replay_for(order)

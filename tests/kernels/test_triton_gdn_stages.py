@@ -87,10 +87,9 @@ def test_factors_of_each_chunk(dtype, device):
             assert not factors.T[chunk, head, :, n:].any()
             assert not factors.P[chunk, head, n:].any() and not factors.P[chunk, head, :, n:].any()
             assert not factors.rows[chunk, head, :3, n:].any()
-            assert torch.equal(
-                factors.rows[chunk, head, 3, n - 1 :],
-                factors.rows[chunk, head, 3, n - 1].expand(65 - n),
-            )
+            # The chunk's decay is carried on; a scan adds in another order at every place.
+            last = factors.rows[chunk, head, 3, n - 1]
+            assert error_ratio(factors.rows[chunk, head, 3, n - 1 :], last.expand(65 - n)) < 1e-6
 
 
 def rows_of(case: Case, start: int, end: int, carried: bool) -> Case:

@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Recu
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import GroupBlockTable
 from vllm.v1.worker.sanitizer import SanitizerError
+from vllm.v1.worker.staging import Uploads
 from vllm.v1.worker.step_inputs import StepInputBuilder
 
 pytestmark = pytest.mark.parity
@@ -136,8 +137,18 @@ def free_and_give_away(monkeypatch: Patch) -> None:
     _at_the_second_token(monkeypatch, swap)
 
 
+def _upload_at_once(monkeypatch: Patch) -> None:
+    """A GPU's arrays travel together later; what a breakage does to them must come after."""
+
+    def copy(self: Any, host: Any, device: Any) -> None:
+        device.copy_(host)
+
+    monkeypatch.setattr(Uploads, "add", copy)
+
+
 def wrong_slots(monkeypatch: Patch) -> None:
     """What is uploaded is right; what the kernels are given lies one slot further."""
+    _upload_at_once(monkeypatch)
     slot_mapping = GroupBlockTable.slot_mapping
 
     def shifted(self: Any, *args: Any) -> Any:
@@ -147,6 +158,7 @@ def wrong_slots(monkeypatch: Patch) -> None:
 
 
 def wrong_uploaded_slots(monkeypatch: Patch) -> None:
+    _upload_at_once(monkeypatch)
     slot_mapping = GroupBlockTable.slot_mapping
 
     def shifted(self: Any, *args: Any) -> Any:
@@ -165,6 +177,7 @@ def shifted_table(monkeypatch: Patch) -> None:
 
 
 def reads_one_token_too_many(monkeypatch: Patch) -> None:
+    _upload_at_once(monkeypatch)
     build = StepInputBuilder.build
 
     def longer(self: Any, *args: Any) -> Any:

@@ -195,3 +195,11 @@ def test_memory_is_taken_once_and_survives_a_new_arena(deferred: DeferredCommit)
     deferred.bind(SimpleNamespace(groups=[SimpleNamespace(table=np.ones((ROWS, 1)))] * 4))  # type: ignore[arg-type]
     assert ring(deferred).keys.data_ptr() == address
     assert not deferred.pending.any()
+
+
+def test_a_rehearsed_flush_writes_nothing(deferred: DeferredCommit, flushes: Flushes) -> None:
+    step(deferred, [0, 1])
+    pending = deferred.pending.copy()
+    deferred.rehearse()
+    assert flushes.take() == [(1, [[0, 0, 0, 0]]), (2, [[0, 0, 0, 0]])]
+    assert np.array_equal(deferred.pending, pending) and pending.any()

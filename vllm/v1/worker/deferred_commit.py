@@ -158,6 +158,13 @@ class DeferredCommit:
         self.pending[rows] = np.where(commits, 0, pending + 1)
         self._step += 1
 
+    def rehearse(self) -> None:
+        """Launch a flush that has nothing to write (warm-up: its kernel is compiled)."""
+        for group in self._groups:
+            assert group.stack is not None
+            self._entries.next()[:1] = 0
+            current_platform.kernels.gdn_commit(group.stack, self._entries.upload(1))
+
     def _take(self, rows: np.ndarray) -> list[tuple[int, int, list[int]]]:
         """What is pending in these rows; they have nothing pending any more."""
         taken = [

@@ -128,6 +128,8 @@ def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
 def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
     for batch in _batches(runner):
         run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
+    if runner.deferred is not None:
+        runner.deferred.rehearse()
     run_common_samplers(runner)
 
 

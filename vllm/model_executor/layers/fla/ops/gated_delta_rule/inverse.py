@@ -28,27 +28,14 @@ def _eliminate(D):
 
 
 @triton.jit
-def _split(x):
-    # The high half is cut, not rounded: a mask costs a quarter of converting there and back.
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
-
-
-@triton.jit
 def _join(x, A, SIZE: tl.constexpr, SPLIT: tl.constexpr):
     """Inverses of blocks of `2 SIZE` from those of `SIZE` on the diagonal of `x`."""
     block = tl.arange(0, 64) // SIZE
     below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
     minus_L = tl.where(below, -A, 0.0)
-    if SPLIT:
-        x_high, x_low = _split(x)
-        L_high, L_low = _split(minus_L)
-        y = tl.dot(x_high, L_high, tl.dot(x_low, L_high, tl.dot(x_high, L_low)))
-        y_high, y_low = _split(y)
-        return tl.dot(y_high, x_high, tl.dot(y_low, x_high, tl.dot(y_high, x_low, x)))
-    else:
-        y = tl.dot(x, minus_L, input_precision="tf32x3")
-        return tl.dot(y, x, x, input_precision="tf32x3")
+    precision: tl.constexpr = "bf16x3" if SPLIT else "tf32x3"
+    y = tl.dot(x, minus_L, input_precision=precision)
+    return tl.dot(y, x, x, input_precision=precision)
 
 
 @triton.jit
