@@ -5,14 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from vllm._extension import load_cpu_ops
-from vllm.kernels import fp8
+from vllm.kernels.composed import ComposedKernels
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 
 #: rows up to which `skinny_linear` beats oneDNN (`benchmarks/cpu_kernels.py`)
 _SKINNY_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}
 
 
-class CpuKernels:
+class CpuKernels(ComposedKernels):
     """`Kernels` for float32, bfloat16 and float16 on the CPU.
 
     Arguments are checked in C++; a wrong dtype, shape or stride raises `RuntimeError`. Results do
@@ -70,41 +70,7 @@ class CpuKernels:
             return self._onednn_linear(x, weight, bias, "none", [], "")
         return nn.functional.linear(x, weight, bias)
 
-    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight, bias))
-
-    def linear_fp8(
-        self,
-        x: Tensor | fp8.Fp8Rows,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        input_scale: Tensor | None = None,
-    ) -> Tensor:
-        return fp8.linear_rows(x, weight, weight_scale, bias, input_scale, self._product)
-
-    def silu_and_mul_fp8(self, gate_up: Tensor) -> fp8.Fp8Rows:
-        return fp8.as_rows(self.silu_and_mul(gate_up))
-
-    def fused_add_rms_norm_fp8(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> tuple[fp8.Fp8Rows, Tensor]:
-        normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
-        return fp8.as_rows(normed), total
-
-    def linear_fp8_block(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        block_scale: Tensor | None = None,
-    ) -> Tensor:
-        return fp8.linear_groups(x, weight, weight_scale, bias, self._product)
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def fp8_product(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._skinny_linear(x, weight, None)
 
     def skinny_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels import fp8, naive_attention, naive_gdn, naive_norm, naive_ring
+from vllm.kernels.composed import ComposedKernels
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
 
 
-class NaiveKernels:
+class NaiveKernels(ComposedKernels):
     """`Kernels` by their definitions; fp64 inputs are computed in fp64 throughout.
 
     It loops over sequences on the host, so it reads lengths and indices from the device: a
@@ -18,40 +19,6 @@ class NaiveKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)
-
-    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight, bias))
-
-    def linear_fp8(
-        self,
-        x: Tensor | fp8.Fp8Rows,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        input_scale: Tensor | None = None,
-    ) -> Tensor:
-        return fp8.linear_rows(x, weight, weight_scale, bias, input_scale)
-
-    def silu_and_mul_fp8(self, gate_up: Tensor) -> fp8.Fp8Rows:
-        return fp8.as_rows(self.silu_and_mul(gate_up))
-
-    def fused_add_rms_norm_fp8(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> tuple[fp8.Fp8Rows, Tensor]:
-        normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
-        return fp8.as_rows(normed), total
-
-    def linear_fp8_block(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        block_scale: Tensor | None = None,
-    ) -> Tensor:
-        return fp8.linear_groups(x, weight, weight_scale, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
         return naive_norm.rms_norm(x, weight, eps, one_plus).contiguous()

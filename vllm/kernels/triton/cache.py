@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.fp8 import FP8, to_fp8
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -38,8 +39,8 @@ def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     tokens, columns, width = rows.shape
     if tokens == 0:
         return
-    block_w = min(1024, triton.next_power_of_2(width))
-    _write_rows_kernel[(tokens, columns, triton.cdiv(width, block_w))](
+    block_w = min(1024, next_power_of_2(width))
+    _write_rows_kernel[(tokens, columns, cdiv(width, block_w))](
         rows,
         cache,
         slot_mapping,

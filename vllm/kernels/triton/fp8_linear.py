@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.fp8 import GROUP
+from vllm.utils.math_utils import cdiv
 
 # Fits 96 KiB of shared memory.
 MATMUL_TILE = (128, 128, 3, 8)
@@ -77,7 +78,7 @@ def matmul(
     k = weight.shape[1]
     grouped = weight_scale.dim() == 2
     block_m, block_n, stages, warps = tile
-    _matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _matmul_kernel[(cdiv(m, block_m) * cdiv(n, block_n),)](
         x, weight, x_scale, weight_scale, bias, out, m, n, k,
         x.stride(0), weight.stride(0), x_scale.stride(0), x_scale.stride(1),
         weight_scale.stride(0) if grouped else 0, out.stride(0),

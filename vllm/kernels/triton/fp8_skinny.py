@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.fp8 import GROUP
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 # The fastest of those measured on an H200 at the sizes of a 4B model; they fit 96 KiB of shared
 # memory.
@@ -101,14 +102,14 @@ def skinny_matmul(
     k = weight.shape[1]
     grouped = weight_scale.dim() == 2
     block_n, block_k, stages, warps = tile
-    splits = max(1, min(programs // triton.cdiv(n, block_n), k // (4 * block_k)))
+    splits = max(1, min(programs // cdiv(n, block_n), k // (4 * block_k)))
     block_k = GROUP if grouped else block_k
-    per_split = triton.cdiv(triton.cdiv(k, splits), block_k) * block_k
-    block_m = max(16, triton.next_power_of_2(m))
+    per_split = cdiv(cdiv(k, splits), block_k) * block_k
+    block_m = max(16, next_power_of_2(m))
     part = out
     if splits > 1:
         part = torch.empty(splits, m, n, dtype=torch.float32, device=out.device)
-    _skinny_kernel[(triton.cdiv(n, block_n), splits)](
+    _skinny_kernel[(cdiv(n, block_n), splits)](
         x, weight, x_scale, weight_scale, bias, part, m, n, k, per_split,
         x.stride(0), weight.stride(0), x_scale.stride(0), x_scale.stride(1),
         weight_scale.stride(0) if grouped else 0, m * n, n if splits > 1 else out.stride(0),
@@ -124,7 +125,7 @@ def skinny_matmul(
         num_warps=warps,
     )  # fmt: skip
     if splits > 1:
-        _join_kernel[(triton.cdiv(n, 1024), m)](
+        _join_kernel[(cdiv(n, 1024), m)](
             part, x_scale, weight_scale, bias, out, n, m * n, x_scale.stride(0), out.stride(0),
             SPLITS=splits, GROUPED=grouped, BIAS=bias is not None, BLOCK=1024,
         )  # fmt: skip
@@ -172,7 +173,7 @@ def vector_matmul(
     """
     n, k = weight.shape
     block_n, block_k, warps, stages = tile
-    _vector_kernel[(triton.cdiv(n, block_n),)](
+    _vector_kernel[(cdiv(n, block_n),)](
         x, x_scale, weight, weight_scale, bias, out, n, weight.stride(0),
         K=k,
         BIAS=bias is not None,

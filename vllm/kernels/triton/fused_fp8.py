@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.kernels.fp8 import FP8, Fp8Rows
 from vllm.kernels.triton.norm import _normalise, _weigh
 from vllm.kernels.triton.quantize import inverse_scale, to_fp8
+from vllm.utils.math_utils import next_power_of_2
 
 FP8_MAX = tl.constexpr(torch.finfo(FP8).max)
 
@@ -51,7 +52,7 @@ def silu_and_mul_fp8(gate_up: Tensor) -> Fp8Rows:
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = _empty_rows(tokens, n, gate_up)
     if tokens:
-        block = triton.next_power_of_2(n)
+        block = next_power_of_2(n)
         _silu_and_mul_kernel[(tokens,)](
             gate_up, out.values, out.scale, gate_up.stride(0), N=n, BLOCK=block,
             num_warps=_warps(block),
@@ -95,7 +96,7 @@ def fused_add_rms_norm_fp8(
     out = _empty_rows(tokens, n, x)
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if tokens:
-        block = triton.next_power_of_2(n)
+        block = next_power_of_2(n)
         _fused_add_rms_norm_kernel[(tokens,)](
             x,
             residual,

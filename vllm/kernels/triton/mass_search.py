@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.token_keys import ZERO_BITS, value_of
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 PARTS = 16
 TILE = 4096
@@ -106,7 +107,7 @@ def search_mass(
     rows, vocab = logits.shape
     tiles, zero_bits = tile_peaks.shape[1], ZERO_BITS[logits.dtype]
     parts = torch.empty(rows, tiles, PARTS, dtype=torch.float32, device=logits.device)
-    for _ in range(triton.cdiv(32 - zero_bits, PARTS.bit_length() - 1)):
+    for _ in range(cdiv(32 - zero_bits, PARTS.bit_length() - 1)):
         _weigh_kernel[(tiles, rows)](
             logits,
             temperature,
@@ -128,5 +129,5 @@ def search_mass(
             TILES=tiles,
             ZERO_BITS=zero_bits,
             PARTS=PARTS,
-            BLOCK=triton.next_power_of_2(tiles),
+            BLOCK=next_power_of_2(tiles),
         )

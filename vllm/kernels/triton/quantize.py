@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.fp8 import FP8, GROUP, padded_rows
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def quantize_rows(x: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tenso
     q = torch.empty(tokens, k, dtype=FP8, device=x.device)
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     if tokens:
-        block = triton.next_power_of_2(k)
+        block = next_power_of_2(k)
         _quantize_rows_kernel[(tokens,)](
             x,
             fixed,
@@ -103,12 +104,12 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     token by token (stride 1), as cuBLAS wants them; the rows beyond `tokens` are zeros.
     """
     tokens, k = x.shape
-    padded, groups = padded_rows(tokens), triton.cdiv(k, GROUP)
+    padded, groups = padded_rows(tokens), cdiv(k, GROUP)
     q = torch.empty(padded, k, dtype=FP8, device=x.device)
     scale = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
     if tokens:
         block_r = 16 if tokens > 64 else 4
-        _quantize_groups_kernel[(triton.cdiv(padded, block_r), groups)](
+        _quantize_groups_kernel[(cdiv(padded, block_r), groups)](
             x,
             q,
             scale,

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from vllm.kernels.triton.token_filter import TILE, Kept
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LANE = TILE // 4
 ARGMAX_TILE = 4096
@@ -134,7 +135,7 @@ def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
     rows, tiles = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
-        block = triton.next_power_of_2(tiles)
+        block = next_power_of_2(tiles)
         _argmax_reduce_kernel[(rows,)](scores, indices, out, tiles, VOCAB=vocab, BLOCK=block)
     return out
 
@@ -147,7 +148,7 @@ def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tens
 def argmax_rows(logits: Tensor) -> Tensor:
     """Index of each row's largest value, the first of equals: `[n, vocab] -> int64 [n]`."""
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, ARGMAX_TILE)
+    tiles = cdiv(vocab, ARGMAX_TILE)
     scores, indices = _partials(rows, tiles, logits.device)
     if rows:
         _partial_argmax_kernel[(tiles, rows)](
@@ -169,7 +170,7 @@ def gumbel_sample(
     `kept`, only among the tokens it keeps; filters change no token's noise.
     """
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, 4 * LANE)
+    tiles = cdiv(vocab, 4 * LANE)
     scores, indices = _partials(rows, tiles, logits.device)
     if rows:
         _partial_draw_kernel[(tiles, rows)](

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.adjustment_fields import Field
+from vllm.utils.math_utils import cdiv
 
 TILE = 4096
 WORDS = 32
@@ -113,7 +114,7 @@ def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     if rows:
-        _change_kernel[(triton.cdiv(vocab, TILE), rows)](
+        _change_kernel[(cdiv(vocab, TILE), rows)](
             logits, out, descriptors, order, logits.stride(0), VOCAB=vocab, TILE=TILE
         )
     return out

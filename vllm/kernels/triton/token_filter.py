@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm.kernels.triton.mass_search import TILE, search_mass
 from vllm.kernels.triton.token_keys import ZERO_BITS, key_of, middle_of, value_of
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 GROUP = 64
 TILE_GROUPS = 64
@@ -202,7 +203,7 @@ def kept_tokens(
     search is then spread over the device (correct without, but in one program).
     """
     rows, vocab = logits.shape
-    groups, tiles = triton.cdiv(vocab, GROUP), triton.cdiv(vocab, TILE)
+    groups, tiles = cdiv(vocab, GROUP), cdiv(vocab, TILE)
     fp32 = partial(torch.empty, dtype=torch.float32, device=logits.device)
     maxima = fp32(rows, groups)
     peaks, masses = fp32(rows, tiles), fp32(rows, tiles)
@@ -248,8 +249,8 @@ def kept_tokens(
         ALONE=top_p_alone,
         GROUP=GROUP,
         TILE_GROUPS=TILE_GROUPS,
-        BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK_T=triton.next_power_of_2(tiles),
+        BLOCK_G=next_power_of_2(groups),
+        BLOCK_T=next_power_of_2(tiles),
         num_warps=8,
     )
     if top_p_alone:

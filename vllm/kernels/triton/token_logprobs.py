@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.token_filter import GROUP, TILE
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def ranked_logprobs(
         ValueError: the k groups of the likeliest tokens are more than the vocabulary has.
     """
     rows, vocab = logits.shape
-    groups, tiles = triton.cdiv(vocab, GROUP), triton.cdiv(vocab, TILE)
+    groups, tiles = cdiv(vocab, GROUP), cdiv(vocab, TILE)
     if num_logprobs > groups:
         raise ValueError(f"{num_logprobs} logprobs of {vocab} tokens: at most {groups}")
     fp32 = partial(torch.empty, dtype=torch.float32, device=logits.device)
@@ -79,7 +80,7 @@ def ranked_logprobs(
             logits, chosen, maxima, peaks, masses, above, logits.stride(0),
             VOCAB=vocab, GROUPS=groups, GROUP=GROUP, TILE=TILE,
         )  # fmt: skip
-        block = triton.next_power_of_2(tiles)
+        block = next_power_of_2(tiles)
         _finish_kernel[(rows,)](peaks, masses, above, norms, ranks, TILES=tiles, BLOCK=block)
     ids = chosen.unsqueeze(1)
     values = logits.gather(1, ids).float()

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.utils.math_utils import cdiv
+
 BLOCK = 4096
 
 
@@ -34,7 +36,7 @@ def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor, value: float) -> No
     """Set barred tokens of `logits [n, vocab]` to `value`, in place; `rows [m]` int64, `words
     [m, ceil(vocab / 32)]` int32."""
     vocab = logits.shape[1]
-    grid = (rows.shape[0], triton.cdiv(vocab, BLOCK))
+    grid = (rows.shape[0], cdiv(vocab, BLOCK))
     _mask_tokens_kernel[grid](
         logits,
         rows,

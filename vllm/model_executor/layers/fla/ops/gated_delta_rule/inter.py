@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import CHUNK, ChunkedProblem
+from vllm.utils.math_utils import cdiv
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def inter_chunk(p: ChunkedProblem, factors: ChunkFactors, out: Tensor) -> None:
             describe(factors.P.view(-1, CHUNK), CHUNK, CHUNK),
             describe(out, CHUNK, block_v),
         ]
-    _inter_chunk_kernel[(triton.cdiv(dv, block_v), heads, p.num_seqs)](
+    _inter_chunk_kernel[(cdiv(dv, block_v), heads, p.num_seqs)](
         *described,
         p.q,
         p.k,
