@@ -3,29 +3,12 @@
 #include "skinny.cuh"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
+
+#include "launch.h"
 
 namespace vllm_cuda {
 
 namespace {
-
-constexpr int kMaxDevices = 64;
-constexpr int kMaxSharedBytes = 227 * 1024;
-
-const char* describe(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-cudaError_t multiprocessors(int device, int& count) {
-  static std::array<std::atomic<int>, kMaxDevices> known{};
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  count = known[device].load(std::memory_order_relaxed);
-  if (count != 0) return cudaSuccess;
-  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) known[device].store(count, std::memory_order_relaxed);
-  return error;
-}
 
 template <typename T, typename S, int HALVES, bool GATED>
 const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
@@ -35,14 +18,8 @@ const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
   int count;
   cudaError_t error = multiprocessors(launch.device, count);
   if (error != cudaSuccess) return describe(error);
-  const auto kernel = skinny_kernel<T, S, HALVES, GATED>;
-  static std::array<std::atomic<bool>, kMaxDevices> allowed{};  // per variant
-  if (!allowed[launch.device].load(std::memory_order_relaxed)) {
-    error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-    if (error != cudaSuccess) return describe(error);
-    allowed[launch.device].store(true, std::memory_order_relaxed);
-  }
+  error = allow_shared_memory<skinny_kernel<T, S, HALVES, GATED>>(launch.device);
+  if (error != cudaSuccess) return describe(error);
   const int outputs = GATED ? args.n / 2 : args.n;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -54,7 +31,7 @@ const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &overlap;
   config.numAttrs = launch.overlap ? 1 : 0;
-  return describe(cudaLaunchKernelEx(&config, kernel, args));
+  return describe(cudaLaunchKernelEx(&config, skinny_kernel<T, S, HALVES, GATED>, args));
 }
 
 // WARPS and CHUNKS decide the order of a sum: they are the same in every variant.

@@ -1,56 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.vllm_cuda over torch's stable ABI. The library loads on any build of torch, whether or
-// not it has CUDA, so CUDA's own part of torch is looked up when an op first runs.
-#include <dlfcn.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <optional>
-#include <sstream>
+// torch.ops.vllm_cuda: the skinny matmuls.
 #include <stdexcept>
-#include <string>
 
 #include "skinny.h"
+#include "stable.h"
 
 namespace vllm_cuda {
 
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptTensor = std::optional<Tensor>;
-
-void* current_stream(int32_t device) {
-  using Getter = AOTITorchError (*)(int32_t, void**);
-  static const Getter getter = [] {
-    // torch loads its libraries privately: the symbol is found through the library only.
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    if (symbol == nullptr) throw std::runtime_error("vllm_cuda: this torch is built without CUDA");
-    return reinterpret_cast<Getter>(symbol);
-  }();
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(getter(device, &stream));
-  return stream;
-}
-
-[[noreturn]] void reject(const char* name, const Tensor& tensor, const std::string& requirement) {
-  std::ostringstream message;
-  message << "vllm_cuda: " << name << " must " << requirement << ", got "
-          << torch::headeronly::toString(tensor.scalar_type()) << " [";
-  for (int64_t d = 0; d < tensor.dim(); ++d) message << (d ? ", " : "") << tensor.size(d);
-  message << "] with strides [";
-  for (int64_t d = 0; d < tensor.dim(); ++d) message << (d ? ", " : "") << tensor.stride(d);
-  message << "]" << (tensor.is_cuda() ? "" : ", not on a CUDA device");
-  throw std::runtime_error(message.str());
-}
-
-bool aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-}
 
 void check_arguments(const Tensor& x, const Tensor& weight, const OptTensor& bias, bool gated) {
   const ScalarType dtype = x.scalar_type();
@@ -71,16 +28,6 @@ void check_arguments(const Tensor& x, const Tensor& weight, const OptTensor& bia
                bias->size(0) != weight.size(0) || bias->stride(0) != 1)) {
     reject("bias", *bias, "be dense [n] of x's dtype");
   }
-}
-
-Tensor empty(int64_t rows, int64_t columns, const Tensor& like) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      2, sizes, strides, dtype, aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
-  return Tensor(handle);
 }
 
 struct Choice {
@@ -138,7 +85,7 @@ Tensor skinny_linear_silu_and_mul(
 
 }  // namespace vllm_cuda
 
-STABLE_TORCH_LIBRARY(vllm_cuda, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
       "skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool overlap, int variant,"
       " int ring_bytes, int ctas_per_sm) -> Tensor");
