@@ -4,7 +4,8 @@
     PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check]
 
 Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
-medians of CUDA graph replays with the L2 cache flushed in between; the last column is the share of
+medians of graph replays of launches one after another, each on inputs of its own that together do
+not fit in the L2 cache (those of small ops do, as in a step); the last column is the share of
 4.3 TB/s (memory-bound ops) or 790 TFLOP/s (matrix-bound ops), both measured on one H200.
 """
 
@@ -12,7 +13,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.kernels import cases
 from tests.kernels.cases import Case, strided
 from vllm.kernels.adjustment_fields import Field
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.hopper_gdn import find_hopper_gdn
+from vllm.kernels.scan_segments import ScanCuts
 from vllm.kernels.skinny import find_skinny_ops
 from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
 from vllm.kernels.triton.token_adjust import change_logits
@@ -41,10 +44,15 @@ HIDDEN, FFN, VOCAB = 2560, 9216, 248320
 BF16 = torch.bfloat16
 STATE_BYTES = 32 * 128 * 128 * 4
 
+L2_BYTES = 60e6
+MOST_COPIES = 32
+
 #: what `report` printed, for `--output`
 ROWS: list[dict[str, Any]] = []
 
-kernels = CudaKernels(find_skinny_ops(torch.cuda.get_device_capability()))
+MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
+CAPABILITY = torch.cuda.get_device_capability()
+kernels = CudaKernels(find_skinny_ops(CAPABILITY), find_hopper_gdn(CAPABILITY))
 
 
 @dataclass(frozen=True)
@@ -132,13 +140,24 @@ def convolution(name: str, lengths: list[int]) -> Bench:
                  | dict(x=rand(tokens, CHANNELS)), 4.0 * tokens * CHANNELS)  # fmt: skip
 
 
-def delta_rule(name: str, lengths: list[int], heads: tuple[int, int] = GDN_HEADS[:2]) -> Bench:
+def delta_rule(
+    name: str,
+    lengths: list[int],
+    heads: tuple[int, int] = GDN_HEADS[:2],
+    *,
+    split: bool = False,
+    slow_decay: bool = False,
+) -> Bench:
     """Chunked delta rule of a prefill batch with this many key and value heads of 128 x 128."""
     tokens, carried = sum(lengths), [False] * len(lengths)
     chunk = 2 * 64 * (5 * 64 * 128 + 3 * 128 * 128)
+    cuts = ScanCuts(heads[1], 128, MULTIPROCESSORS)
+    starts, device = cases.starts_of(lengths), torch.device("cuda")
     return Bench("gdn_prefill", name,
-                 lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda")
-                 | dict(qkv=rand(tokens, (2 * heads[0] + heads[1]) * 128)),
+                 lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda",
+                                        slow_decay=slow_decay)
+                 | dict(qkv=rand(tokens, (2 * heads[0] + heads[1]) * 128),
+                        segments=cuts.of_batch(starts, device) if split else None),
                  flops=1.0 * heads[1] * tokens / 64 * chunk)  # fmt: skip
 
 
@@ -167,21 +186,45 @@ def benches() -> list[Bench]:
     for name, lengths in (("2 x 4096", [4096] * 2), ("1 x 8192", [8192]), ("16 x 512", [512] * 16)):
         out += [convolution(name, lengths), delta_rule(name, lengths)]
     # One shard of eight value heads: the sequential part has the least to overlap with.
-    out += [delta_rule(f"1 x {n}, 2/8 heads", [n], (2, 8)) for n in (8192, 65536)]
+    for n in (8192, 65536):
+        name, shard = f"1 x {n}, 2/8 heads", partial(delta_rule, lengths=[n], heads=(2, 8))
+        # In segments, and with states that no segment forgets, which costs the most.
+        out += [shard(name), shard(f"{name}, split", split=True),
+                shard(f"{name}, split, slow", split=True, slow_decay=True)]  # fmt: skip
     return out + [decode(n) for n in (1, 8, 64, 256, 1024)]
 
 
-def time_us(run: Callable[[], object]) -> float:
-    """Median microseconds of a graph replay, L2 flushed."""
+def time_us(runs: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a launch, from replays of a graph of all of `runs` in turn."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
+        for run in runs:
+            run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    return 1e3 * float(triton.testing.do_bench(graph.replay, return_mode="median"))
+        for run in runs:
+            run()
+    replay = float(triton.testing.do_bench(graph.replay, return_mode="median"))
+    return 1e3 * replay / len(runs)
+
+
+def copies(case: Case) -> list[Case]:
+    """The case, and as many copies of it as outgrow the L2 cache; `MOST_COPIES` of a small one."""
+    tensors = {key: value for key, value in case.items() if isinstance(value, torch.Tensor)}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    count = min(MOST_COPIES, max(2, int(4 * L2_BYTES // max(1, size)) + 1))
+    return [case] + [
+        case | {key: _copy(tensor) for key, tensor in tensors.items()} for _ in range(count - 1)
+    ]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides, gaps included."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def report(op: str, shape: str, us: float, num_bytes: float, flops: float, note: str) -> None:
@@ -237,7 +280,8 @@ def time_all(only: list[str]) -> None:
     for bench in benches():
         if only and not any(name in bench.op for name in only):
             continue
-        us = time_us(partial(getattr(kernels, bench.op), **bench.make()))
+        op = getattr(kernels, bench.op)
+        us = time_us([partial(op, **case) for case in copies(bench.make())])
         report(bench.op, bench.shape, us, bench.bytes, bench.flops, "")
     if only and "sampling" not in only:
         return
@@ -267,7 +311,7 @@ def time_sampling(n: int) -> None:
         ("change_logits", 5 * read, partial(change_logits, logits, descriptors, order)),
         ("ranked_logprobs 5", read, partial(ranked_logprobs, logits, seeds, 5)),
     ):  # fmt: skip
-        report(op, f"{n} x {VOCAB}", time_us(run), num_bytes, 0, "")
+        report(op, f"{n} x {VOCAB}", time_us([run] * 4), num_bytes, 0, "")
 
 
 def main() -> None:

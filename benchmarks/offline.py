@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline workloads of docs/performance.md, on any package that offers `vllm.LLM`.
 
-    python benchmarks/offline.py serve   docs/measurements/h200_serve.json
-    python benchmarks/offline.py extract docs/measurements/h200_extract.json
+    python -m benchmarks.offline serve   docs/measurements/h200_serve.json
+    python -m benchmarks.offline extract docs/measurements/h200_extract.json
 
 Random weights on the dimensions of a 4B Qwen3.5; fixed output lengths, greedy. Further words
 `key=value` (JSON values) are passed to `LLM(...)`. Needs one GPU of at least 40 GiB.

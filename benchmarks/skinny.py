@@ -6,7 +6,7 @@
 A time is that of one matmul in a CUDA graph of many over different weights (1 GB), the way a step
 runs them; gate_up counts with its activation. The Triton kernel is the best of its tiles at that
 size. The last lines are all matmuls of a decode step, 32 layers and lm_head, each reading the
-result of the one before; with norms, the residual norms run between them.
+result of the one before; with norms, on a residual stream.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.skinny import find_skinny_ops
 
 GB_PER_S = 4300.0
@@ -155,11 +156,21 @@ def weight_of(name: str) -> Tensor:
 def run_step(
     kernels: CudaKernels, weights: list[tuple[str, Tensor]], x: Tensor, norms: bool
 ) -> Tensor:
-    residual, scale = x, torch.zeros(HIDDEN, dtype=BF16, device="cuda")
+    if not norms:
+        for name, weight in weights:
+            x = linear(kernels, name == "gate_up", x[:, : weight.shape[1]], weight)
+        return x
+    stream = ResidualStream(x)
+    norm = Norm(torch.zeros(HIDDEN, dtype=BF16, device="cuda"), 1e-6, one_plus=True)
     for name, weight in weights:
-        if norms and name not in ("out", "down"):
-            x, residual = kernels.fused_add_rms_norm(x, residual, scale, 1e-6, one_plus=True)
-        x = linear(kernels, name == "gate_up", x[:, : weight.shape[1]], weight)
+        if name in ("out", "down"):
+            x = x[:, : weight.shape[1]]
+            stream = kernels.linear_add(x, weight, None, stream.residual)
+        else:
+            gated = name == "gate_up"
+            op = kernels.norm_linear_silu_and_mul if gated else kernels.norm_linear
+            x, total = op(stream, norm, weight, None)
+            stream = ResidualStream(total)
     return x
 
 

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Core processes are forked although tests that ran before may have left threads: those are
     idle, and a spawned process would import everything again."""
-    from vllm.v1.engine import core_process
+    from vllm.utils import start_method
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    monkeypatch.setattr(core_process, "_other_threads", list)
+    monkeypatch.setattr(start_method, "_other_threads", list)

@@ -137,13 +137,15 @@ class TestTheCudaLibrary:
     def test_it_loads_on_any_torch(self) -> None:
         _extension.load_cuda_ops()
         schema = str(torch.ops.vllm_cuda.skinny_linear.default._schema)
-        assert "Tensor x, Tensor weight, Tensor? bias, bool overlap" in schema
+        assert "Tensor x, Tensor? norm, float eps, bool one_plus, Tensor weight" in schema
 
     def test_it_is_for_cuda_tensors_only(self) -> None:
         _extension.load_cuda_ops()
         x = torch.zeros(1, 64, dtype=torch.bfloat16)
         with pytest.raises(NotImplementedError, match="CPU"):
-            torch.ops.vllm_cuda.skinny_linear(x, x, None, False, 0, 102400, 1)
+            torch.ops.vllm_cuda.skinny_linear(
+                x, None, 0.0, False, x, None, None, False, 0, 102400, 1
+            )
 
     def test_it_depends_on_torch_alone(self) -> None:
         """Neither on Python nor on a CUDA runtime or a CUDA build of torch."""

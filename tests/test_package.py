@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_models import tiny_model
 
 import vllm
 
@@ -39,6 +40,36 @@ def test_import_is_light() -> None:
         "assert len(set(sys.modules) - before) < 100\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+
+
+def test_the_engine_class_is_light_too() -> None:
+    """Its process is to start before anything heavy is imported."""
+    code = (
+        "import sys\n"
+        "from vllm import LLM, SamplingParams\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'zmq'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+
+
+def test_a_front_end_imports_nothing_of_the_core() -> None:
+    """What it would wait for before it can hand over the configuration, and never use."""
+    code = (
+        "import sys\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "import vllm.v1.engine.llm_engine, vllm.v1.engine.async_llm\n"
+        "import vllm.entrypoints.openai.run_server\n"
+        "EngineArgs(sys.argv[1], max_model_len=32).create_engine_config()\n"
+        "core = ('vllm.v1.engine.core', 'vllm.v1.worker', 'vllm.v1.core.sched', 'triton',\n"
+        "        'vllm.model_executor.model_loader', 'vllm.v1.executor', 'fastapi',\n"
+        "        'torch._dynamo', 'torch._inductor', 'transformers.modeling_utils',\n"
+        "        'scipy', 'sklearn', 'pandas')\n"
+        "found = [name for name in core if name in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    model = str(tiny_model("qwen3_5"))
+    subprocess.run([sys.executable, "-c", code, model], check=True, timeout=180)
 
 
 def test_the_parser_does_not_need_torch() -> None:

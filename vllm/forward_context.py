@@ -15,14 +15,19 @@ class ForwardContext:
 
     `no_compile_layers`: layer name -> layer, each with `.kv_cache`. `attn_metadata`: layer name ->
     its group's metadata (one object shared by all layers of a group). `slot_mapping`: layer name
-    -> `[tokens]` int64 slots of that layer's group (paged groups only).
+    -> `[tokens]` int64 slots of that layer's group (paged groups only). `decode_blocks`: layer name
+    -> `[rows]` int32 state blocks of the first tokens that are decodes, -1 for others (recurrent
+    groups only). Slots and decode blocks lie at fixed addresses.
     """
 
     no_compile_layers: dict[str, Any]
     attn_metadata: dict[str, Any]
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)
+    decode_blocks: dict[str, Tensor] = field(default_factory=dict)
     virtual_engine: int = 0
     num_tokens: int = 0
+    #: whether no step that this context is for has a prefill
+    only_decodes: bool = False
 
 
 _context: ForwardContext | None = None

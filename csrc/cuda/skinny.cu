@@ -10,15 +10,20 @@ namespace vllm_cuda {
 
 namespace {
 
-template <typename T, typename S, int HALVES, bool GATED>
+// WARPS and CHUNKS decide the order of a sum: they are the same in every variant.
+using ManyRows = Shape<2, 8, 4, 3>;
+using FewRows = Shape<3, 8, 4, 2>;
+
+template <typename T, typename S, int HALVES, bool GATED, bool NORM>
 const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
-  const int bytes = S::shared_bytes(HALVES, args.ring_bytes);
+  const int bytes = SharedParts<S, HALVES, NORM>::bytes(args.k, args.ring_bytes);
   if (args.ring_bytes < 2 * S::ROWS * S::ROW_BYTES) return "a ring of fewer than two stages";
   if (bytes > kMaxSharedBytes) return "a ring larger than shared memory";
   int count;
   cudaError_t error = multiprocessors(launch.device, count);
   if (error != cudaSuccess) return describe(error);
-  error = allow_shared_memory<skinny_kernel<T, S, HALVES, GATED>>(launch.device);
+  constexpr auto kernel = skinny_kernel<T, S, HALVES, GATED, NORM>;
+  error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
   const int outputs = GATED ? args.n / 2 : args.n;
   cudaLaunchAttribute overlap{};
@@ -31,20 +36,30 @@ const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = &overlap;
   config.numAttrs = launch.overlap ? 1 : 0;
-  return describe(cudaLaunchKernelEx(&config, skinny_kernel<T, S, HALVES, GATED>, args));
+  return describe(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-// WARPS and CHUNKS decide the order of a sum: they are the same in every variant.
+template <typename T, int HALVES, bool GATED>
+const char* choose_norm(const SkinnyArgs& args, const SkinnyLaunch& launch) {
+  if (args.norm == nullptr) return launch_variant<T, ManyRows, HALVES, GATED, false>(args, launch);
+  if constexpr (HALVES == 1) {
+    static_assert(kNormColumns[1] == ManyRows::AHEAD * ManyRows::COLUMNS);
+    if (args.k > kNormColumns[0] && args.k <= kNormColumns[1]) {
+      return launch_variant<T, ManyRows, HALVES, GATED, true>(args, launch);
+    }
+  }
+  return "a norm of more tokens, or of fewer or more columns, than it is made for";
+}
+
 template <typename T, int HALVES, bool GATED>
 const char* choose_shape(const SkinnyArgs& args, const SkinnyLaunch& launch) {
-  switch (launch.variant) {
-    case 0:
-      return launch_variant<T, Shape<2, 8, 4, 3>, HALVES, GATED>(args, launch);
-    case 1:
-      if constexpr (!GATED) return launch_variant<T, Shape<3, 8, 4, 2>, HALVES, GATED>(args, launch);
-      return "variant 1 has an odd number of tiles: gate and up need two each";
-    default:
-      return "an unknown variant";
+  if (launch.variant == 0) return choose_norm<T, HALVES, GATED>(args, launch);
+  if (launch.variant != 1) return "an unknown variant";
+  if (args.norm != nullptr) return "variant 1 does not hold x whole: a norm needs variant 0";
+  if constexpr (GATED) {
+    return "variant 1 has an odd number of tiles: gate and up need two each";
+  } else {
+    return launch_variant<T, FewRows, HALVES, false, false>(args, launch);
   }
 }
 

@@ -14,59 +14,33 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
-#include "skinny.h"
+#include "skinny_norm.cuh"
 
 namespace vllm_cuda {
 
-// Blocks of at most 8 * TILES weight rows; every one of WARPS takes CHUNKS of 32 columns from a
-// stage and keeps x for AHEAD stages in registers.
-template <int TILES_, int WARPS_, int CHUNKS_, int AHEAD_>
-struct Shape {
-  static constexpr int TILES = TILES_, WARPS = WARPS_, CHUNKS = CHUNKS_, AHEAD = AHEAD_;
-  static constexpr int ROWS = 8 * TILES;
-  static constexpr int COLUMNS = 32 * CHUNKS * WARPS;
-  // 64 bytes of padding put neighbouring rows into different banks.
-  static constexpr int ROW_BYTES = 2 * COLUMNS + 64;
-  static constexpr int THREADS = 32 * (WARPS + 1);
-  static constexpr int MAX_STAGES = 16;
-  static constexpr int BARRIER_BYTES = 2 * 8 * MAX_STAGES;
-  // Partial sums of two blocks, so that one is written while the other is added up.
-  __host__ __device__ static constexpr int sums(int halves) {
-    return WARPS * TILES * 64 * halves;
+// Where things are in a CTA's shared memory. The partial sums of two blocks, so that one is written
+// while the other is added up, lie where the norm's were.
+template <typename S, int HALVES, bool NORM>
+struct SharedParts {
+  static constexpr int SUMS = 2 * S::sums(HALVES);
+  static constexpr int SQUARES = NORM ? NormShared::floats(8 * HALVES) : 0;
+  static constexpr int FLOATS = SUMS > SQUARES ? SUMS : SQUARES;
+  static constexpr int INVERSES = NORM ? 16 : 0;
+  uint64_t* barriers;
+  float *sums, *inverses;
+  uint4* norm_weight;
+  char* ring;
+  __device__ SharedParts(char* bytes, int k) {
+    barriers = reinterpret_cast<uint64_t*>(bytes);
+    sums = reinterpret_cast<float*>(bytes + S::BARRIER_BYTES);
+    inverses = sums + FLOATS;
+    norm_weight = reinterpret_cast<uint4*>(inverses + INVERSES);
+    ring = reinterpret_cast<char*>(norm_weight) + norm_bytes(k);
   }
-  static constexpr int shared_bytes(int halves, int ring_bytes) {
-    return BARRIER_BYTES + 2 * 4 * sums(halves) + ring_bytes;
+  __host__ __device__ static int norm_bytes(int k) { return NORM ? 2 * k : 0; }
+  static int bytes(int k, int ring_bytes) {
+    return S::BARRIER_BYTES + 4 * (FLOATS + INVERSES) + norm_bytes(k) + ring_bytes;
   }
-};
-
-// `total` in `parts` that differ by one at most.
-struct Parts {
-  int size, larger;
-  __device__ Parts(int total, int parts) : size(total / parts), larger(total % parts) {}
-  __device__ int start(int part) const { return part * size + min(part, larger); }
-  __device__ int largest() const { return size + (larger > 0); }
-};
-
-// This CTA's output columns, cut into blocks, and the stages that make up a block.
-template <typename S, bool GATED>
-struct Work {
-  static_assert(!GATED || S::TILES % 2 == 0);
-  int begin, blocks, per_block, stage_bytes, stages;
-  Parts parts;
-  __device__ explicit Work(const SkinnyArgs& args)
-      : parts(GATED ? args.n / 2 : args.n, gridDim.x) {
-    constexpr int CAPACITY = GATED ? S::ROWS / 2 : S::ROWS;
-    begin = parts.start(blockIdx.x);
-    const int count = parts.start(blockIdx.x + 1) - begin;
-    blocks = (count + CAPACITY - 1) / CAPACITY;
-    parts = Parts(count, blocks);
-    per_block = (args.k + S::COLUMNS - 1) / S::COLUMNS;
-    stage_bytes = (GATED ? 2 : 1) * parts.largest() * S::ROW_BYTES;
-    stages = min(S::MAX_STAGES, args.ring_bytes / stage_bytes);
-  }
-  __device__ int first(int block) const { return begin + parts.start(block); }
-  __device__ int outputs(int block) const { return first(block + 1) - first(block); }
 };
 
 // A stage holds a block's rows, `outputs` of the gate before those of the up projection.
@@ -94,30 +68,6 @@ __device__ void produce(const SkinnyArgs& args, const Work<S, GATED>& work, char
     }
   }
 }
-
-// One stage's columns of x: a thread holds 8 of each chunk, for tokens `lane / 4` and
-// `lane / 4 + 8`. An mma pairs the same 16 columns of x and weight, whichever those are, so both
-// are loaded 16 bytes at a time.
-template <typename S, int HALVES>
-struct Tokens {
-  uint4 words[S::CHUNKS][HALVES];
-  __device__ void load(const SkinnyArgs& args, int column) {
-    const int lane = threadIdx.x % 32;
-    const char* x = static_cast<const char*>(args.x);
-#pragma unroll
-    for (int c = 0; c < S::CHUNKS; ++c) {
-      const int at = column + 32 * c + 8 * (lane % 4);
-#pragma unroll
-      for (int h = 0; h < HALVES; ++h) {
-        const int token = lane / 4 + 8 * h;
-        words[c][h] = make_uint4(0, 0, 0, 0);
-        if (token < args.m && at < args.k) {
-          words[c][h] = *reinterpret_cast<const uint4*>(x + 2 * (token * args.x_stride + at));
-        }
-      }
-    }
-  }
-};
 
 // Where in a stage this thread's rows of a block are: one in each tile, in the last tile the last
 // row again where there are fewer than 8.
@@ -160,43 +110,88 @@ __device__ float rounded(float sum, const SkinnyArgs& args, int row) {
   return to_float(from_float<T>(sum));
 }
 
+// Which sums of a block a thread adds up and writes: the jth of EACH.
+template <typename S, int HALVES, bool GATED>
+struct Results {
+  static constexpr int TILES = GATED ? S::TILES / 2 : S::TILES;
+  static constexpr int WIDTH = 2 * HALVES;
+  static constexpr int EACH = (TILES * WIDTH + S::WARPS - 1) / S::WARPS;
+  int part, lane, tile, token, output;
+  __device__ explicit Results(int j) {
+    const int i = threadIdx.x + j * 32 * S::WARPS;
+    part = i / 32 % WIDTH, lane = i % 32, tile = i / (32 * WIDTH);
+    token = lane / 4 + 8 * (part / 2);
+    output = tile * 8 + 2 * (lane % 4) + part % 2;
+  }
+  __device__ bool inside(const SkinnyArgs& args, int outputs) const {
+    return tile < TILES && token < args.m && output < outputs;
+  }
+};
+
+// What is added to this thread's results of a block, fetched long before they are there.
+template <typename T, typename S, int HALVES, bool GATED>
+struct Residual {
+  using R = Results<S, HALVES, GATED>;
+  float values[R::EACH];
+  __device__ Residual(const SkinnyArgs& args, int first, int outputs) {
+#pragma unroll
+    for (int j = 0; j < R::EACH; ++j) {
+      const R at(j);
+      values[j] = 0;
+      if (!GATED && args.residual != nullptr && at.inside(args, outputs)) {
+        const T* row = static_cast<const T*>(args.residual) + int64_t(at.token) * args.n;
+        values[j] = to_float(row[first + at.output]);
+      }
+    }
+  }
+};
+
 // Adds the warps' sums in order and writes the block's outputs.
 template <typename T, typename S, int HALVES, bool GATED>
-__device__ void finish(const SkinnyArgs& args, const float* sums, int first, int outputs) {
-  constexpr int TILES = GATED ? S::TILES / 2 : S::TILES;
-  constexpr int WIDTH = 2 * HALVES;
+__device__ void finish(const SkinnyArgs& args, const float* sums, int first, int outputs,
+                       const Residual<T, S, HALVES, GATED>& residual) {
+  using R = Results<S, HALVES, GATED>;
+  constexpr int TILES = R::TILES, WIDTH = R::WIDTH;
   const int width = GATED ? args.n / 2 : args.n;
   T* out = static_cast<T*>(args.out);
-  for (int i = threadIdx.x; i < TILES * 32 * WIDTH; i += 32 * S::WARPS) {
-    const int part = i / 32 % WIDTH, lane = i % 32, tile = i / (32 * WIDTH);
-    const int token = lane / 4 + 8 * (part / 2);
-    const int output = tile * 8 + 2 * (lane % 4) + part % 2;
-    if (token >= args.m || output >= outputs) continue;
+#pragma unroll
+  for (int j = 0; j < R::EACH; ++j) {
+    const R at(j);
+    if (!at.inside(args, outputs)) continue;
+    const int tile = at.tile, part = at.part, lane = at.lane;
     float total = 0, up = 0;
 #pragma unroll
     for (int warp = 0; warp < S::WARPS; ++warp) {
       total += sums[((warp * S::TILES + tile) * WIDTH + part) * 32 + lane];
       if (GATED) up += sums[((warp * S::TILES + TILES + tile) * WIDTH + part) * 32 + lane];
     }
-    const int row = first + output;
+    const int row = first + at.output;
     float result = rounded<T>(total, args, row);
-    if (GATED) result = silu(result) * rounded<T>(up, args, args.n / 2 + row);
-    out[int64_t(token) * width + row] = from_float<T>(result);
+    if (GATED) {
+      result = silu(result) * rounded<T>(up, args, args.n / 2 + row);
+    } else if (args.residual != nullptr) {
+      result += residual.values[j];
+    }
+    out[int64_t(at.token) * width + row] = from_float<T>(result);
   }
 }
 
-template <typename T, typename S, int HALVES, bool GATED>
-__device__ void consume(const SkinnyArgs& args, const Work<S, GATED>& work, char* ring,
-                        Ring& barriers, float* shared_sums) {
+template <typename T, typename S, int HALVES, bool GATED, bool NORM>
+__device__ void consume(const SkinnyArgs& args, const Work<S, GATED>& work,
+                        const SharedParts<S, HALVES, NORM>& shared, Ring& barriers) {
   constexpr int WIDTH = 2 * HALVES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own = warp * 32 * S::CHUNKS;  // this warp's first column of a stage
   Tokens<S, HALVES> x[S::AHEAD];          // x[i] is for stage i, AHEAD + i, ... of every block
 #pragma unroll
   for (int i = 0; i < S::AHEAD; ++i) x[i].load(args, i * S::COLUMNS + own);
+  if constexpr (NORM) {
+    normalise<T, S, HALVES>(args, x, shared.sums, shared.inverses, shared.norm_weight);
+  }
   for (int block = 0; block < work.blocks; ++block) {
     const int first = work.first(block), outputs = work.outputs(block);
     const TileRows<S, GATED> rows(outputs);
+    const Residual<T, S, HALVES, GATED> residual(args, first, outputs);
     float sums[S::TILES][4] = {};
     for (int base = 0; base < work.per_block; base += S::AHEAD) {
 #pragma unroll
@@ -205,17 +200,17 @@ __device__ void consume(const SkinnyArgs& args, const Work<S, GATED>& work, char
         barriers.wait_full();
         const int chunks = (args.k - (base + i) * S::COLUMNS - own + 31) / 32;
         multiply<T, S, HALVES, GATED>(
-            sums, x[i], ring + barriers.index * work.stage_bytes + 2 * own, rows, chunks);
+            sums, x[i], shared.ring + barriers.index * work.stage_bytes + 2 * own, rows, chunks);
         __syncwarp();
         if (lane == 0) barriers.release();
         barriers.advance();
-        if (work.per_block > S::AHEAD) {
+        if (!NORM && work.per_block > S::AHEAD) {
           const int next = base + i + S::AHEAD < work.per_block ? base + i + S::AHEAD : i;
           x[i].load(args, next * S::COLUMNS + own);
         }
       }
     }
-    float* own_sums = shared_sums + block % 2 * S::sums(HALVES);
+    float* own_sums = shared.sums + block % 2 * S::sums(HALVES);
 #pragma unroll
     for (int tile = 0; tile < S::TILES; ++tile) {
 #pragma unroll
@@ -225,30 +220,31 @@ __device__ void consume(const SkinnyArgs& args, const Work<S, GATED>& work, char
     }
     // Whoever passes has also read the sums of two blocks ago, which come next.
     consumers_sync<32 * S::WARPS>();
-    finish<T, S, HALVES, GATED>(args, own_sums, first, outputs);
+    finish<T, S, HALVES, GATED>(args, own_sums, first, outputs, residual);
   }
 }
 
-template <typename T, typename S, int HALVES, bool GATED>
-__global__ void __launch_bounds__(S::THREADS, HALVES == 1 ? 2 : 1) skinny_kernel(const SkinnyArgs args) {
-  extern __shared__ __align__(128) char shared[];
-  uint64_t* words = reinterpret_cast<uint64_t*>(shared);
-  float* sums = reinterpret_cast<float*>(shared + S::BARRIER_BYTES);
-  char* ring = shared + S::BARRIER_BYTES + 2 * 4 * S::sums(HALVES);
+// Registers for one CTA per multiprocessor: with room for a CTA of the next kernel beside it, x
+// would be spilled.
+template <typename T, typename S, int HALVES, bool GATED, bool NORM>
+__global__ void __launch_bounds__(S::THREADS, 1) skinny_kernel(const SkinnyArgs args) {
+  extern __shared__ __align__(128) char bytes[];
+  const SharedParts<S, HALVES, NORM> shared(bytes, args.k);
   const Work<S, GATED> work(args);
-  Ring barriers(words, work.stages);
+  Ring barriers(shared.barriers, work.stages);
   if (threadIdx.x == 0) barriers.init(S::WARPS);
   __syncthreads();
   launch_dependents();
   if (threadIdx.x / 32 == S::WARPS) {
     // The weight is constant, so it is fetched before the kernels that make x have finished.
-    produce<S, GATED>(args, work, ring, barriers);
+    produce<S, GATED>(args, work, shared.ring, barriers);
   } else {
+    if constexpr (NORM) fetch_norm_weight<S>(args, shared.norm_weight);
     // Every kernel of a chain waits here for its predecessor to be complete, whose completion
     // implies that of its own predecessors: whatever still reads this kernel's output buffer from
     // an earlier use has finished before the first write below.
     wait_for_predecessors();
-    consume<T, S, HALVES, GATED>(args, work, ring, barriers, sums);
+    consume<T, S, HALVES, GATED, NORM>(args, work, shared, barriers);
   }
 }
 

@@ -7,15 +7,21 @@
 namespace vllm_cuda {
 
 constexpr int kMaxTokens = 16;
+// Columns of x where it is normalised: more than the first, at most the second; at most 8 rows.
+constexpr int kNormColumns[] = {512, 3072};
 
 struct SkinnyArgs {
-  const void* x;       // [m, k], rows x_stride elements apart, 16-byte aligned
-  const void* weight;  // [n, k] dense; when gated the gate's n / 2 rows, then the up projection's
-  const void* bias;    // [n] or null
-  void* out;           // [m, n], or [m, n / 2] when gated
+  const void* x;         // [m, k], rows x_stride elements apart, 16-byte aligned
+  const void* weight;    // [n, k] dense; when gated the gate's n / 2 rows, then the up projection's
+  const void* bias;      // [n] or null
+  const void* residual;  // [m, n] dense, added to the rounded result; or null, as when gated
+  const void* norm;      // [k], the weight of the RMS norm that x goes through first, or null
+  void* out;             // [m, n], or [m, n / 2] when gated
   int64_t x_stride;
   int m, n, k;
   int ring_bytes;  // shared memory of a CTA that weights on their way take up
+  float eps;       // of the norm
+  bool one_plus;   // the norm scales by 1 + weight
 };
 
 struct SkinnyLaunch {

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,18 @@ def test_phases_are_written_when_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert [e.time_s for e in found] == sorted(e.time_s for e in found)
 
 
+@pytest.mark.parametrize("first", [startup_phases.IMPORT, startup_phases.FIRST_OF_ENGINE])
+def test_a_start_forgets_one_that_failed(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    monkeypatch.delenv("VLLM_STARTUP_PHASES", raising=False)
+    startup_phases.take_events()
+    startup_phases.begin(startup_phases.FIRST_OF_ENGINE, time_s=1.0)
+    startup_phases.begin("load weights", time_s=2.0)
+    startup_phases.begin(first, time_s=3.0)
+    startup_phases.begin("arena", time_s=4.0)
+    assert startup_phases.began_s() == 3.0
+    assert [event.name for event in startup_phases.take_events()] == [first, "arena"]
+
+
 def test_the_flags_of_the_server_are_passed_on() -> None:
     argv = ["--num_iters", "2", "m", "-tp", "1", "--output-json=x", "--max_model_len=1k", "-O2"]
     assert server_part(argv) == ["m", "-tp", "1", "--max-model-len=1k", "-O2"]
@@ -147,5 +161,26 @@ def test_an_engine_writes_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = read_events(path.read_text())
     began = [event.name for event in found if event.begins]
     engine = ["init device", "build model", "load weights", "memory profile", "arena", "warm-up"]
-    assert began == ["config", "tokenizer", *engine]
+    assert began == ["import", "config", "tokenizer", *engine]
     assert [event.name for event in found if not event.begins] == began
+
+
+@pytest.mark.usefixtures("forking")
+def test_the_phases_of_both_processes_make_one_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "phases"
+    monkeypatch.setenv("VLLM_STARTUP_PHASES", str(path))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.01")
+    began = time.monotonic()
+    LLM(str(tiny_model("llama")), dtype="float32", max_model_len=64).shutdown()
+    ended = time.monotonic()
+    found = read_events(path.read_text())
+    assert Counter(e.name for e in found if e.begins) == Counter(
+        e.name for e in found if not e.begins
+    )
+    seconds = ledger(found, began, ended)
+    assert {"import", "config", "spawn engine", "tokenizer", "init device"} <= set(seconds)
+    assert sum(seconds.values()) == pytest.approx(ended - began)
+    ready = max(event.time_s for event in found)
+    assert ledger(found, began, ready)[UNACCOUNTED] < 0.2 * (ready - began)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -269,7 +269,8 @@ def test_default_piecewise_sizes() -> None:
     assert default_piecewise_sizes(5) == [5]
     assert default_piecewise_sizes(100) == [8, 16, 32, 64, 100]
     sizes = default_piecewise_sizes(2048)
-    assert sizes[-1] == 2048 and len(sizes) == 19
+    assert sizes[-1] == 2048 and len(sizes) == 23
+    assert all(b - a <= 128 for a, b in zip(sizes, sizes[1:], strict=False))
     # Padding beyond what the weights' transfer hides stays below a third.
     wide = [size for size in sizes if size >= 128]
     assert all(b / a <= 1.5 for a, b in zip(wide, wide[1:], strict=False))
@@ -446,6 +447,41 @@ def test_extraction_leaves_deferred_commit_on(tmp_path: Path) -> None:
 def test_unusable_deferred_commit(tokens: int) -> None:
     with pytest.raises(VLLMValidationError, match="--deferred-commit-tokens must be 1 to 16"):
         CacheConfig(deferred_commit_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "caching", "splits", "why"),
+    [
+        ("auto", False, True, "few long prompts"),
+        ("auto", True, False, "prefix caching promises the bits"),
+        ("on", True, True, "few long prompts"),
+        ("off", False, False, "--recurrent-prefill-split off"),
+    ],
+)
+def test_recurrent_prefill_split(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Literal["auto", "on", "off"],
+    caching: bool,
+    splits: bool,
+    why: str,
+) -> None:
+    monkeypatch.setattr(type(current_platform), "splits_scans", True)
+    cache = CacheConfig(recurrent_prefill_split=asked, enable_prefix_caching=caching)
+    VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
+    decision = record("recurrent prefill split")
+    assert cache.splits_scans == splits and decision is not None
+    assert decision.chosen == ("on" if splits else "off") and why in decision.why
+    assert decision.instead_of is None
+
+
+def test_a_platform_that_cannot_split_says_so(tmp_path: Path) -> None:
+    cache = CacheConfig(recurrent_prefill_split="on")
+    VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
+    decision = record("recurrent prefill split")
+    assert not cache.splits_scans and decision is not None
+    assert (decision.chosen, decision.instead_of) == ("off", "on")
+    assert "cpu kernels scan whole sequences" in decision.why
 
 
 def test_a_model_without_recurrent_layers_defers_nothing(tmp_path: Path) -> None:

@@ -35,12 +35,12 @@ print(json.dumps({"ahead": [one.kernel for one in start if one.ahead],
 """
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
-def test_kernels_are_compiled_ahead_and_never_while_serving(tmp_path: Path, family: str) -> None:
+def start(family: str, folder: Path) -> dict[str, list[str]]:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     done = subprocess.run(
@@ -51,6 +51,31 @@ def test_kernels_are_compiled_ahead_and_never_while_serving(tmp_path: Path, fami
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found["ahead"]) > 20
-    assert found["not ahead"] == [] and found["late"] == []
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_kernels_are_compiled_ahead_and_never_while_serving(tmp_path: Path, family: str) -> None:
+    """By the first start, which finds them, and by the second, which has read of them."""
+    first = start(family, tmp_path)
+    assert len(first["ahead"]) > 20
+    assert first["not ahead"] == [] and first["late"] == []
+    [plan] = (tmp_path / "vllm" / "kernel_plans").iterdir()
+    made = plan.stat().st_mtime_ns
+    second = start(family, tmp_path)
+    assert sorted(second["ahead"]) == sorted(first["ahead"])
+    assert second["not ahead"] == [] and second["late"] == []
+    assert plan.stat().st_mtime_ns == made, "it was used, not made again"
+
+
+def test_an_incomplete_plan_is_noticed_and_made_anew(tmp_path: Path) -> None:
+    start("llama", tmp_path)
+    [path] = (tmp_path / "vllm" / "kernel_plans").iterdir()
+    plan = json.loads(path.read_text())
+    missing = plan["variants"].pop()
+    path.write_text(json.dumps(plan))
+    found = start("llama", tmp_path)["not ahead"]
+    assert found == [missing[0].rpartition(".")[2]] and not path.exists()
+    assert start("llama", tmp_path)["not ahead"] == []
+    assert missing in json.loads(path.read_text())["variants"]

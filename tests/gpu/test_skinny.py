@@ -14,6 +14,7 @@ from tests.kernels.cases import TOLERANCE, error_ratio
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.residual_stream import Norm
 from vllm.kernels.skinny import SkinnyOps, find_skinny_ops
 
 pytestmark = pytest.mark.gpu
@@ -83,31 +84,55 @@ def test_fp64(ops: SkinnyOps, n: int, k: int, dtype: torch.dtype) -> None:
             assert torch.equal(gated, CudaKernels().silu_and_mul(out))
 
 
+def launched(
+    x: Tensor,
+    weight: Tensor,
+    launch: tuple[int, int, int],
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`launch`: variant, bytes of the ring, CTAs per multiprocessor."""
+    out: Tensor = torch.ops.vllm_cuda.skinny_linear.default(
+        x, norm, 1e-6, True, weight, bias, residual, False, *launch
+    )
+    return out
+
+
 @pytest.mark.parametrize("ctas_per_sm", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_compiled_variant(ops: SkinnyOps, variant: int, ctas_per_sm: int) -> None:
-    op = torch.ops.vllm_cuda.skinny_linear.default
     for (n, k), m in itertools.product([(2560, 4096), (12352, 2560), (1058, 544)], (3, 16)):
         x, weight = tokens_of(m, k), weight_of(n, k)
-        out = op(x, weight, None, False, variant, 102 * 1024, ctas_per_sm)
+        out = launched(x, weight, (variant, 102 * 1024, ctas_per_sm))
         assert error_ratio(out, x.double() @ weight.double().T) < TOLERANCE[BF16]
         assert torch.equal(out, ops.linear(x, weight, None, False))
 
 
 def test_launches_that_cannot_be_are_refused(ops: SkinnyOps) -> None:
     x, weight = tokens_of(2, 64), weight_of(8, 64)
-    op = torch.ops.vllm_cuda.skinny_linear.default
     gated = torch.ops.vllm_cuda.skinny_linear_silu_and_mul.default
     with pytest.raises(RuntimeError, match="odd number of tiles"):
-        gated(x, weight, None, False, 1, 102 * 1024, 1)
-    for variant, ring_bytes, ctas_per_sm, why in (
-        (99, 102400, 1, "unknown variant"),
-        (0, 4096, 1, "fewer than two stages"),
-        (0, 230_000, 1, "larger than shared memory"),
-        (0, 102400, 0, "impossible"),
+        gated(x, None, 0.0, False, weight, None, False, 1, 102 * 1024, 1)
+    for launch, why in (
+        ((99, 102400, 1), "unknown variant"),
+        ((0, 4096, 1), "fewer than two stages"),
+        ((0, 230_000, 1), "larger than shared memory"),
+        ((0, 102400, 0), "impossible"),
     ):
         with pytest.raises(RuntimeError, match=why):
-            op(x, weight, None, False, variant, ring_bytes, ctas_per_sm)
+            launched(x, weight, launch)
+    for variant, m, k, why in (
+        (1, 2, 2560, "needs variant 0"),
+        (0, 2, 512, "than it is made for"),
+        (0, 2, 3104, "than it is made for"),
+        (0, 9, 2560, "than it is made for"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            launched(
+                tokens_of(m, k), weight_of(8, k), (variant, 102400, 1), norm=weight_of(1, k)[0]
+            )
 
 
 @pytest.mark.parametrize(("n", "k"), [(2560, 9216), (1058, 544)])
@@ -182,6 +207,12 @@ def test_what_the_kernel_cannot_read_is_refused(ops: SkinnyOps) -> None:
         ops.linear(tokens_of(17, 64), weight, None, False)
     with pytest.raises(RuntimeError, match="weight must be dense .* got .*8, 48"):
         ops.linear(tokens_of(2, 48), weight_of(8, 48), None, False)
+    with pytest.raises(RuntimeError, match="weight must have as many columns as x"):
+        ops.linear(x, weight_of(8, 96), None, False)
+    with pytest.raises(RuntimeError, match="residual must be dense"):
+        ops.linear(x, weight, None, False, residual=tokens_of(2, 9))
+    with pytest.raises(RuntimeError, match="norm must be dense"):
+        ops.linear(x, weight, None, False, norm=Norm(weight[0].float(), 1e-6, True))
     with pytest.raises(RuntimeError, match="x must be bfloat16 or float16"):
         ops.linear(x.float(), weight.float(), None, False)
     with pytest.raises(RuntimeError, match="bias must be dense"):

@@ -102,8 +102,10 @@ def attention_case(
     window: int | None = None,
     block_size: int = 16,
     padding: int = 0,
+    gated: bool = False,
 ) -> Case:
-    """`lengths` are (query_len, seq_len) pairs; `padding` adds sequences of length 0."""
+    """`lengths` are (query_len, seq_len) pairs; `padding` adds sequences of length 0. A gate is
+    packed behind each head of another tensor, as in a projection."""
     num_heads, num_kv_heads, head_dim = heads
     starts = starts_of([q for q, _ in lengths])
     blocks = [-(-s // block_size) for _, s in lengths]
@@ -120,6 +122,7 @@ def attention_case(
             kv[block, :, : part.shape[1]] = part
     query = strided(randn(starts[-1] + padding, num_heads, head_dim, dtype=dtype, device=device), 8)
     seq_lens = [s for _, s in lengths] + [0] * padding
+    packed = randn(len(query), num_heads, 2 * head_dim if gated else 0, dtype=dtype, device=device)
     return dict(
         query=query,
         kv_cache=kv,
@@ -133,6 +136,7 @@ def attention_case(
         scale=head_dim**-0.5,
         sliding_window=window,
         out=torch.full(query.shape, float("nan"), dtype=dtype, device=device),
+        gate=packed[..., head_dim:] if gated else None,
     )
 
 

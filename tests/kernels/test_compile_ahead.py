@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from vllm.kernels.triton import compile_ahead
 from vllm.kernels.triton.compile_ahead import Variant, prepare
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,6 +52,21 @@ def test_noted_kernels_are_compiled_and_cached(tmp_path: Path) -> None:
     assert "no_such_function" in first["error"]
     second = run_compiled("compile_ahead_script.py", cache=tmp_path)
     assert second["cached"] == [True, True] and second["in memory"] == 2
+
+
+def test_threads_leave_the_compilers_hash_to_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[bool] = []
+
+    def slow_key() -> None:
+        at_once.append(compile_ahead._hashing.locked())
+        time.sleep(0.01)
+
+    monkeypatch.setattr(compile_ahead, "triton_key", slow_key)
+    with ThreadPoolExecutor(4) as threads:
+        began = time.monotonic()
+        for _ in range(4):
+            threads.submit(compile_ahead.hash_compiler)
+    assert at_once == [True] * 4 and time.monotonic() - began >= 0.04
 
 
 @pytest.mark.parametrize(("device", "loads"), [("cuda", 1), ("cpu", 0)])

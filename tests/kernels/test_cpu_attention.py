@@ -37,6 +37,14 @@ def test_mixed_batch_matches_fp64(dtype: torch.dtype, heads: tuple[int, int, int
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_follows_as_an_op_of_its_own(dtype: torch.dtype) -> None:
+    case = attention_case([(1, 40), (5, 33)], (4, 2, 32), dtype, "cpu", gated=True)
+    expected = KERNELS.mul_sigmoid(run(case, gate=None), case["gate"])
+    assert torch.equal(run(case).flatten(1), expected)
+    check(KERNELS, "paged_attention", case, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("window", [1, 16, 100, 128, 129, 1000])
 def test_sliding_window_matches_fp64(window: int) -> None:
     case = attention_case(

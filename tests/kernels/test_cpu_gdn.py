@@ -17,6 +17,7 @@ from tests.kernels.cases import (
 )
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.scan_segments import cut_segments
 
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -248,3 +249,10 @@ def test_wrong_arguments_are_named() -> None:
     conv = conv_case([3], [False], 8, torch.float32, "cpu", width=6)
     with pytest.raises(RuntimeError, match="causal_conv1d: weight must have 2 to 5 taps"):
         KERNELS.causal_conv1d(**conv)
+
+
+def test_gdn_prefill_takes_no_segments() -> None:
+    case = gdn_case([130], [False], (1, 1, 8, 8), torch.float32, "cpu")
+    segments = cut_segments([0, 130], [2], torch.device("cpu"))
+    with pytest.raises(ValueError, match="give no segments"):
+        KERNELS.gdn_prefill(**case, segments=segments)

@@ -85,6 +85,16 @@ def test_gated_rms_norm_matches_fp64(dtype: torch.dtype, n: int, fp32_weight: bo
     check(KERNELS, "gated_rms_norm", case, 1.5 * TOLERANCE[dtype])
 
 
+def test_gated_rms_norm_leaves_rows_that_are_done() -> None:
+    x, gate, out = (randn(5, 3, 16, dtype=torch.float32, device="cpu") for _ in range(3))
+    weight, done = torch.ones(16), torch.tensor([3, -1, 0], dtype=torch.int32)
+    before = out.clone()
+    KERNELS.gated_rms_norm(x, gate, weight, EPS, out, done)
+    expected = KERNELS.gated_rms_norm(x, gate, weight, EPS).view(out.shape)
+    assert torch.equal(out[[0, 2]], before[[0, 2]])
+    assert torch.equal(out[[1, 3, 4]], expected[[1, 3, 4]])
+
+
 def test_gated_rms_norm_rounds_like_the_reference() -> None:
     x, gate = (randn(20, 5, 128, dtype=torch.bfloat16, device="cpu") for _ in range(2))
     weight = randn(128, dtype=torch.bfloat16, device="cpu")

@@ -54,3 +54,11 @@ def test_write_rows_skips_negative_slots():
     kernels.write_rows(rows, cache, torch.tensor([17, -1, 63]))
     assert torch.equal(cache[1, 1], rows[0]) and torch.equal(cache[3, 15], rows[2])
     assert cache.count_nonzero() == 16
+
+
+def test_the_gate():
+    case = attention_case([(3, 20)], (4, 2, 16), torch.float64, "cpu", gated=True)
+    kernels.paged_attention(**case)
+    plain = torch.empty_like(case["out"])
+    kernels.paged_attention(**case | dict(out=plain, gate=None))
+    assert error_ratio(case["out"], plain / (1 + (-case["gate"]).exp())) < 1e-14

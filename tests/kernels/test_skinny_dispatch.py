@@ -15,7 +15,8 @@ from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.skinny import SkinnyOps, find_skinny_ops, is_skinny
+from vllm.kernels.residual_stream import Norm, ResidualStream
+from vllm.kernels.skinny import can_add, can_normalise, find_skinny_ops, is_skinny
 from vllm.kernels.skinny_launch import FEW_ROWS, MANY_ROWS, skinny_launch
 
 BF16 = torch.bfloat16
@@ -26,17 +27,45 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []
-        self.ops = SkinnyOps(self.linear, self.linear_silu_and_mul)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: bool) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        overlap: bool,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         self.calls.append(("linear", overlap))
-        return torch.nn.functional.linear(x, weight, bias)
+        out = torch.nn.functional.linear(normed(x, norm), weight, bias)
+        return out if residual is None else out + residual
 
     def linear_silu_and_mul(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: bool
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        overlap: bool,
+        *,
+        norm: Norm | None = None,
     ) -> Tensor:
         self.calls.append(("linear_silu_and_mul", overlap))
-        return NaiveKernels().silu_and_mul(torch.nn.functional.linear(x, weight, bias))
+        out = torch.nn.functional.linear(normed(x, norm), weight, bias)
+        return NaiveKernels().silu_and_mul(out)
+
+
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    return NaiveKernels().rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus)
+
+
+@pytest.fixture(autouse=True)
+def _not_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds of torch without CUDA cannot even be asked."""
+    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def ones(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -73,7 +102,7 @@ def test_few_tokens_are_skinny(tokens: int, dtype: torch.dtype) -> None:
 def test_what_is_not_skinny_goes_to_torch(x: Tensor, weight: Tensor) -> None:
     assert not is_skinny(x, weight)
     recorder = Recorder()
-    out = CudaKernels(recorder.ops).linear(x, weight, None)
+    out = CudaKernels(recorder).linear(x, weight, None)
     assert torch.equal(out, torch.nn.functional.linear(x, weight)) and not recorder.calls
 
 
@@ -81,7 +110,7 @@ def test_what_is_not_skinny_goes_to_torch(x: Tensor, weight: Tensor) -> None:
 def test_launches_overlap_in_graphs_only(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
     monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: capturing)
     recorder = Recorder()
-    kernels = CudaKernels(recorder.ops)
+    kernels = CudaKernels(recorder)
     x, weight, bias = ones(3, 64), ones(8, 64), ones(8)
     assert kernels.linear(x, weight, bias).tolist() == [[65.0] * 8] * 3
     assert kernels.linear_silu_and_mul(x, weight, bias).tolist() == [[4224.0] * 4] * 3
@@ -130,6 +159,109 @@ def test_the_fused_op_is_the_two_separate_ones(make: type[Kernels], dtype: torch
     assert out.shape == (5, 24) and torch.equal(out, expected)
 
 
+def norm_of(columns: int, dtype: torch.dtype = BF16) -> Norm:
+    return Norm(torch.linspace(-1, 1, columns).to(dtype), 1e-6, True)
+
+
+@pytest.mark.parametrize(
+    ("x", "norm", "takes"),
+    [
+        pytest.param(ones(8, 2560), norm_of(2560), True, id="one of the models"),
+        pytest.param(ones(9, 2560), norm_of(2560), False, id="many tokens"),
+        pytest.param(ones(1, 544), norm_of(544), True, id="least columns"),
+        pytest.param(ones(1, 3072), norm_of(3072), True, id="most columns"),
+        pytest.param(ones(1, 512), norm_of(512), False, id="few columns"),
+        pytest.param(ones(1, 3104), norm_of(3104), False, id="many columns"),
+        pytest.param(ones(1, 544), norm_of(544, torch.float32), False, id="fp32 weight"),
+        pytest.param(
+            ones(1, 544), Norm(ones(552)[4:548], 1e-6, True), False, id="weight at 8 bytes"
+        ),
+        pytest.param(
+            ones(1, 544), Norm(ones(1088)[::2], 1e-6, True), False, id="every other weight"
+        ),
+    ],
+)
+def test_norms_that_the_ops_take_along(x: Tensor, norm: Norm, takes: bool) -> None:
+    assert can_normalise(norm, x) == takes
+
+
+def test_a_stream_that_is_added_up_is_one_launch() -> None:
+    torch.manual_seed(0)
+    recorder = Recorder()
+    kernels, naive = CudaKernels(recorder), NaiveKernels()
+    x, weight, norm = torch.randn(3, 544).to(BF16), torch.randn(8, 544).to(BF16), norm_of(544)
+    out, total = kernels.norm_linear(ResidualStream(x), norm, weight, None)
+    assert total is x and torch.equal(out, naive.linear(normed(x, norm), weight, None))
+    out, total = kernels.norm_linear_silu_and_mul(ResidualStream(x), norm, weight, None)
+    assert total is x
+    assert torch.equal(out, naive.linear_silu_and_mul(normed(x, norm), weight, None))
+    assert [name for name, _ in recorder.calls] == ["linear", "linear_silu_and_mul"]
+
+
+class SeparateNorms(CudaKernels):
+    """Plain torch for what else is Triton's; counts norms."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.norms = 0
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return NaiveKernels().silu_and_mul(gate_up)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
+        self.norms += 1
+        return NaiveKernels().rms_norm(x, weight, eps, one_plus=one_plus)
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self.norms += 1
+        return NaiveKernels().fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "pending"),
+    [
+        pytest.param(3, 544, True, id="not added up"),
+        pytest.param(9, 544, False, id="more tokens"),
+        pytest.param(17, 544, False, id="many tokens"),
+        pytest.param(3, 64, False, id="few columns"),
+    ],
+)
+def test_other_streams_have_a_norm_of_their_own(tokens: int, columns: int, pending: bool) -> None:
+    torch.manual_seed(0)
+    kernels, naive = SeparateNorms(Recorder()), NaiveKernels()
+    x, branch = (torch.randn(tokens, columns).to(BF16) for _ in range(2))
+    weight, norm = torch.randn(8, columns).to(BF16), norm_of(columns)
+    stream = ResidualStream(x, branch if pending else None)
+    expected = x + branch if pending else x
+    out, total = kernels.norm_linear(stream, norm, weight, None)
+    assert torch.equal(total, expected)
+    assert torch.equal(out, naive.linear(normed(expected, norm), weight, None))
+    out, total = kernels.norm_linear_silu_and_mul(stream, norm, weight, None)
+    assert torch.equal(total, expected) and kernels.norms == 2
+    assert torch.equal(out, naive.linear_silu_and_mul(normed(expected, norm), weight, None))
+
+
+def test_few_tokens_are_added_by_the_matmul() -> None:
+    torch.manual_seed(0)
+    recorder = Recorder()
+    kernels, naive = CudaKernels(recorder), NaiveKernels()
+    weight = torch.randn(8, 64).to(BF16)
+    for tokens, fused in ((3, True), (17, False)):
+        x, residual = torch.randn(tokens, 64).to(BF16), torch.randn(tokens, 8).to(BF16)
+        stream = kernels.linear_add(x, weight, None, residual)
+        product = naive.linear(x, weight, None)
+        if fused:
+            assert stream.branch is None and torch.equal(stream.residual, residual + product)
+        else:
+            assert stream.residual is residual and torch.equal(stream.branch, product)
+    assert len(recorder.calls) == 1
+    assert not can_add(torch.randn(8, 3).to(BF16).T, weight)
+    assert not can_add(torch.randn(3, 8), weight)
+
+
 def test_the_launch_follows_from_the_weight() -> None:
-    assert skinny_launch(2560, gated=False) == FEW_ROWS
-    assert skinny_launch(10240, gated=False) == skinny_launch(2560, gated=True) == MANY_ROWS
+    assert skinny_launch(2560, gated=False, norm=False) == FEW_ROWS
+    for n, gated, norm in ((10240, False, False), (2560, True, False), (2560, False, True)):
+        assert skinny_launch(n, gated=gated, norm=norm) == MANY_ROWS

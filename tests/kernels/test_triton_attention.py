@@ -6,8 +6,9 @@ import torch
 
 from tests.kernels.cases import TOLERANCE, attention_case, check
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.triton import decode_attention
 from vllm.kernels.triton.configs import pick, shipped
-from vllm.kernels.triton.decode_attention import SPLIT_KEYS, decode_tile, num_splits
+from vllm.kernels.triton.decode_attention import SPLIT_KEYS, arrivals, decode_tile, num_splits
 
 kernels = CudaKernels()
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 300)]
@@ -58,6 +59,42 @@ def test_strided_output(device):
     assert wide[..., 16:].isnan().all()
 
 
+@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+def test_the_gate(lengths, dtype, device):
+    case = attention_case(lengths, (6, 2, 80), dtype, device, padding=2, gated=True)
+    check(kernels, "paged_attention", case, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+def test_the_gate_has_the_bits_of_a_launch_of_its_own(lengths, dtype, device):
+    case = attention_case(lengths, (4, 2, 32), dtype, device, gated=True)
+    kernels.paged_attention(**case)
+    out = torch.empty_like(case["out"])
+    kernels.paged_attention(**case | dict(out=out, gate=None))
+    assert torch.equal(kernels.mul_sigmoid(out, case["gate"]), case["out"].flatten(1))
+
+
+@pytest.mark.parametrize("bound", [65, 300])
+def test_shares_are_joined_once_all_are_there(bound, device):
+    """Launch after launch: the count of arrivals starts from zero again, whoever was last."""
+    first, second = (
+        attention_case(lengths, (4, 2, 16), torch.float32, device, padding=1)
+        | dict(max_seq_len=bound)
+        for lengths in ([(1, 300), (1, 64), (1, 130)], [(1, 70), (1, 300), (1, 1)])
+    )
+    for case in (first, second, first):
+        case["out"].fill_(float("nan"))
+        check(kernels, "paged_attention", case, TOLERANCE[torch.float32])
+    assert not arrivals(torch.device(device)).any()
+
+
+def test_more_joins_than_counters_are_refused(device, monkeypatch):
+    monkeypatch.setattr(decode_attention, "MAX_JOINS", 5)
+    case = attention_case([(1, 300)] * 3, (4, 2, 16), torch.float32, device)
+    with pytest.raises(ValueError, match="3 sequences of 2 kv heads"):
+        kernels.paged_attention(**case)
+
+
 def test_large_scores_stay_finite(device):
     case = attention_case(PREFILL, (4, 2, 16), torch.float32, device) | dict(scale=40.0)
     check(kernels, "paged_attention", case, 2e-5)
@@ -100,5 +137,27 @@ def test_head_dimension_above_the_tables_is_refused():
     ids=["decode 3", "decode 24", "decode 42", "decode 90", "prefill", "verify"],
 )
 def test_realistic_sizes(lengths, heads, device):
-    case = attention_case(lengths, heads, torch.bfloat16, device, padding=3)
+    case = attention_case(lengths, heads, torch.bfloat16, device, padding=3, gated=True)
     check(kernels, "paged_attention", case, TOLERANCE[torch.bfloat16])
+    out = torch.empty_like(case["out"])
+    kernels.paged_attention(**case | dict(out=out, gate=None))
+    apart = kernels.mul_sigmoid(out, case["gate"])
+    real = int(case["query_start_loc"][-1])
+    assert torch.equal(apart[:real], case["out"].flatten(1)[:real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_whoever_comes_last_joins_to_the_same_bits(rows):
+    case = attention_case([(1, 4000)] * rows, (16, 4, 256), torch.bfloat16, "cuda", gated=True)
+    kernels.paged_attention(**case)
+    expected = case["out"].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            case["out"].fill_(float("nan"))
+            kernels.paged_attention(**case)
+    for _ in range(200):
+        graph.replay()
+        assert torch.equal(case["out"], expected)
+    assert not arrivals(case["out"].device).any()

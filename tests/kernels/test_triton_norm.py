@@ -64,6 +64,18 @@ def test_silu_and_mul(n, dtype, device):
     check(kernels, "silu_and_mul", dict(gate_up=gate_up), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("done", [[], [2, -1, 0, -1], [0, 1, 2, -1, -1, 3, -1]])
+def test_gated_rms_norm_leaves_rows_that_are_done(done, device):
+    x, gate, out = (randn(7, 3, 32, dtype=torch.float32, device=device) for _ in range(3))
+    weight = randn(32, dtype=torch.float32, device=device)
+    before, rows = out.clone(), [i for i, index in enumerate(done) if index >= 0]
+    done = torch.tensor(done, dtype=torch.int32, device=device)
+    case = dict(x=x, gate=gate, weight=weight, eps=1e-6, out=out, done=done)
+    check(kernels, "gated_rms_norm", case, TOLERANCE[torch.float32])
+    assert torch.equal(out[rows], before[rows])
+    assert (out == before).flatten(1).all(1).sum() == len(rows)
+
+
 def test_mul_sigmoid_takes_the_gate_of_a_packed_projection(dtype, device):
     packed = randn(9, 3, 2, 24, dtype=dtype, device=device)
     x = randn(9, 3, 24, dtype=dtype, device=device)

@@ -22,9 +22,11 @@ from vllm.v1.worker import warm_up
 from vllm.v1.worker.warm_up import DummyBatch
 from vllm.v1.worker.worker import Worker
 
-MAX_TOKENS = 1024
+MAX_TOKENS, MAX_LEN = 4000, 4096
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 500, 1000)
+LENGTHS = (
+    1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 500, 1000, 2500, 3071, 3072, 4000,
+)  # fmt: skip
 CONTEXTS = (0, 1, 7, 16, 100, 2000, 3000)
 BATCHES = [
     *product((1,), LENGTHS, CONTEXTS),
@@ -37,10 +39,11 @@ config = EngineArgs(
     model=str(tiny_model(sys.argv[1], torch.bfloat16)),
     dtype="bfloat16",
     load_format="dummy",
-    max_model_len=4096,
+    max_model_len=MAX_LEN,
     max_num_seqs=64,
     max_num_batched_tokens=MAX_TOKENS,
 ).create_engine_config()
+config.cache_config.splits_scans = True
 worker = Worker(config)
 worker.init_device()
 worker.load_model()
@@ -51,7 +54,7 @@ with set_current_vllm_config(config):
     known = {(one.kernel, one.specialization) for one in foreseen}
     warm_up.bind_small_arena(runner)
     for count, length, context in BATCHES:
-        if count * length > MAX_TOKENS:
+        if count * length > MAX_TOKENS or length + context >= MAX_LEN:
             continue
         with noted_launches() as noted:
             batch = DummyBatch(count, length, context, GREEDY)

@@ -155,7 +155,7 @@ class Harness:
         """
         is_decode = [c.start > 0 and len(c.token_ids) == 1 for c in chunks]
         assert is_decode == sorted(is_decode, reverse=True), "decodes come first"
-        metadata = {}
+        metadata, slots, decodes = {}, {}, {}
         for name, layer in self.layers.items():
             spec = layer.get_kv_cache_spec(self.config)
             common = self._common(chunks, isinstance(spec, MambaSpec))
@@ -163,11 +163,14 @@ class Harness:
                 spec, [name], self.config, self.device
             )
             metadata[name] = builder.build(common)
+            slots[name] = common.slot_mapping
+            decodes[name] = common.block_table[: common.num_decodes, 0].contiguous()
         ids = self._upload(np.array([t for c in chunks for t in c.token_ids], dtype=np.int64))
         positions = self._upload(
             np.array([p for c in chunks for p in range(c.start, c.end)], dtype=np.int64)
         )
-        with set_forward_context(ForwardContext(self.layers, metadata, num_tokens=len(ids))):
+        context = ForwardContext(self.layers, metadata, slots, decodes, num_tokens=len(ids))
+        with set_forward_context(context):
             return self.model(ids, positions)
 
     @torch.inference_mode()

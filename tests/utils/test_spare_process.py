@@ -50,11 +50,12 @@ def test_a_dead_process_is_not_used() -> None:
         assert spare_process.take() is None
 
 
-def test_a_process_whose_parent_dies_ends() -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_whose_parent_dies_ends(method: str) -> None:
     script = (
         "import os\nfrom vllm.utils.spare_process import SpareProcess\n"
         "if __name__ == '__main__':\n"
-        "    print(SpareProcess().process.pid, flush=True)\n    os._exit(0)"
+        f"    print(SpareProcess('{method}').process.pid, flush=True)\n    os._exit(0)"
     )
     # Its end of the pipe is what keeps the output open.
     done = subprocess.run(
@@ -64,17 +65,16 @@ def test_a_process_whose_parent_dies_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argv", "method", "starts"),
+    ("name", "argv", "starts"),
     [
-        ("serve", ["m", "--port", "1"], "spawn", True),
-        ("serve", ["m", "--help=all"], "spawn", False),
-        ("serve", ["-h"], "spawn", False),
-        ("serve", ["m"], "fork", False),
-        ("collect-env", [], "spawn", False),
+        ("serve", ["m", "--port", "1"], True),
+        ("serve", ["m", "--help=all"], False),
+        ("serve", ["-h"], False),
+        ("collect-env", [], False),
     ],
 )
-def test_only_a_server_that_spawns_starts_one(
-    monkeypatch: pytest.MonkeyPatch, name: str, argv: list[str], method: str, starts: bool
+def test_only_a_server_starts_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, argv: list[str], starts: bool
 ) -> None:
     class Started(Exception):
         pass
@@ -83,7 +83,6 @@ def test_only_a_server_that_spawns_starts_one(
         raise Started
 
     monkeypatch.setattr(SpareProcess, "__init__", start)
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
     try:
         with cli._engine_process(name, argv):
             assert not starts

@@ -76,6 +76,12 @@ class CacheConfig:
         help="Tokens a decoding request generates between two writes of its recurrent state, 1 to "
         "16 (1: a write per token). Results have the same bits. Default: chosen and recorded.",
     )
+    recurrent_prefill_split: Literal["auto", "on", "off"] = option(
+        default="auto",
+        help="Scan the recurrent layers of long prompts in segments at the same time where one "
+        "after another leaves most of the GPU idle. Results then differ within rounding with the "
+        "batch and the steps; `auto` is on where prefix caching is off.",
+    )
     sanitize: bool = option(
         default_factory=_sanitize,
         resolved=True,
@@ -90,6 +96,9 @@ class CacheConfig:
         default=1,
         flag=False,
         help="What --deferred-commit-tokens came to: a decode step in so many writes the state.",
+    )
+    splits_scans: bool = option(
+        default=False, flag=False, help="What --recurrent-prefill-split came to."
     )
     num_gpu_blocks: int | None = option(
         default=None, flag=False, help="Blocks of the arena; filled in when memory is allocated."

@@ -93,7 +93,7 @@ class CompilationConfig:
         default=None,
         help="Batch sizes (tokens) to capture, for decode steps (up to --max-num-seqs) and for "
         "steps with prefills alike. Default: for decodes 1, 2, 4, then steps of 8 and 16; for "
-        "steps with prefills 19 sizes from 8 to 2048.",
+        "steps with prefills 23 sizes from 8 to 2048.",
     )
     max_cudagraph_capture_size: int | None = option(
         default=None,
@@ -222,9 +222,11 @@ def default_capture_sizes(largest: int) -> list[int]:
 
 
 def default_piecewise_sizes(largest: int) -> list[int]:
-    """Powers of two from 8 to 64, then ever wider steps, ending exactly at `largest`.
+    """Powers of two from 8 to 64, then steps of 64 and from 512 on of 128, ending exactly at
+    `largest`.
 
-    A step pays for its padding only where it is bound by compute, so small sizes can be sparse.
+    A step pays for its padding where it is bound by compute, and there matmuls have tiles of 128
+    rows; small sizes can be sparse.
     """
-    steps = [8, 16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, largest + 1, 256)]
+    steps = [8, 16, 32, *range(64, 512, 64), *range(512, largest + 1, 128)]
     return sorted({size for size in steps if size <= largest} | {largest})

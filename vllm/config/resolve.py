@@ -37,6 +37,7 @@ def resolve(config: VllmConfig) -> None:
     _check_convolution_dtype(config)
     _resolve_recurrent_dtypes(config)
     _resolve_deferred_commit(config)
+    _resolve_prefill_split(config)
     _resolve_speculation(config)
     _resolve_hybrid_manager(config)
     _resolve_graphs(config)
@@ -144,6 +145,28 @@ def _commit_at_once(config: VllmConfig) -> str | None:
         if connector.reads_recurrent_state(transfer.kv_connector_extra_config):
             return f"connector {transfer.kv_connector} reads state blocks"
     return None
+
+
+def _resolve_prefill_split(config: VllmConfig) -> None:
+    """Whether long prompts may be scanned in segments, which costs the promise of equal bits."""
+    from vllm.platforms import current_platform
+
+    model, cache = config.model_config, config.cache_config
+    if model is None or not model.is_hybrid:
+        return
+    asked = cache.recurrent_prefill_split
+    if asked == "off":
+        why = "--recurrent-prefill-split off"
+    elif not current_platform.splits_scans:
+        why = f"{current_platform.device_type} kernels scan whole sequences"
+    elif asked == "auto" and cache.enable_prefix_caching:
+        why = "prefix caching promises the bits of computing everything again"
+    else:
+        cache.splits_scans = True
+        why = "few long prompts leave most of the device idle; results differ within rounding"
+    chosen = "on" if cache.splits_scans else "off"
+    refused = asked == "on" and not cache.splits_scans
+    decisions.record("recurrent prefill split", chosen, why, asked if refused else None)
 
 
 def _resolve_speculation(config: VllmConfig) -> None:

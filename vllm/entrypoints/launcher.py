@@ -19,7 +19,6 @@ import uvloop
 
 from vllm import envs
 from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.connection_limit import limited_protocol
 from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.exceptions import VLLMValidationError
@@ -171,6 +170,8 @@ async def _serve(
 
 
 def _uvicorn_config(app: FastAPI, args: FrontEndArgs) -> uvicorn.Config:
+    from vllm.entrypoints.connection_limit import limited_protocol
+
     ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
     return uvicorn.Config(
         app,

@@ -6,29 +6,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
+from vllm import envs
 from vllm.beam_search import BeamSearchOutput
-from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.chat_utils import apply_hf_chat_template, load_chat_template
 from vllm.entrypoints.llm_refusals import LLMRefusals
-from vllm.entrypoints.offline_beam_search import run_beam_searches, start_beam_search
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.lora.request import LoRARequest, check_no_lora
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.utils import startup_phases
+from vllm.utils.gc_paused import gc_paused
+from vllm.utils.spare_process import prestarted
 from vllm.v1.engine.request_batch import RequestBatch
-from vllm.v1.metrics.reader import Metric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.explain import Explanation
+    from vllm.v1.metrics.reader import Metric
 
 R = TypeVar("R")
 Messages = list[dict[str, Any]]
@@ -58,8 +60,16 @@ class LLM(LLMRefusals):
                 f"LLM(data_parallel_size={data_parallel_size}) is not supported: run one process "
                 "per replica, each with its own LLM"
             )
-        args = EngineArgs(model=model, disable_log_stats=disable_log_stats, **kwargs)
-        self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS)
+        startup_phases.begin(startup_phases.IMPORT)
+        # The engine's process imports what it needs while this one does.
+        with prestarted() if envs.VLLM_ENABLE_V1_MULTIPROCESSING else nullcontext():
+            with gc_paused():
+                from vllm.engine.arg_utils import EngineArgs
+                from vllm.engine.batch_defaults import UsageContext
+                from vllm.v1.engine.llm_engine import LLMEngine
+            startup_phases.end(startup_phases.IMPORT)
+            args = EngineArgs(model=model, disable_log_stats=disable_log_stats, **kwargs)
+            self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS)
         self.model_config = self.llm_engine.model_config
         self._chat_template = load_chat_template(chat_template)
         self._request_ids = itertools.count()
@@ -193,6 +203,8 @@ class LLM(LLMRefusals):
                 concurrency_limit,
             )
         processor = self.llm_engine.input_processor
+        from vllm.entrypoints.offline_beam_search import run_beam_searches, start_beam_search
+
         searches = [start_beam_search(processor, item, params) for item in _as_prompts(prompts)]
         with _bar(use_tqdm, len(searches), "Beam search", "prompt") as bar:
             run_beam_searches(

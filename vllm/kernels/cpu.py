@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm._extension import load_cpu_ops
-from vllm.kernels.composed import ComposedKernels
+from vllm.kernels.composed import ComposedKernels, put_rows
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels.scan_segments import ScanSegments
 
 #: rows up to which `skinny_linear` beats oneDNN (`benchmarks/cpu_kernels.py`)
 _SKINNY_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}
@@ -51,10 +52,16 @@ class CpuKernels(ComposedKernels):
         return self._fused_add_rms_norm(x, residual, weight, eps, one_plus)
 
     def gated_rms_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        done: Tensor | None = None,
     ) -> Tensor:
         normed = self._gated_rms_norm(x, gate, weight, eps)
-        return normed if out is None else out.copy_(normed.view(out.shape)).flatten(1)
+        return normed if out is None else put_rows(out, normed.view(out.shape), done).flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu_and_mul(gate_up)
@@ -147,11 +154,13 @@ class CpuKernels(ComposedKernels):
         out: Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        gate: Tensor | None = None,
     ) -> None:
         """The lengths are read where the work is planned; the two maxima serve CUDA grids."""
         self._paged_attention(
             query, kv_cache, block_table, seq_lens, query_start_loc, scale, sliding_window, out
         )
+        self.apply_gate(out, gate)
 
     def causal_conv1d(
         self,
@@ -188,8 +197,14 @@ class CpuKernels(ComposedKernels):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        segments: ScanSegments | None = None,
     ) -> None:
-        """A thread walks its sequence chunk by chunk, so the chunk index is not needed here."""
+        """A thread walks its sequence chunk by chunk, so the chunk index is not needed here.
+
+        Raises ValueError with segments: threads have sequences and heads enough.
+        """
+        if segments is not None:
+            raise ValueError("the CPU's kernels scan whole sequences; give no segments")
         self._gdn_prefill(
             qkv,
             a,

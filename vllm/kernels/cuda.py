@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels import cuda_fp8
-from vllm.kernels.skinny import SkinnyOps, is_skinny
+from vllm.kernels.hopper_gdn import HopperGdn
+from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
+from vllm.kernels.skinny import SkinnyOps, can_add, can_normalise, is_skinny
 from vllm.kernels.triton import activation, attention, cache, fused_fp8, gdn, norm, rope
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefill
 
@@ -16,11 +18,15 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefi
 class CudaKernels:
     """Every op is one to three launches whose grids follow from host integers alone.
 
-    `skinny` multiplies few tokens where `is_skinny`; without it cuBLAS does.
+    `skinny` multiplies few tokens where `is_skinny`; without it cuBLAS does. `hopper` holds the
+    stages of the gated delta rule that are not Triton's.
     """
 
-    def __init__(self, skinny: SkinnyOps | None = None) -> None:
+    def __init__(self, skinny: SkinnyOps | None = None, hopper: HopperGdn | None = None) -> None:
         self._skinny = skinny
+        delta_rule = gdn.GdnOps(hopper)
+        self.gdn_prefill = delta_rule.gdn_prefill
+        self.gdn_decode = delta_rule.gdn_decode
 
     linear_fp8 = staticmethod(cuda_fp8.linear_fp8)
     linear_fp8_block = staticmethod(cuda_fp8.linear_fp8_block)
@@ -35,8 +41,6 @@ class CudaKernels:
     write_kv_cache = staticmethod(cache.write_kv_cache)
     write_rows = staticmethod(cache.write_rows)
     paged_attention = staticmethod(attention.paged_attention)
-    gdn_prefill = staticmethod(gdn.gdn_prefill)
-    gdn_decode = staticmethod(gdn.gdn_decode)
     gdn_commit = staticmethod(gdn.gdn_commit)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,6 +53,44 @@ class CudaKernels:
         if self._skinny is not None and is_skinny(x, weight):
             return self._skinny.linear_silu_and_mul(x, weight, bias, _overlaps())
         return self.silu_and_mul(nn.functional.linear(x, weight, bias))
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> ResidualStream:
+        """See `Kernels.linear_add`; few tokens are added where the matmul writes them."""
+        if self._skinny is not None and is_skinny(x, weight) and can_add(residual, x):
+            out = self._skinny.linear(x, weight, bias, _overlaps(), residual=residual)
+            return ResidualStream(out)
+        return ResidualStream(residual, self.linear(x, weight, bias))
+
+    def norm_linear(
+        self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.norm_linear`; one launch for few tokens that are added up already."""
+        skinny, x = self._skinny_of_norm(stream, norm, weight), stream.residual
+        if skinny is not None:
+            return skinny.linear(x, weight, bias, _overlaps(), norm=norm), x
+        normed, total = normalise(self, stream, norm)
+        return self.linear(normed, weight, bias), total
+
+    def norm_linear_silu_and_mul(
+        self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.norm_linear_silu_and_mul`; one launch where `norm_linear` is."""
+        skinny, x = self._skinny_of_norm(stream, norm, weight), stream.residual
+        if skinny is not None:
+            return skinny.linear_silu_and_mul(x, weight, bias, _overlaps(), norm=norm), x
+        normed, total = normalise(self, stream, norm)
+        return self.linear_silu_and_mul(normed, weight, bias), total
+
+    def _skinny_of_norm(
+        self, stream: ResidualStream, norm: Norm, weight: Tensor
+    ) -> SkinnyOps | None:
+        """The ops if they take the norm along with the matmul."""
+        x = stream.residual
+        if stream.branch is None and is_skinny(x, weight) and can_normalise(norm, x):
+            return self._skinny
+        return None
 
     def causal_conv1d(
         self,

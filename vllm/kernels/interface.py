@@ -25,6 +25,8 @@ from torch import Tensor
 
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import Norm, ResidualStream
+from vllm.kernels.scan_segments import ScanSegments
 
 
 class Kernels(Protocol):
@@ -39,6 +41,30 @@ class Kernels(Protocol):
         -> `[tokens, n]`. The gate's n rows come first; both halves are rounded to the model dtype
         before the activation, as in the two separate ops.
         """
+        ...
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> ResidualStream:
+        """`linear(x, weight, bias)`, rounded, onto `residual [tokens, n]`: added, or to be added by
+        whoever reads the stream; the bits are the same.
+        """
+        ...
+
+    def norm_linear(
+        self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`linear(norm(s), weight, bias) [tokens, n]` and `s`, the stream `[tokens, k]` added up.
+
+        `s` and its norm are rounded as by `fused_add_rms_norm` and `rms_norm`. `s` is not written
+        to afterwards and may be captured as is.
+        """
+        ...
+
+    def norm_linear_silu_and_mul(
+        self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`norm_linear` with `linear_silu_and_mul` for the matmul."""
         ...
 
     def linear_fp8(
@@ -104,12 +130,19 @@ class Kernels(Protocol):
         ...
 
     def gated_rms_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        done: Tensor | None = None,
     ) -> Tensor:
         """`(round(norm(x)) * weight) * silu(gate)` per head; gate activation in fp32.
 
         `x [tokens, heads, n]`, `gate [tokens, heads, n]` (any token stride), `weight [n]`
-        -> `[tokens, heads * n]`, in `out` (dense, may be `x`) if it is given.
+        -> `[tokens, heads * n]`, in `out` (dense, may be `x`) if it is given. Of the first tokens,
+        those whose entry of `done [up to tokens]` int32 is not negative stay as they are in `out`.
         """
         ...
 
@@ -192,6 +225,7 @@ class Kernels(Protocol):
         out: Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        gate: Tensor | None = None,
     ) -> None:
         """Causal attention of a ragged batch over the paged cache (keys already written).
 
@@ -201,7 +235,8 @@ class Kernels(Protocol):
         sequence has position `seq_len - query_len + i` and sees positions `<=` its own and, with
         `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
         `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding.
-        Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`.
+        Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`. With `gate`,
+        like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`.
         """
         ...
 
@@ -246,6 +281,7 @@ class Kernels(Protocol):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        segments: ScanSegments | None = None,
     ) -> None:
         """Gated delta rule over a ragged batch, in chunks of 64 tokens.
 
@@ -259,7 +295,9 @@ class Kernels(Protocol):
         fp32 or bf16) is read where `has_initial_state` and overwritten with the final state.
         `out [tokens, num_v_heads, head_v_dim]`. `chunk_indices [num_chunks, 2]` int32 lists
         (sequence, chunk in sequence) and `chunk_offsets [num_seqs + 1]` int32 the first chunk of
-        each sequence, both made on the host once per step.
+        each sequence, both made on the host once per step. `segments` of the sequences are scanned
+        at the same time, which changes results within rounding; platforms that do not
+        `splits_scans` refuse them (ValueError).
         """
         ...
 

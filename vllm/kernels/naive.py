@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels import fp8, naive_attention, naive_gdn, naive_norm, naive_ring
-from vllm.kernels.composed import ComposedKernels
+from vllm.kernels.composed import ComposedKernels, put_rows
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
 
 
@@ -30,10 +31,16 @@ class NaiveKernels(ComposedKernels):
         return naive_norm.rms_norm(total, weight, eps, one_plus), total
 
     def gated_rms_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        done: Tensor | None = None,
     ) -> Tensor:
         normed = naive_norm.gated_rms_norm(x, gate, weight, eps)
-        return normed if out is None else out.copy_(normed.view(out.shape)).flatten(1)
+        return normed if out is None else put_rows(out, normed.view(out.shape), done).flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return naive_norm.silu_and_mul(gate_up)
@@ -107,6 +114,7 @@ class NaiveKernels(ComposedKernels):
         out: Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        gate: Tensor | None = None,
     ) -> None:
         scale *= k_scale
         naive_attention.paged_attention(
@@ -114,6 +122,7 @@ class NaiveKernels(ComposedKernels):
         )
         if v_scale != 1.0:
             out *= v_scale
+        self.apply_gate(out, gate)
 
     def causal_conv1d(
         self,
@@ -150,7 +159,10 @@ class NaiveKernels(ComposedKernels):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
+        segments: ScanSegments | None = None,
     ) -> None:
+        if segments is not None:
+            raise ValueError("the reference scans whole sequences; give no segments")
         naive_gdn.gated_delta_rule(
             qkv,
             a,

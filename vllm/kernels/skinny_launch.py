@@ -24,14 +24,20 @@ class SkinnyLaunch:
     ring_bytes: int
     ctas_per_sm: int
 
+    @property
+    def fields(self) -> tuple[int, int, int]:
+        """As the ops take them."""
+        return self.variant, self.ring_bytes, self.ctas_per_sm
+
 
 #: at most 16 weight rows at once
 MANY_ROWS = SkinnyLaunch(variant=0, ring_bytes=150 * KB, ctas_per_sm=1)
-#: all rows of an SM at once, at most 24; leaves room for the next kernel's ring
+#: all rows of an SM at once, at most 24
 FEW_ROWS = SkinnyLaunch(variant=1, ring_bytes=102 * KB, ctas_per_sm=1)
 FEW = 24 * 132
 
 
-def skinny_launch(n: int, gated: bool) -> SkinnyLaunch:
-    """The launch for a weight of `n` rows; `gated`: gate and up projection, fused with SiLU."""
-    return FEW_ROWS if n <= FEW and not gated else MANY_ROWS
+def skinny_launch(n: int, gated: bool, norm: bool) -> SkinnyLaunch:
+    """The launch for a weight of `n` rows; `gated`: gate and up projection, fused with SiLU;
+    `norm`: of what it multiplies, which only one variant holds whole."""
+    return FEW_ROWS if n <= FEW and not gated and not norm else MANY_ROWS

@@ -55,6 +55,7 @@ class CpuPlatform(Platform):
     supports_graphs = False
     converts_conv_state = False
     defers_commit = False
+    splits_scans = False
     supports_pinned_memory = False
 
     @property
@@ -93,6 +94,9 @@ class CpuPlatform(Platform):
 
     def set_device(self, device: torch.device) -> None:
         """There is one CPU device."""
+
+    def prepare_compiler(self) -> None:
+        """There is none: these kernels are compiled with the package."""
 
     def empty_cache(self) -> None:
         """The CPU allocator keeps no cache."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -94,6 +95,7 @@ class CudaPlatform(Platform):
     supports_graphs = True
     converts_conv_state = True
     defers_commit = True
+    splits_scans = True
     supports_pinned_memory = True
 
     @property
@@ -113,9 +115,11 @@ class CudaPlatform(Platform):
     @cached_property
     def kernels(self) -> Kernels:
         from vllm.kernels.cuda import CudaKernels
+        from vllm.kernels.hopper_gdn import find_hopper_gdn
         from vllm.kernels.skinny import find_skinny_ops
 
-        return CudaKernels(find_skinny_ops(self.get_device_capability()))
+        capability = self.get_device_capability()
+        return CudaKernels(find_skinny_ops(capability), find_hopper_gdn(capability))
 
     def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
         """Compute capability, e.g. `(9, 0)`."""
@@ -135,6 +139,11 @@ class CudaPlatform(Platform):
 
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
+
+    def prepare_compiler(self) -> None:
+        from vllm.kernels.triton.compile_ahead import hash_compiler
+
+        threading.Thread(target=hash_compiler, name="hash-compiler", daemon=True).start()
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -36,6 +36,8 @@ class Platform(ABC):
     converts_conv_state: ClassVar[bool]
     #: whether decode kernels can leave updates of recurrent state in a ring
     defers_commit: ClassVar[bool]
+    #: whether prefill kernels can scan the segments of a sequence at the same time
+    splits_scans: ClassVar[bool]
     #: whether copies to pinned host memory can overlap with compute
     supports_pinned_memory: ClassVar[bool]
 
@@ -85,6 +87,10 @@ class Platform(ABC):
 
     @abstractmethod
     def set_device(self, device: torch.device) -> None: ...
+
+    @abstractmethod
+    def prepare_compiler(self) -> None:
+        """Begin what the compiler of kernels does once per process, beside other work."""
 
     @abstractmethod
     def empty_cache(self) -> None:

@@ -1,28 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core's process, started before there is a configuration for it.
 
-A spawned process imports everything anew, for seconds. `vllm serve` starts it first, so that it
-does so while the server reads its own imports and the configuration. This module imports nothing
-heavy, for the same reason.
+It imports what a core needs and initialises the device, for seconds, while its parent imports what
+a front end needs and reads the configuration. This module imports nothing heavy, so that the
+process can be the first thing of a start.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.gc_paused import gc_paused
+from vllm.utils.start_method import start_method
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_messages import CoreAddresses
 
 
 class SpareProcess:
-    """A spawned process that imports the engine core, then waits to be told what to run."""
+    """A process that imports the engine core, then waits to be told what to run.
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    `method`: "fork" or "spawn"; by default `start_method` chooses.
+    """
+
+    def __init__(self, method: str | None = None) -> None:
+        context: Any = multiprocessing.get_context(method or start_method())
+        self._give: Connection
         work, self._give = context.Pipe(duplex=False)
         #: where the core says that it is ready
         self.ready: Connection
@@ -34,8 +43,8 @@ class SpareProcess:
         work.close()
         child_ready.close()
 
-    def give(self, setup: bytes, addresses: Any) -> None:
-        """What `run_engine_core` takes; OSError when the process is gone."""
+    def give(self, setup: bytes, addresses: CoreAddresses) -> None:
+        """What `run_engine_core` waits for; OSError when the process is gone."""
         self._give.send((setup, addresses))
         self._give.close()
 
@@ -52,9 +61,11 @@ _spare: SpareProcess | None = None
 
 @contextmanager
 def prestarted() -> Iterator[None]:
-    """An engine core that is started inside the block uses a process that starts now."""
+    """An engine core that is started inside the block uses a process that starts now, or one that
+    is there already."""
     global _spare
-    _spare = SpareProcess()
+    if _spare is None:
+        _spare = SpareProcess()
     try:
         yield
     finally:
@@ -73,13 +84,10 @@ def take() -> SpareProcess | None:
 
 
 def _run(work: Connection, ready: Connection, parent_pid: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from vllm.v1.engine.core_proc import import_everything, run_engine_core
+    from vllm.platforms.cuda_driver import initialise_on_a_thread
 
-    import_everything()
-    try:
-        setup, addresses = work.recv()
-    except EOFError:
-        return
-    work.close()
-    run_engine_core(setup, addresses, ready, parent_pid)
+    initialise_on_a_thread()
+    with gc_paused():
+        from vllm.v1.engine.core_proc import run_engine_core
+
+    run_engine_core(work, ready, parent_pid)

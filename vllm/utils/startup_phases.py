@@ -14,11 +14,13 @@ from contextlib import contextmanager
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.utils.bytecode import missing_bytecode
 from vllm.utils.phase_ledger import PhaseEvent, ledger
 
 logger = init_logger(__name__)
 
-#: every engine's start has this phase, and it comes before its others
+#: a start begins with this phase, or where everything is imported with the next one
+IMPORT = "import"
 FIRST_OF_ENGINE = "config"
 
 _events: list[PhaseEvent] = []
@@ -26,7 +28,8 @@ _events: list[PhaseEvent] = []
 
 def begin(name: str, time_s: float | None = None) -> None:
     """The phase begins now, or began at `time_s` of `time.monotonic()`."""
-    if name == FIRST_OF_ENGINE and any(event.name == name for event in _events):
+    again = name == FIRST_OF_ENGINE and any(event.name == name for event in _events)
+    if again or name == IMPORT:
         _events.clear()  # an earlier start of this process failed
     _append(PhaseEvent(name, True, time.monotonic() if time_s is None else time_s))
 
@@ -81,6 +84,12 @@ def log_ledger() -> None:
     parts = ledger(events, began, now).items()
     shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
     logger.info("engine started in %.2f s: %s", now - began, shown)
+    if (why := missing_bytecode()) is not None:
+        logger.warning(
+            "every start compiles all Python modules, for seconds (%s); `python -m compileall` "
+            "does it once",
+            why,
+        )
 
 
 def _append(event: PhaseEvent) -> None:

@@ -2,16 +2,23 @@
 """What the attention layer keeps, and what it refuses."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.compilation.fake_graphs import Tape
 from tests.model_executor.harness import BLOCK_SIZE, make_config
 from tests.tiny_models import tiny_model
+from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 
@@ -70,3 +77,46 @@ def test_tied_and_biased_llama() -> None:
     assert "model.layers.0.mlp.down_proj.bias" in names
     assert not any(name.startswith("lm_head") for name in names)
     assert model.lm_head is model.model.embed_tokens
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_graphs_hold_rotation_unless_a_connector_loads_first(
+    config: VllmConfig, connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay without a connector rotates in a graph and attends between two."""
+    tape, calls = Tape(), []
+    slots, query = torch.arange(3), torch.zeros(3, 4, 32)
+    qkv = torch.arange(3.0 * 4 * 64 + 3 * 4 * 32).view(3, -1)
+
+    def rotate(*args: Any, **_: Any) -> torch.Tensor:
+        assert args[6] is slots
+        tape.launch(lambda: calls.append("rotate"))
+        return query
+
+    def attend(*args: Any) -> None:
+        tape.launch(lambda: calls.append("attend"))
+        gate = qkv[:, :256].view(3, 4, 2, 32)[:, :, 1]
+        assert args[0] is query and torch.equal(args[4], gate)
+
+    connector = SimpleNamespace(
+        has_connector_metadata=lambda: True,
+        wait_for_layer_load=lambda name: calls.append("wait"),
+        save_kv_layer=lambda *_: calls.append("save"),
+    )
+    monkeypatch.setattr(kv_transfer_state, "connector", connector if connected else None)
+    kernels = SimpleNamespace(qk_norm_rope_cache=rotate)
+    monkeypatch.setitem(vars(current_platform), "kernels", kernels)
+    layer = Attention(4, 32, 1.0, 2, prefix="layer")
+    layer.impl = SimpleNamespace(forward=attend)
+    with set_forward_context(ForwardContext({}, {"layer": None}, {"layer": slots})):
+        pieces, out = capture(
+            lambda: layer.forward_qkv(qkv, slots, query, gated=True),
+            tape.new_graph,
+            split=True,
+            alias=lambda tensor: tensor,
+        )
+        calls.clear()
+        pieces.replay()
+    assert out.shape == (3, 4, 32)
+    assert calls == (["wait", "rotate", "attend", "save"] if connected else ["rotate", "attend"])
+    assert [len(graph.calls) for graph in tape.graphs] == ([0, 0] if connected else [1, 0])

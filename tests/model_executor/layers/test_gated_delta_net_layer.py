@@ -2,21 +2,26 @@
 """The layer's parameters, its shards and what it tells the engine."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.compilation.fake_graphs import Tape
 from tests.model_executor.harness import make_config
 from tests.tiny_models import tiny_model
+from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.interface import chunk_metadata
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="builds layers on the CPU")
@@ -84,7 +89,8 @@ def run(layer: GatedDeltaNet, config: VllmConfig, hidden: Tensor, decodes: int) 
         chunk_indices=indices,
         chunk_offsets=offsets,
     )
-    with set_forward_context(ForwardContext({}, {layer.layer_name: metadata})):
+    name, blocks = layer.layer_name, metadata.state_indices[:decodes]
+    with set_forward_context(ForwardContext({}, {name: metadata}, decode_blocks={name: blocks})):
         return layer(hidden)
 
 
@@ -139,3 +145,58 @@ def test_a_name_is_used_once(config: VllmConfig) -> None:
     assert config.compilation_config.static_forward_context == {"layer": layer}
     with pytest.raises(ValueError, match="'layer'"):
         GatedDeltaNet(SHAPE, "layer")
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_graphs_hold_the_layer_unless_a_connector_loads_first(
+    config: VllmConfig, connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes over all rows that may be some, prefills over all rows, then the norm."""
+    tape, calls = Tape(), []
+
+    def decode(qkv: Tensor, *args: Any, **_: Any) -> None:
+        rows = (len(qkv), args[8].tolist())
+        tape.launch(lambda: calls.append(rows))
+
+    connector = SimpleNamespace(
+        has_connector_metadata=lambda: True,
+        wait_for_layer_load=lambda name: calls.append("wait"),
+        save_kv_layer=lambda *_: calls.append("save"),
+    )
+    kernels = SimpleNamespace(
+        gdn_decode=decode,
+        causal_conv1d=lambda x, *_, **__: tape.launch(lambda: calls.append(len(x))),
+        gdn_prefill=lambda *_, **__: None,
+        gated_rms_norm=lambda x, *_: tape.launch(lambda: calls.append("norm")),
+    )
+    monkeypatch.setattr(kv_transfer_state, "connector", connector if connected else None)
+    layer = build("layer", 0, 1)
+    layer.kv_cache = (torch.zeros(0), torch.zeros(0))
+    monkeypatch.setitem(vars(current_platform), "kernels", kernels)
+    one = torch.zeros(1)
+    metadata = SimpleNamespace(batch=PrefillBatch(slice(0, 6), one, one, one, one, one))
+    blocks = torch.tensor([3, -1], dtype=torch.int32)
+    qkv, gates = torch.zeros(6, 2 * KEY + VALUE), torch.zeros(6, 4)
+    out = torch.zeros(6, 4, 12)
+
+    def captured(only_decodes: bool, split: bool) -> list[Any]:
+        context = ForwardContext(
+            {}, {"layer": metadata}, decode_blocks={"layer": blocks}, only_decodes=only_decodes
+        )
+        with set_forward_context(context):
+            pieces, _ = capture(
+                lambda: layer.mix(qkv, gates, gates, out, out),
+                tape.new_graph,
+                split=split,
+                alias=lambda tensor: tensor,
+            )
+            calls.clear()
+            pieces.replay()
+        return calls
+
+    mixed = [(2, [3, -1]), 6]
+    found = captured(only_decodes=False, split=True)
+    assert found == (["wait", *mixed, "save", "norm"] if connected else [*mixed, "norm"])
+    assert [len(graph.calls) for graph in tape.graphs] == ([0, 1] if connected else [3])
+    if not connected:
+        assert captured(only_decodes=True, split=False) == mixed[:1]

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.quantization.base import LinearMethod
 from vllm.platforms import current_platform
@@ -41,6 +44,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
     return counting
 
 
+class RowsMethod(DoublingMethod):
+    """Takes float8 activations; notes whether it got them."""
+
+    takes_fp8_rows = True
+
+    def __init__(self) -> None:
+        self.got: list[bool] = []
+
+    def apply(self, layer: nn.Module, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
+        self.got.append(isinstance(x, Fp8Rows))
+        wide = x.values.float() * x.scale if isinstance(x, Fp8Rows) else x
+        return nn.functional.linear(wide, layer.weight, bias)
+
+
 def make_mlp(bias: bool) -> GatedMLP:
     torch.manual_seed(0)
     mlp = GatedMLP(16, 24, bias=bias)
@@ -67,3 +84,17 @@ def test_another_linear_method_keeps_its_own_product(kernels: CountingKernels) -
     mlp.gate_up_proj.quant_method = DoublingMethod()
     torch.testing.assert_close(mlp(x), expected(mlp, x, 2.0))
     assert kernels.fused == 0
+
+
+def test_a_branch_that_is_yet_to_be_added_is_made_float8_with_the_norm() -> None:
+    mlp, norm = make_mlp(bias=False), RMSNorm(16)
+    nn.init.ones_(norm.weight)
+    mlp.gate_up_proj.quant_method = method = RowsMethod()
+    x, branch = torch.randn(5, 16), torch.randn(5, 16)
+    stream = mlp.after_norm(norm, ResidualStream(x, branch))
+    assert method.got == [True] and torch.equal(stream.residual, x + branch)
+    rows, _ = norm.add_and_normalise_fp8(branch, x)
+    assert stream.branch is not None and torch.equal(stream.branch, mlp(rows))
+    assert method.got == [True, True]
+    mlp.after_norm(norm, ResidualStream(x))
+    assert method.got[2:] == [False]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.kernels.interface import chunk_metadata
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.gdn_attn import MAX_PREFILLS, GDNAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend, PagedAttentionImpl
+from vllm.v1.kv_cache_interface import MambaSpec
 
 CPU = torch.device("cpu")
-CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+CONFIG: Any = SimpleNamespace(
+    model_config=SimpleNamespace(max_model_len=512),
+    cache_config=SimpleNamespace(splits_scans=False),
+    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8192),
+)
 
 
 def _common() -> CommonAttentionMetadata:
@@ -56,6 +63,71 @@ def test_recurrent_metadata() -> None:
     assert metadata.has_initial_state.tolist() == [False, True]
     assert metadata.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
     assert metadata.chunk_offsets.tolist() == [0, 1, 3]
+
+
+def test_recurrent_metadata_of_steps_in_flight_lies_apart() -> None:
+    """And is what the interface's own function makes of the same lengths."""
+    builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
+    first = builder.build(_common())
+    starts = np.array([0, 64, 193], dtype=np.int32)
+    other = replace(_common(), prefill_query_start_loc_cpu=starts)
+    second = builder.build(replace(other, num_computed_tokens_cpu=np.array([8, 29, 7, 0])))
+    assert (first.has_initial_state.tolist(), second.has_initial_state.tolist()) == (
+        [False, True],
+        [True, False],
+    )
+    for metadata, starts_of in ((first, [0, 5, 75]), (second, starts.tolist())):
+        indices, offsets = chunk_metadata(starts_of)
+        assert torch.equal(metadata.chunk_indices, indices)
+        assert torch.equal(metadata.chunk_offsets, offsets)
+
+
+def test_recurrent_metadata_of_a_replayed_step_is_of_fixed_size() -> None:
+    """Absolute rows, sequences without tokens or block, and chunks of one of them."""
+    builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
+    metadata = builder.build(replace(_common(), padded_tokens=128))
+    assert metadata.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
+    assert metadata.chunk_offsets.tolist() == [0, 1, 3]
+    assert metadata.has_initial_state.tolist() == [False, True]
+    batch, absent = metadata.batch, MAX_PREFILLS - 2 + 1
+    assert batch.rows == slice(0, 128)
+    assert batch.state_indices.tolist() == [1, 9] + absent * [-1]
+    assert batch.has_initial_state.tolist() == [False, True] + absent * [False]
+    assert batch.query_start_loc.tolist() == [2, 7, 77] + absent * [77]
+    assert batch.chunk_offsets.tolist() == [0, 1, 3] + absent * [3]
+    padding = 128 // 64 + MAX_PREFILLS - 3
+    assert batch.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]] + padding * [[MAX_PREFILLS, 0]]
+    eager = builder.build(_common()).batch
+    assert eager.rows == slice(2, 77) and eager.query_start_loc.tolist() == [0, 5, 75]
+    assert eager.state_indices.tolist() == [1, 9] and not eager.is_empty
+
+
+def test_recurrent_metadata_of_more_prefills_than_a_graph_holds() -> None:
+    builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
+    count = MAX_PREFILLS + 1
+    starts = np.arange(count + 1, dtype=np.int32)
+    many = replace(
+        _common(), num_reqs=count + 2, prefill_query_start_loc_cpu=starts, padded_tokens=128,
+        num_computed_tokens_cpu=np.zeros(count + 2),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="17 prefills in a graph for 16"):
+        builder.build(many)
+
+
+def test_recurrent_metadata_cuts_long_prefills() -> None:
+    spec = MambaSpec(
+        block_size=8192, shapes=((3, 64), (2, 64, 64)), dtypes=(torch.float32, torch.float32)
+    )
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(splits_scans=True), scheduler_config=CONFIG.scheduler_config
+    )
+    builder = GDNAttentionBackend.get_builder_cls()(spec, [], config, CPU)
+    assert builder.build(_common()).segments is None
+    starts = np.array([0, 5, 4101], dtype=np.int32)
+    long = replace(_common(), prefill_query_start_loc_cpu=starts)
+    segments = builder.build(long).segments
+    assert segments is not None and segments.firsts.tolist() == [0, 1, 9]
+    assert segments.starts.tolist() == [0, *range(5, 4102, 512)]
 
 
 def test_attention_runs_decodes_and_prefills_apart(monkeypatch: pytest.MonkeyPatch) -> None:

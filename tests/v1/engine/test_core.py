@@ -13,11 +13,11 @@ import pytest
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens, make_vllm_config
 from vllm import decisions
 from vllm.sampling_params import SamplingParams
+from vllm.utils.start_method import start_method
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_process import start_method
 
 
 class CountingScheduler(AsyncScheduler):
@@ -126,6 +126,15 @@ def test_start_method_avoids_forking_threads(monkeypatch):
     assert start_method() == "spawn"
     (record,) = [d for d in decisions.decisions() if d.what == "engine core start method"]
     assert (record.chosen, record.instead_of) == ("spawn", "fork") and "threads" in record.why
+
+
+def test_start_method_avoids_forking_a_process_that_uses_cuda(monkeypatch):
+    monkeypatch.setattr(threading, "enumerate", list)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert start_method() == "spawn"
+    monkeypatch.delitem(sys.modules, "torch")
+    assert start_method() == "fork"
 
 
 _SCRIPT = """

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 
-from vllm.v1.engine.core_proc import CoreAddresses, EngineCoreProc
+from vllm.v1.engine.core_messages import CoreAddresses
+from vllm.v1.engine.core_proc import EngineCoreProc
 
 
 class IdleCore:

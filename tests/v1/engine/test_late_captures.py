@@ -16,7 +16,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils import startup_phases
 from vllm.v1.engine import late_captures
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_proc import CoreAddresses, EngineCoreProc
+from vllm.v1.engine.core_messages import CoreAddresses
+from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.worker.warm_up import capture_until
 

@@ -57,6 +57,15 @@ def test_prefills_lie_at_an_address_of_their_own() -> None:
     assert addresses == {0}
 
 
+def test_decodes_of_a_recurrent_group_are_padded() -> None:
+    table = GroupBlockTable(4, 1, 4, 32, recurrent=True, device=CPU, depth=2)
+    table.set_row(1, [7])
+    table.set_row(2, [5])
+    assert table.decode_blocks(np.array([2, 1]), 4).tolist() == [5, 7, -1, -1]
+    assert table.decode_blocks(np.array([2, 1]), 2).tolist() == [5, 7]
+    assert len(_paged().decode_blocks(np.array([0]), 4)) == 0
+
+
 def test_recurrent_groups_have_no_slots() -> None:
     table = GroupBlockTable(512, 1, 4, 32, recurrent=True, device=CPU, depth=2)
     table.set_row(2, [7])

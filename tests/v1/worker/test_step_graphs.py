@@ -48,12 +48,14 @@ class Steps:
         self.tape = Tape()
         self.value = 0
         self.prepared: list[int] = []
+        self.ran: list[int] = []
         self.graphs = GraphSet(sizes, self.prepare, self.tape.new_graph, split=split)
 
     def prepare(self, size: int) -> Callable[[], Tensor]:
         self.prepared.append(size)
 
         def run() -> Tensor:
+            self.ran.append(size)
             out = torch.zeros(size, 1)
             self.tape.launch(lambda: out.fill_(self.value + size))
             return out
@@ -89,6 +91,18 @@ def test_the_next_captured_size(step: StepOrder, expected: Replay | None) -> Non
     assert graphs.replay_for(step) == expected
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(None, True), (3, True), (2, False)])
+def test_steps_of_more_prefills_than_the_pieces_hold_are_eager(
+    limit: int | None, fits: bool
+) -> None:
+    decodes, pieces = Steps([8], split=False), Steps([64], split=True)
+    graphs = StepGraphs(decodes.graphs, pieces.graphs, limit)
+    graphs.capture_all()
+    step = order([1, 1, 7, 2, 3], 2)
+    assert graphs.replay_for(step) == (Replay(64, False) if fits else None)
+    assert graphs.replay_for(order([1] * 5, 5)) == Replay(8, True)
+
+
 def test_a_replay_runs_the_capture_of_its_size() -> None:
     decodes, pieces = Steps([1, 2], split=False), Steps([4], split=True)
     graphs = StepGraphs(decodes.graphs, pieces.graphs)
@@ -119,6 +133,13 @@ def test_between_captures_steps_take_the_next_size_there_is() -> None:
     assert graphs.replay_for(order([1], 1)) == Replay(4, True)
     graphs.capture_all()
     assert graphs.replay_for(order([1], 1)) == Replay(1, True)
+
+
+def test_coarse_sizes_run_once_before_their_capture() -> None:
+    steps = Steps([1, 2, 3, 4, 6], split=False)
+    for size in capture_order([1, 2, 3, 4, 6]):
+        steps.graphs.capture(size)
+    assert steps.ran == [6, 6, 4, 4, 2, 2, 1, 1, 3]
 
 
 def test_capture_order_serves_every_batch_early() -> None:
@@ -179,9 +200,12 @@ def fresh_decisions() -> None:
 def test_every_mode_gets_its_sizes() -> None:
     memory = _memory(100)
     plan = plan_graphs(_config(_BOTH, [1, 8], [4, 16]), _BACKENDS, memory)
-    assert plan == GraphPlan([1, 8], [4, 16])
+    most = GDNAttentionBackend.max_prefills_in_graph
+    assert plan == GraphPlan([1, 8], [4, 16], most)
     only = plan_graphs(_config(CUDAGraphMode.PIECEWISE, [], [4]), _BACKENDS, memory)
-    assert only == GraphPlan([], [4])
+    assert only == GraphPlan([], [4], most)
+    paged = plan_graphs(_config(_BOTH, [1], [4]), [PagedAttentionBackend], memory)
+    assert paged.max_prefills is None
     none = plan_graphs(_config(CUDAGraphMode.NONE, [], []), _BACKENDS, memory)
     assert none.sizes == [] and not decisions.decisions()
 
@@ -194,7 +218,7 @@ def test_backends_that_plan_on_the_host_forbid_whole_graphs(
     mode: CUDAGraphMode, pieces: list[int], instead: str
 ) -> None:
     plan = plan_graphs(_config(mode, [1, 8], pieces), [*_BACKENDS, _HostPlanned], _memory(100))
-    assert plan == GraphPlan([], pieces)
+    assert plan == GraphPlan([], pieces, GDNAttentionBackend.max_prefills_in_graph)
     made = _decision("cudagraph_mode")
     assert made is not None and (made.chosen, made.instead_of) == (instead, mode.name)
     assert "HOST_PLANNED" in made.why

@@ -67,6 +67,14 @@ def test_arrays_of_a_mixed_step() -> None:
     )
 
 
+@pytest.mark.parametrize(("padded", "rows"), [(None, 1), (6, 6), (16, 8)])
+def test_rows_that_may_be_decodes(padded: int | None, rows: int) -> None:
+    """Of a padded step as many as there are tokens or requests, whatever this one has."""
+    batch = _batch({"new": (5, 0), "decode": (7, 7)})
+    order = batch.order({"new": 5, "decode": 1}, {"new", "decode"})
+    assert StepInputBuilder(8, 64, CPU, depth=2).build(order, padded).num_decode_rows == rows
+
+
 def test_padding_follows_the_real_tokens() -> None:
     batch = _batch({"new": (5, 0), "decode": (7, 7)})
     builder = StepInputBuilder(8, 64, CPU, depth=1)

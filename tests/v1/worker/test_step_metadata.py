@@ -94,6 +94,15 @@ def test_a_padded_step(bench: Bench) -> None:
     assert context.slot_mapping["b"].tolist() == slots and "r" not in context.slot_mapping
     assert common.num_computed_tokens_cpu.tolist() == [17, 0]
     assert context.attn_metadata["r"].common.block_table[:, 0].tolist() == [8, 7]
+    # As many rows as there may be decodes, since the graph that runs them serves other steps too.
+    assert list(context.decode_blocks) == ["r"]
+    assert context.decode_blocks["r"].tolist() == [8, -1, -1, -1]
+
+
+def test_an_eager_step_has_its_decodes_only(bench: Bench) -> None:
+    order = bench.batch.order({"prompt": 20, "running": 1}, {"prompt", "running"})
+    context = bench.metadata.of_step(order, bench.inputs.build(order))
+    assert context.decode_blocks["r"].tolist() == [8]
 
 
 def test_metadata_for_some_layers_only(bench: Bench) -> None:
@@ -101,6 +110,7 @@ def test_metadata_for_some_layers_only(bench: Bench) -> None:
     order = bench.batch.order({"running": 1}, {"running"})
     inputs = bench.inputs.build(order, 4, 4)
     context = bench.metadata.of_step(order, inputs, ["r"])
+    assert bench.tables.groups[1].decodes.device[:4].tolist() == [8, -1, -1, -1]
     assert list(context.attn_metadata) == ["r"]
     assert [builder.calls for builder in bench.builders] == [0, 1]
     table = bench.tables.groups[0].staged.device
@@ -126,4 +136,5 @@ def test_padding_without_requests(bench: Bench) -> None:
     common = context.attn_metadata["a"].common
     assert common.num_reqs == common.num_decodes == common.num_tokens == context.num_tokens == 0
     assert common.slot_mapping.tolist() == [-1] * 5 and len(inputs.input_ids) == 5
+    assert context.decode_blocks["r"].tolist() == [-1] * 4
     assert np.array_equal(common.prefill_query_start_loc_cpu, [0])

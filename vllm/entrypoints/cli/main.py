@@ -8,6 +8,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from vllm.utils.gc_paused import gc_paused
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def main(argv: list[str] | None = None) -> int:
     name = find_command(argv)
     if name is None:
         return _answer_usage(argv)
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return _run(name, argv[len(name.split()) :])
 
 
@@ -100,11 +100,15 @@ def _run(name: str, argv: list[str]) -> int:
     """Parse and run; the last line on stderr names the cause of a failure."""
     try:
         with _engine_process(name, argv):
-            command = load_command(name)
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
+            # From here on threads may run.
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+            with gc_paused():
+                command = load_command(name)
+                from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-            parser = FlexibleArgumentParser(prog=f"vllm {name}", description=command.description)
-            command.add_arguments(parser)
+                about = command.description
+                parser = FlexibleArgumentParser(prog=f"vllm {name}", description=about)
+                command.add_arguments(parser)
             return command.run(command.parse(parser, argv))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -118,7 +122,7 @@ def _run(name: str, argv: list[str]) -> int:
 def _engine_process(name: str, argv: list[str]) -> AbstractContextManager[None]:
     """For a server: the engine's process, which imports what it needs while this one does."""
     asks_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
-    if name != "serve" or asks_help or os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "spawn":
+    if name != "serve" or asks_help:
         return nullcontext()
     from vllm.utils.spare_process import prestarted
 

@@ -30,7 +30,7 @@ class ServeCommand(CLISubcommand):
         parser.set_defaults(model=None)
 
     def run(self, args: argparse.Namespace) -> int:
-        from vllm.entrypoints.openai.api_server import run_server
+        from vllm.entrypoints.openai.run_server import run_server
 
         args.model = choose_model(args.model_tag, args.model)
         return run_server(args)

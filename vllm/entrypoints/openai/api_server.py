@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server: application, engine and listening socket brought together.
+"""The HTTP application of an engine.
 
 `python -m vllm.entrypoints.openai.api_server --model M` is `vllm serve M`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
-from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.errors import install_handlers
 from vllm.entrypoints.openai.http_metrics import HttpMetrics
@@ -36,9 +33,8 @@ from vllm.entrypoints.openai.routes import (
     unsupported,
 )
 from vllm.entrypoints.openai.state import Server, make_server
-from vllm.exceptions import VLLMValidationError
+from vllm.entrypoints.openai.user_middleware import import_middleware
 from vllm.logger import init_logger
-from vllm.utils import startup_phases
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -110,41 +106,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
         app.add_middleware(RequestIdHeader)
     app.add_middleware(HttpMetrics)
     for path in reversed(args.middleware):
-        app.add_middleware(_import_middleware(path))
-
-
-def _import_middleware(path: str) -> Any:
-    from vllm.utils.dotted import resolve_class
-
-    try:
-        return resolve_class(path)
-    except ValueError as error:
-        raise VLLMValidationError(f"--middleware: {error}", "middleware", path) from None
-
-
-def run_server(namespace: argparse.Namespace) -> int:
-    """Serve until a signal or the engine's death; returns the process's exit status."""
-    startup_phases.begin_with_process("import")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launcher import bind, check_certificates, serve
-
-    args = FrontEndArgs.from_cli_args(namespace)
-    engine_args = AsyncEngineArgs.from_cli_args(namespace)
-    # These fail in milliseconds; loading a model first would hide the mistake for minutes.
-    load_chat_template(args.chat_template)
-    log_config(args)
-    check_certificates(args)
-    for path in args.middleware:
-        _import_middleware(path)
-    sock = bind(args)
-
-    def make_engine() -> AsyncLLM:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        startup_phases.end("import")
-        return AsyncLLM.from_engine_args(engine_args)
-
-    return serve(sock, args, make_engine, lambda engine: build_app(engine, args))
+        app.add_middleware(import_middleware(path))
 
 
 def main() -> int:

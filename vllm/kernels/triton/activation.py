@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.norm import row_tile, row_warps
 from vllm.utils.math_utils import cdiv
 
@@ -28,6 +29,9 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + row * N + col, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
+_silu_and_mul = Launcher(_silu_and_mul_kernel)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `Kernels.silu_and_mul`."""
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
@@ -35,8 +39,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if tokens:
         grid = (tokens, cdiv(n, COLUMNS))
         pdl = dependent_launch(out.device)
-        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
+        _silu_and_mul[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
     return out
+
+
+@triton.jit
+def gated(x, gate):
+    """`x * sigmoid(gate)` of two tiles in their own dtype, in fp32."""
+    return x.to(tl.float32) * tl.sigmoid(gate.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,10 +72,13 @@ def _mul_sigmoid_kernel(
     mask = (row < rows)[:, None] & (col < N)[None, :]
     token, head = row // HEADS, row % HEADS
     start = token * stride_token + head * stride_head
-    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
     start = token * stride_gate_token + head * stride_gate_head
-    gate = tl.load(gate_ptr + start[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row[:, None] * N + col[None, :], x * tl.sigmoid(gate), mask=mask)
+    gate = tl.load(gate_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + row[:, None] * N + col[None, :], gated(x, gate), mask=mask)
+
+
+_mul_sigmoid = Launcher(_mul_sigmoid_kernel)
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
@@ -74,7 +87,7 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
     if tokens:
         block_r, block_n = row_tile(n)
-        _mul_sigmoid_kernel[(cdiv(tokens * heads, block_r),)](
+        _mul_sigmoid[(cdiv(tokens * heads, block_r),)](
             x,
             gate,
             out,

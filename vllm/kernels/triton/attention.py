@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.activation import gated
 from vllm.kernels.triton.configs import device_configs, pick
 from vllm.kernels.triton.decode_attention import (
     LOG2_E,
@@ -17,6 +18,7 @@ from vllm.kernels.triton.decode_attention import (
     decode_tile,
     num_splits,
 )
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 from vllm.utils.math_utils import next_power_of_2
 
@@ -78,6 +80,7 @@ def _attention_kernel(
     seq_lens_ptr,
     starts_ptr,
     out_ptr,
+    gate_ptr,
     num_seqs,
     scale,
     v_scale,
@@ -87,11 +90,14 @@ def _attention_kernel(
     stride_table,
     stride_out_token,
     stride_out_head,
+    stride_gate_token,
+    stride_gate_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -142,9 +148,15 @@ def _attention_kernel(
         stride_block, True, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
-    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    acc = (acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]).to(out_ptr.dtype.element_ty)
+    if GATED:
+        row = gate_ptr + (q_start + token) * stride_gate_token + head * stride_gate_head
+        acc = gated(acc, tl.load(row[:, None] + d[None, :], mask=inside, other=0.0))
     row = out_ptr + (q_start + token) * stride_out_token + head * stride_out_head
     tl.store(row[:, None] + d[None, :], acc, mask=inside)
+
+
+_attention = Launcher(_attention_kernel)
 
 
 def paged_attention(
@@ -161,6 +173,7 @@ def paged_attention(
     out: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    gate: Tensor | None = None,
 ) -> None:
     """See `Kernels.paged_attention`.
 
@@ -192,17 +205,20 @@ def paged_attention(
             sliding_window=sliding_window,
             tile=tile,
             out=out,
+            gate=gate,
         )
         return
     tile = pick(configs.attention_prefill_fp32 if wide else configs.attention_prefill, head_dim)
     block_m = max(tile.rows, next_power_of_2(group))
-    _attention_kernel[(num_tiles(tokens, num_seqs, block_m // group), num_kv_heads)](
+    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
+    _attention[(num_tiles(tokens, num_seqs, block_m // group), num_kv_heads)](
         query,
         kv_cache,
         block_table,
         seq_lens,
         query_start_loc,
         out,
+        gate,
         num_seqs,
         scale * k_scale * LOG2_E,
         v_scale,
@@ -212,11 +228,13 @@ def paged_attention(
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
+        *gate_strides,
         HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
         WINDOW=sliding_window or 0,
+        GATED=gate is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=next_power_of_2(head_dim),

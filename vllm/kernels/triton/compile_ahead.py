@@ -10,6 +10,7 @@ compile is in its memory, not only on disk.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.runtime.cache import triton_key
 
 from vllm.kernels.triton import compile_log
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+_hashing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,23 @@ def noted_launches() -> Iterator[list[Variant]]:
         variants += noted.values()
 
 
+def hash_compiler() -> None:
+    """Let Triton compute its hash of itself, which is part of the name of every kernel on disk.
+
+    It reads hundreds of megabytes, outside of Python; threads that need it at once would each do
+    so.
+    """
+    with _hashing:
+        triton_key()
+
+
 def prepare(one: Variant, device: torch.device) -> None:
     """Compile a kernel and load it onto the device.
 
     Its launcher is a C function that the host's compiler makes, for longer than many a kernel;
     Triton makes it, and loads the kernel, when `run` is first asked for.
     """
+    hash_compiler()
     kernel = one.compile(one.specialization)
     if device.type == "cuda":
         _ = kernel.run

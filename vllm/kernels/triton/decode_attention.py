@@ -3,26 +3,34 @@
 """Attention of short queries over the paged cache: split keys, one program per share.
 
 Online softmax as in FlashAttention-2 (arXiv 2307.08691, algorithm 1), shares joined by their
-log-sum-exp as in Flash-Decoding. The query heads of one kv head share a tile: row `r` is token
-`r // GROUP`, head `r % GROUP`, so keys are loaded once per group.
+log-sum-exp as in Flash-Decoding, in their order, by the program that finishes last. The query
+heads of one kv head share a tile: row `r` is token `r // GROUP`, head `r % GROUP`, so keys are
+loaded once per group.
 
 The grid follows from host integers, so a captured graph stays valid for any length up to its
 bound. How many of its splits a sequence uses follows on the device from that sequence's length
 alone: about `SPLIT_KEYS` keys each or more, and the programs beyond the last one leave at once.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.activation import gated
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.tiles import Configs, Tile, pick
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 SPLIT_KEYS = 64
-JOINED_SPLITS = 32
+#: numbers that a thread holds of the shares it joins
+JOINED_PER_THREAD = 64
+#: programs whose shares may be joined at once: more than the multiprocessors of any GPU
+MAX_JOINS = 1024
 
 
 @triton.jit
@@ -41,6 +49,41 @@ def _first_key(lowest, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     return lowest * 0
 
 
+@triton.jit
+def _joined(
+    part_ptr, lse_ptr, base, valid, used,
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The first `used` shares of rows, from `base [BLOCK_R]` on, by their parts of the softmax.
+
+    The cache modifier is that of what another program wrote meanwhile.
+    """
+    d = tl.arange(0, BLOCK_D)[None, None, :]
+    peak = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for start in range(0, used, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)[None, :]
+        live = valid[:, None] & (s < used)
+        share = base[:, None] + s
+        lse = tl.load(lse_ptr + share, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            part_ptr + share[:, :, None] * HEAD_DIM + d,
+            mask=live[:, :, None] & (d < HEAD_DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, axis=1))
+        # A row without a token has no share, and the first of a later row may see no key.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.math.exp2(lse - shift[:, None])
+        fade = tl.math.exp2(peak - shift)
+        total = total * fade + tl.sum(weight, axis=1)
+        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], axis=1)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["splits", "split_keys", "stride_table"])
 def _decode_kernel(
     q_ptr,
@@ -49,7 +92,10 @@ def _decode_kernel(
     seq_lens_ptr,
     starts_ptr,
     out_ptr,
+    gate_ptr,
+    part_ptr,
     lse_ptr,
+    arrived_ptr,
     splits,
     split_keys,
     scale,
@@ -60,22 +106,28 @@ def _decode_kernel(
     stride_table,
     stride_out_token,
     stride_out_head,
+    stride_gate_token,
+    stride_gate_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (kv heads, sequences, splits).
 
-    With SPLIT the output is partial: `out [tokens, HEADS, splits, HEAD_DIM]` fp32, normalised, and
-    its base-2 log-sum-exp `lse [tokens, HEADS, splits]`, -inf where nothing was seen.
+    With SPLIT a share is normalised in `part [tokens, HEADS, splits, HEAD_DIM]` fp32, with its
+    base-2 log-sum-exp in `lse [tokens, HEADS, splits]`, -inf where nothing was seen; `arrived
+    [sequences, kv heads]` int32 counts the programs that wrote theirs, and is left zero.
     """
     start_next(PDL)
     slot: tl.constexpr = HEADS // GROUP * HEAD_DIM
@@ -92,7 +144,7 @@ def _decode_kernel(
     first = _first_key(lowest, WINDOW, BLOCK_N)
     last = seq_len
     if SPLIT:
-        size, _ = _shares(first, seq_len, splits, split_keys, BLOCK_N)
+        size, used = _shares(first, seq_len, splits, split_keys, BLOCK_N)
         first += split * size
         last = tl.minimum(first + size, seq_len)
         if first >= last:
@@ -142,65 +194,39 @@ def _decode_kernel(
     if SPLIT:
         part = ((q_start + token).to(tl.int64) * HEADS + head) * splits + split
         tl.store(lse_ptr + part, peak + tl.math.log2(total), mask=valid)
-        tl.store(out_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
-    else:
-        row = out_ptr + (q_start + token).to(tl.int64) * stride_out_token + head * stride_out_head
-        tl.store(row[:, None] + d[None, :], acc, mask=inside)
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
+        # The atomic is one thread's; the barrier puts every thread's stores before its release.
+        tl.debug_barrier()
+        counter = arrived_ptr + seq * tl.num_programs(0) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < used - 1:
+            return
+        tl.store(counter, 0)
+        r = tl.arange(0, BLOCK_R)
+        token = r // GROUP
+        head = kv_head * GROUP + r % GROUP
+        valid = token < query_len
+        inside = valid[:, None] & (d < HEAD_DIM)[None, :]
+    place = (q_start + token).to(tl.int64)
+    if GATED:
+        row = gate_ptr + place * stride_gate_token + head * stride_gate_head
+        gate = tl.load(row[:, None] + d[None, :], mask=inside, other=0.0)
+    if SPLIT:
+        base = (place * HEADS + head) * splits
+        acc = _joined(part_ptr, lse_ptr, base, valid, used, HEAD_DIM, BLOCK_R, BLOCK_S, BLOCK_D)
+    acc = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        acc = gated(acc, gate)
+    row = out_ptr + place * stride_out_token + head * stride_out_head
+    tl.store(row[:, None] + d[None, :], acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits", "split_keys"])
-def _join_kernel(
-    part_ptr,
-    lse_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    out_ptr,
-    splits,
-    split_keys,
-    stride_out_token,
-    stride_out_head,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (heads, sequences, longest query): weigh each share by its part of the softmax."""
-    start_next(PDL)
-    head, seq = tl.program_id(0), tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    q_start = tl.load(starts_ptr + seq)
-    query_len = tl.load(starts_ptr + seq + 1) - q_start
-    await_previous(PDL)
-    if (seq_len == 0) | (tl.program_id(2) >= query_len):
-        return
-    first = _first_key(seq_len - query_len, WINDOW, BLOCK_N)
-    _, used = _shares(first, seq_len, splits, split_keys, BLOCK_N)
-    token = (q_start + tl.program_id(2)).to(tl.int64)
-    base = (token * HEADS + head) * splits
-    d = tl.arange(0, BLOCK_D)
-    peak = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, used, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        lse = tl.load(lse_ptr + base + s, mask=s < used, other=float("-inf"))
-        inside = (s < used)[:, None] & (d < HEAD_DIM)[None, :]
-        part = tl.load(
-            part_ptr + (base + s)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
-        # The first shares of a later query row may see nothing of its window.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.math.exp2(lse - shift)
-        fade = tl.math.exp2(peak - shift)
-        total = total * fade + tl.sum(weight, axis=0)
-        acc = acc * fade + tl.sum(part * weight[:, None], axis=0)
-        peak = new_peak
-    row = out_ptr + token * stride_out_token + head * stride_out_head
-    tl.store(row + d, acc / total, mask=d < HEAD_DIM)
+_decode = Launcher(_decode_kernel)
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """`[MAX_JOINS]` int32, zero between launches; launches of one stream share it."""
+    return torch.zeros(MAX_JOINS, dtype=torch.int32, device=device)
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, chip: int) -> int:
@@ -223,6 +249,11 @@ def decode_tile(configs: Configs, num_seqs: int, num_kv_heads: int, head_dim: in
     return pick(configs.attention_decode_many, head_dim)
 
 
+def _shares_at_once(rows: int, columns: int, num_warps: int) -> int:
+    """A power of two of shares, all of whose rows are joined in registers."""
+    return max(1, min(32, JOINED_PER_THREAD * 32 * num_warps // (rows * columns)))
+
+
 def decode_attention(
     query: Tensor,
     kv_cache: Tensor,
@@ -237,27 +268,39 @@ def decode_attention(
     sliding_window: int | None,
     tile: Tile,
     out: Tensor,
+    gate: Tensor | None,
 ) -> None:
-    """`Kernels.paged_attention` for queries whose group's rows fit one tile, keys in `splits`."""
+    """`Kernels.paged_attention` for queries whose group's rows fit one tile, keys in `splits`.
+
+    Raises:
+        ValueError: more than `MAX_JOINS` sequences times kv heads have their keys split.
+    """
     tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_seqs = kv_cache.shape[3], len(seq_lens)
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    part, lse = out, None
+    block_m = max(tile.rows, next_power_of_2(max_query_len * group))
+    block_r = next_power_of_2(group) if max_query_len == 1 and splits > 1 else block_m
+    part = lse = arrived = None
     if splits > 1:
+        if num_seqs * num_kv_heads > MAX_JOINS:
+            raise ValueError(f"{num_seqs} sequences of {num_kv_heads} kv heads are not split")
+        arrived = arrivals(query.device)
         shape = (tokens, num_heads, splits)
         part = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    window = sliding_window or 0
-    pdl = dependent_launch(query.device)
-    _decode_kernel[(num_kv_heads, num_seqs, splits)](
+    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
+    _decode[(num_kv_heads, num_seqs, splits)](
         query,
         kv_cache,
         block_table,
         seq_lens,
         query_start_loc,
+        out,
+        gate,
         part,
         lse,
+        arrived,
         splits,
         SPLIT_KEYS,
         scale * LOG2_E,
@@ -268,36 +311,20 @@ def decode_attention(
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
+        *gate_strides,
         HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
-        WINDOW=window,
+        WINDOW=sliding_window or 0,
         SPLIT=splits > 1,
-        BLOCK_M=max(tile.rows, next_power_of_2(max_query_len * group)),
+        GATED=gate is not None,
+        BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=block_d,
+        BLOCK_R=block_r,
+        BLOCK_S=_shares_at_once(block_r, block_d, tile.num_warps),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        **pdl,
+        **dependent_launch(query.device),
     )
-    if lse is not None:
-        _join_kernel[(num_heads, num_seqs, max_query_len)](
-            part,
-            lse,
-            seq_lens,
-            query_start_loc,
-            out,
-            splits,
-            SPLIT_KEYS,
-            out.stride(0),
-            out.stride(1),
-            HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            WINDOW=window,
-            BLOCK_N=tile.columns,
-            BLOCK_S=JOINED_SPLITS,
-            BLOCK_D=block_d,
-            num_warps=8,
-            **pdl,
-        )

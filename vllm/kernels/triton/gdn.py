@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule ops of the interface over the packed projections."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels.hopper_gdn import HopperGdn
+from vllm.kernels.hopper_gdn_decode import takes_decode
+from vllm.kernels.scan_segments import ScanSegments
 from vllm.kernels.triton.norm import gated_rms_norm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
@@ -25,92 +30,122 @@ def split_qkv(
     return q, k, v.unflatten(-1, (num_v_heads, head_v_dim))
 
 
-def gdn_prefill(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    chunk_indices: Tensor,
-    chunk_offsets: Tensor,
-    *,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    out: Tensor,
-) -> None:
-    """See `Kernels.gdn_prefill`."""
-    q, k, v = split_qkv(qkv, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    problem = ChunkedProblem(
-        q=q,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        ssm_state=ssm_state,
-        state_indices=state_indices,
-        has_initial_state=has_initial_state,
-        query_start_loc=query_start_loc,
-        chunk_indices=chunk_indices,
-        chunk_offsets=chunk_offsets,
-        scale=head_k_dim**-0.5,
-        l2norm=True,
-    )
-    run_chunked(problem, out)
+@dataclass(frozen=True)
+class GdnOps:
+    """The ops with a choice of kernels: `hopper`'s where they take a problem, else Triton's."""
 
+    hopper: HopperGdn | None
 
-def gdn_decode(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    conv_state: Tensor,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    *,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    out: Tensor,
-    ring: DecodeRing | None = None,
-    norm: GatedNorm | None = None,
-) -> None:
-    """See `Kernels.gdn_decode`: two launches, the second of which reads the states meanwhile, and
-    for many sequences the norm."""
-    if len(state_indices) == 0:
-        return
-    overlaps = overlaps_launches(qkv.device)
-    heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    inputs = decode_inputs(
-        qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        state_indices,
-        ring,
-        heads,
-        overlaps,
-    )
-    launch = launch_for(len(state_indices), head_k_dim, head_v_dim)
-    fused = norm if launch.rows >= head_v_dim else None
-    run_decode(inputs, ssm_state, state_indices, ring, fused, launch, overlaps, head_k_dim, out)
-    if norm is not None and fused is None:
-        gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
+    def gdn_prefill(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        query_start_loc: Tensor,
+        chunk_indices: Tensor,
+        chunk_offsets: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+        segments: ScanSegments | None = None,
+    ) -> None:
+        """See `Kernels.gdn_prefill`."""
+        q, k, v = split_qkv(qkv, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        problem = ChunkedProblem(
+            q=q,
+            k=k,
+            v=v,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            ssm_state=ssm_state,
+            state_indices=state_indices,
+            has_initial_state=has_initial_state,
+            query_start_loc=query_start_loc,
+            chunk_indices=chunk_indices,
+            chunk_offsets=chunk_offsets,
+            scale=head_k_dim**-0.5,
+            l2norm=True,
+        )
+        run_chunked(problem, out, self.hopper, segments)
+
+    def gdn_decode(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        state_indices: Tensor,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        out: Tensor,
+        ring: DecodeRing | None = None,
+        norm: GatedNorm | None = None,
+    ) -> None:
+        """See `Kernels.gdn_decode`. In Triton: two launches, the second of which reads the states
+        meanwhile, and for many sequences the norm."""
+        if len(state_indices) == 0:
+            return
+        overlaps = overlaps_launches(qkv.device)
+        heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        decode = self.hopper and self.hopper.decode
+        if decode and takes_decode(
+            qkv, a, b, conv_weight, conv_state, ssm_state, heads, out, ring, norm
+        ):
+            decode(
+                qkv,
+                a,
+                b,
+                A_log,
+                dt_bias,
+                conv_weight,
+                conv_bias,
+                conv_state,
+                ssm_state,
+                state_indices,
+                num_k_heads,
+                out,
+                ring,
+                norm,
+                overlaps,
+            )
+            return
+        inputs = decode_inputs(
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            conv_weight,
+            conv_bias,
+            conv_state,
+            state_indices,
+            ring,
+            heads,
+            overlaps,
+        )
+        launch = launch_for(len(state_indices), head_k_dim, head_v_dim)
+        fused = norm if launch.rows >= head_v_dim else None
+        run_decode(inputs, ssm_state, state_indices, ring, fused, launch, overlaps, head_k_dim, out)
+        if norm is not None and fused is None:
+            gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
 
 
 def gdn_commit(rings: RingStack, entries: Tensor) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 ROW_TILE_ELEMENTS = 1024
@@ -64,6 +65,9 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row[:, None] * N + col[None, :], y, mask=mask)
 
 
+_rms_norm = Launcher(_rms_norm_kernel)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
     """See `Kernels.rms_norm`; more than one leading head dimension is flattened first."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -73,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -
     view = x.reshape(1, 1, n) if x.ndim == 1 else x.reshape(len(x), -1, n)
     rows = view.shape[0] * view.shape[1]
     block_r, block_n = row_tile(n)
-    _rms_norm_kernel[(cdiv(rows, block_r),)](
+    _rms_norm[(cdiv(rows, block_r),)](
         view,
         weight,
         out,
@@ -121,6 +125,9 @@ def _fused_add_rms_norm_kernel(
     tl.store(out_ptr + row * N + col, y, mask=mask)
 
 
+_fused_add_rms_norm = Launcher(_fused_add_rms_norm_kernel)
+
+
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -129,7 +136,7 @@ def fused_add_rms_norm(
     out, total = (torch.empty(tokens, n, dtype=x.dtype, device=x.device) for _ in range(2))
     if tokens:
         block_n = next_power_of_2(n)
-        _fused_add_rms_norm_kernel[(tokens,)](
+        _fused_add_rms_norm[(tokens,)](
             x,
             residual,
             weight,
@@ -147,13 +154,15 @@ def fused_add_rms_norm(
     return out, total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "num_done"])
 def _gated_rms_norm_kernel(
     x_ptr,
     gate_ptr,
     w_ptr,
     out_ptr,
+    done_ptr,
     rows,
+    num_done,
     stride_token,
     stride_head,
     stride_gate_token,
@@ -171,6 +180,9 @@ def _gated_rms_norm_kernel(
     token, head = row // HEADS, row % HEADS
     start = token * stride_token + head * stride_head
     start_next(PDL)
+    if done_ptr is not None:
+        done = tl.load(done_ptr + token, mask=(row < rows) & (token < num_done), other=-1)
+        mask &= (done < 0)[:, None]
     w = tl.load(w_ptr + col, mask=col < N, other=0.0)
     await_previous(PDL)
     x = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
@@ -182,8 +194,16 @@ def _gated_rms_norm_kernel(
     tl.store(out_ptr + row[:, None] * N + col[None, :], y * gate * tl.sigmoid(gate), mask=mask)
 
 
+_gated_rms_norm = Launcher(_gated_rms_norm_kernel)
+
+
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    done: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
     tokens, heads, n = x.shape
@@ -191,12 +211,14 @@ def gated_rms_norm(
         out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
     if tokens:
         block_r, block_n = row_tile(n)
-        _gated_rms_norm_kernel[(cdiv(tokens * heads, block_r),)](
+        _gated_rms_norm[(cdiv(tokens * heads, block_r),)](
             x,
             gate,
             weight,
             out,
+            done,
             tokens * heads,
+            0 if done is None else done.shape[0],
             x.stride(0),
             x.stride(1),
             gate.stride(0),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm.kernels import fp8
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.quantize import to_fp8
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -131,6 +132,9 @@ def _qk_norm_rope_cache_kernel(
         tl.store(cache + BLOCK_SIZE * KV_HEADS * HEAD_DIM + inner, v, mask=mask)
 
 
+_qk_norm_rope_cache = Launcher(_qk_norm_rope_cache_kernel)
+
+
 def qk_norm_rope_cache(
     qkv: Tensor,
     positions: Tensor,
@@ -157,7 +161,7 @@ def qk_norm_rope_cache(
     block_d = next_power_of_2(head_dim)
     block_h = max(1, TILE_ELEMENTS // block_d)
     tiles = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
-    _qk_norm_rope_cache_kernel[(tokens, tiles)](
+    _qk_norm_rope_cache[(tokens, tiles)](
         qkv,
         positions,
         cos_sin,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.token_filter import TILE, Kept
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -59,6 +60,9 @@ def _partial_argmax_kernel(
     score = tl.load(logits + index, mask=index < VOCAB, other=float("-inf")).to(tl.float32)
     place = row * tl.num_programs(0) + tl.program_id(0)
     _store_best(score_ptr, index_ptr, place, score, index, VOCAB)
+
+
+_partial_argmax = Launcher(_partial_argmax_kernel)
 
 
 @triton.jit
@@ -130,13 +134,16 @@ def _argmax_reduce_kernel(
     tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1).to(tl.int64))
 
 
+_argmax_reduce = Launcher(_argmax_reduce_kernel)
+
+
 def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
     """The token of each row's best tile: `[n, tiles] -> int64 [n]`."""
     rows, tiles = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
         block = next_power_of_2(tiles)
-        _argmax_reduce_kernel[(rows,)](scores, indices, out, tiles, VOCAB=vocab, BLOCK=block)
+        _argmax_reduce[(rows,)](scores, indices, out, tiles, VOCAB=vocab, BLOCK=block)
     return out
 
 
@@ -151,7 +158,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     tiles = cdiv(vocab, ARGMAX_TILE)
     scores, indices = _partials(rows, tiles, logits.device)
     if rows:
-        _partial_argmax_kernel[(tiles, rows)](
+        _partial_argmax[(tiles, rows)](
             logits, scores, indices, logits.stride(0), VOCAB=vocab, TILE=ARGMAX_TILE
         )
     return _first_best(scores, indices, vocab)

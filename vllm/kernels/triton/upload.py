@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.triton.launcher import Launcher
+
 #: a table row: host address, device address, 4-byte words per row, rows, words between rows
 COLUMNS = 5
 PROGRAMS_PER_ARRAY = 16
@@ -29,10 +31,13 @@ def _upload_kernel(table_ptr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
         tl.store(target + place, tl.load(source + place, mask=word < total), mask=word < total)
 
 
+_upload = Launcher(_upload_kernel)
+
+
 def upload(table: Tensor, num_arrays: int) -> None:
     """Copy the first `num_arrays` arrays of `table [n, COLUMNS]` int64, itself in pinned memory.
 
     Source and target of an array have the same layout: a dense row of `width` words, `rows` times,
     `pitch` words apart.
     """
-    _upload_kernel[(num_arrays, PROGRAMS_PER_ARRAY)](table, COLUMNS=COLUMNS, WORDS=WORDS)
+    _upload[(num_arrays, PROGRAMS_PER_ARRAY)](table, COLUMNS=COLUMNS, WORDS=WORDS)

@@ -26,7 +26,8 @@ class AttentionLayerBase(ABC):
 
     layer_name: str
     kv_cache: Any
-    #: whether all the layer reads of its metadata lies at fixed addresses, so that a graph may
+    #: whether all the layer reads of its metadata in a padded step lies at fixed addresses and has
+    #: a fixed size, so that a graph may hold what reads it
     reads_fixed_addresses: ClassVar[bool] = False
 
     def register(self, layer_name: str) -> None:

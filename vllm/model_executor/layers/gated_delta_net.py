@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
 from vllm.distributed.utils import divide
+from vllm.forward_context import get_forward_context
 from vllm.kernels.decode_ring import GatedNorm, RingShape
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import DefersCommit
-from vllm.model_executor.layers.layernorm import RMSNormGated
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -37,7 +40,7 @@ from vllm.model_executor.parameter import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
 
 if TYPE_CHECKING:
@@ -110,6 +113,8 @@ class GatedDeltaNet(nn.Module, DefersCommit):
     of their own, `in_proj_ba`. Decode rows (first in the batch) take the fused recurrent step,
     prefill rows the chunked form.
     """
+
+    reads_fixed_addresses = True
 
     CHECKPOINT_NAMES: ClassVar[tuple[tuple[str, str, int | tuple[int, ...]], ...]] = (
         ("in_proj_ba", "in_proj_b", 0),
@@ -186,76 +191,107 @@ class GatedDeltaNet(nn.Module, DefersCommit):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        qkv, z, b, a = self.project(hidden_states)
+        out: Tensor = self.out_proj(self._mixed(*self.project(hidden_states)))[0]
+        return out
+
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        """The stream, added up, with this layer of its norm as a branch; and its sum."""
+        if self.in_proj_ba is None:
+            parts, total = self.in_proj.after_norm(norm, stream)
+            projections = self._split(parts)
+        else:
+            normed, total = norm.enter(stream)
+            projections = self.project(normed)
+        return self.out_proj.add_to(total, self._mixed(*projections)), total
+
+    def _mixed(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
         heads = (self.num_v_heads, self.shape.head_v_dim)
         gated = qkv.new_empty(len(qkv), *heads)
         self.mix(qkv, a, b, z.unflatten(-1, heads), gated)
-        out: Tensor = self.out_proj(gated.flatten(1))[0]
-        return out
+        return gated.flatten(1)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """qkv `[tokens, conv_dim]`, z `[tokens, value dim]`, b and a `[tokens, value heads]`."""
         parts, _ = self.in_proj(hidden_states)
-        sizes = [self.conv_dim, self.num_v_heads * self.shape.head_v_dim]
-        heads = self.num_v_heads
         if self.in_proj_ba is None:
-            qkv, z, b, a = parts.split([*sizes, heads, heads], dim=-1)
-        else:
-            qkv, z = parts.split(sizes, dim=-1)
-            b, a = self.in_proj_ba(hidden_states)[0].split(heads, dim=-1)
+            return self._split(parts)
+        qkv, z = parts.split([self.conv_dim, self.num_v_heads * self.shape.head_v_dim], dim=-1)
+        b, a = self.in_proj_ba(hidden_states)[0].split(self.num_v_heads, dim=-1)
         return qkv, z, b, a
 
-    @graph_break
+    def _split(self, parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        heads = self.num_v_heads
+        sizes = [self.conv_dim, heads * self.shape.head_v_dim, heads, heads]
+        qkv, z, b, a = parts.split(sizes, dim=-1)
+        return qkv, z, b, a
+
     def mix(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
-        """Everything that depends on the batch's shape and touches state, and the gated norm.
+        """Everything that touches state, and the gated norm.
 
         `qkv [tokens, conv_dim]`, `a, b [tokens, value heads]`; fills `out [tokens, value heads,
         head_v_dim]`, gated by `z` of that shape.
         """
+        if has_kv_transfer_group():
+            # What a connector loads comes before what the step computes from it.
+            self._load_and_mix(qkv, a, b, z, out)
+        else:
+            self._decode(qkv, a, b, z, out)
+            self._prefill(qkv, a, b, out)
+        self._norm_prefills(z, out)
+
+    @graph_break
+    def _load_and_mix(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
         metadata = self.metadata()
         maybe_wait_for_layer_load(self.layer_name)
-        if metadata.num_decodes:
-            rows = slice(0, metadata.num_decodes)
-            self._decode(qkv[rows], a[rows], b[rows], z[rows], metadata, out[rows])
-        if metadata.num_prefills:
-            rows = slice(metadata.num_decodes, metadata.num_tokens)
-            self._prefill(qkv[rows], a[rows], b[rows], metadata, out[rows])
-            self.norm(out[rows], z[rows], out[rows])
+        self._decode(qkv, a, b, z, out)
+        self._prefill(qkv, a, b, out)
         maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
 
-    def _decode(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        z: Tensor,
-        metadata: GDNAttentionMetadata,
-        out: Tensor,
-    ) -> None:
+    def _decode(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
+        """The first tokens, as far as they are decodes. Their blocks lie at a fixed address and
+        their number follows from the step's padded size, so a graph may hold this."""
+        blocks = get_forward_context().decode_blocks[self.layer_name]
+        rows = blocks.shape[0]
+        if rows == 0:
+            return
         conv_state, ssm_state = self.kv_cache
         current_platform.kernels.gdn_decode(
-            qkv,
-            a,
-            b,
+            qkv[:rows],
+            a[:rows],
+            b[:rows],
             self.A_log,
             self.dt_bias,
             self.conv1d.weight,
             None,
             conv_state,
             ssm_state,
-            metadata.state_indices[: len(qkv)],
-            out=out,
+            blocks,
+            out=out[:rows],
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
             ring=self.decode_ring,
-            norm=GatedNorm(z, self.norm.weight, self.norm.eps),
+            norm=GatedNorm(z[:rows], self.norm.weight, self.norm.eps),
         )
 
-    def _prefill(
-        self, qkv: Tensor, a: Tensor, b: Tensor, metadata: GDNAttentionMetadata, out: Tensor
-    ) -> None:
+    def _norm_prefills(self, z: Tensor, out: Tensor) -> None:
+        """The gated norm of what is no decode; padding's is never read."""
+        context = get_forward_context()
+        if not context.only_decodes:
+            done = context.decode_blocks[self.layer_name]
+            norm = self.norm
+            current_platform.kernels.gated_rms_norm(out, z, norm.weight, norm.eps, out, done)
+
+    def _prefill(self, qkv: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """All that are no decodes. In a padded step what says which is of fixed size, and empty
+        sequences are skipped, so a graph may hold this too."""
+        if get_forward_context().only_decodes:
+            return
+        batch = self.metadata().batch
+        if batch.is_empty:
+            return
+        qkv, out = qkv[batch.rows], out[batch.rows]
         conv_state, ssm_state = self.kv_cache
         kernels = current_platform.kernels
         mixed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -264,28 +300,29 @@ class GatedDeltaNet(nn.Module, DefersCommit):
             self.conv1d.weight,
             None,
             conv_state,
-            metadata.prefill_state_indices,
-            metadata.has_initial_state,
-            metadata.prefill_query_start_loc,
+            batch.state_indices,
+            batch.has_initial_state,
+            batch.query_start_loc,
             out=mixed,
         )
         kernels.gdn_prefill(
             mixed,
-            a,
-            b,
+            a[batch.rows],
+            b[batch.rows],
             self.A_log,
             self.dt_bias,
             ssm_state,
-            metadata.prefill_state_indices,
-            metadata.has_initial_state,
-            metadata.prefill_query_start_loc,
-            metadata.chunk_indices,
-            metadata.chunk_offsets,
+            batch.state_indices,
+            batch.has_initial_state,
+            batch.query_start_loc,
+            batch.chunk_indices,
+            batch.chunk_offsets,
             out=out,
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
+            segments=batch.segments,
         )
 
     def ring_shape(self, spec: MambaSpec) -> RingShape:

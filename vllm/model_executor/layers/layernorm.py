@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
 from vllm.model_executor.parameter import default_weight_loader, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -51,6 +52,15 @@ class RMSNorm(nn.Module):
         return current_platform.kernels.fused_add_rms_norm(
             x, residual, self.weight, self.variance_epsilon, one_plus=self.one_plus
         )
+
+    def enter(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
+        """`(norm(s), s)` of the stream's sum `s`, both `[tokens, n]`."""
+        return normalise(current_platform.kernels, stream, self.arguments)
+
+    @property
+    def arguments(self) -> Norm:
+        """For ops that a norm is a part of."""
+        return Norm(self.weight, self.variance_epsilon, self.one_plus)
 
     def add_and_normalise_fp8(self, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
         """`add_and_normalise` with the norm's result made float8 token by token."""

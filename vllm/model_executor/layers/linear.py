@@ -24,6 +24,9 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.distributed.utils import divide
+from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
 from vllm.model_executor.parameter import (
@@ -192,9 +195,18 @@ class ColumnParallelLinear(LinearBase):
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size] -> [..., output_size_per_partition]` (all of it when gathered)."""
         output = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        return self.pack(self._gathered(output))
+
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[Tensor, Tensor]:
+        """The output of `forward` for the stream's norm, and the stream added up."""
+        bias = None if self.skip_bias_add else self.bias
+        output, total = self.quant_method.apply_after_norm(self, stream, norm.arguments, bias)
+        return self._gathered(output), total
+
+    def _gathered(self, output: Tensor) -> Tensor:
         if self.gather_output and self.tp_size > 1:
-            output = tensor_model_parallel_all_gather(output)
-        return self.pack(output)
+            return tensor_model_parallel_all_gather(output)
+        return output
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -300,11 +312,22 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size_per_partition] -> [..., output_size]`."""
+        return self.pack(self._product(x))
+
+    def add_to(self, residual: Tensor, x: Tensor | Fp8Rows) -> ResidualStream:
+        """The output of `forward` as a branch of the stream `residual [tokens, output_size]`."""
+        if self.tp_size > 1:
+            return ResidualStream(residual, self._product(x))
+        bias = None if self.skip_bias_add else self.bias
+        return self.quant_method.apply_and_add(self, x, bias, residual)
+
+    def _product(self, x: Tensor | Fp8Rows) -> Tensor:
         if not self.input_is_parallel:
+            assert isinstance(x, Tensor)
             size = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * size, size)
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
         output = self.quant_method.apply(self, x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
-        return self.pack(output)
+        return output

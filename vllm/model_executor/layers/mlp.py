@@ -4,7 +4,9 @@
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
@@ -50,15 +52,33 @@ class GatedMLP(nn.Module):
         out: Tensor = self.down_proj(self.activated(x))[0]
         return out
 
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> ResidualStream:
+        """The stream, added up, with this network of its norm as a branch."""
+        if self.takes_fp8_rows and stream.branch is not None:
+            rows, total = norm.add_and_normalise_fp8(stream.branch, stream.residual)
+            return self.down_proj.add_to(total, self.activated(rows))
+        if self._fuses_activation:
+            weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+            gated, total = current_platform.kernels.norm_linear_silu_and_mul(
+                stream, norm.arguments, weight, bias
+            )
+            return self.down_proj.add_to(total, gated)
+        normed, total = norm.enter(stream)
+        return self.down_proj.add_to(total, self.activated(normed))
+
+    @property
+    def _fuses_activation(self) -> bool:
+        silu = isinstance(self.act_fn, SiluAndMul)
+        return silu and isinstance(self.gate_up_proj.quant_method, UnquantizedLinearMethod)
+
     def activated(self, x: Tensor | Fp8Rows) -> Tensor | Fp8Rows:
         """`act(gate(x)) * up(x)`: `[tokens, hidden] -> [tokens, intermediate]` of this rank."""
-        silu = isinstance(self.act_fn, SiluAndMul)
-        if silu and isinstance(self.gate_up_proj.quant_method, UnquantizedLinearMethod):
+        if self._fuses_activation:
             assert isinstance(x, Tensor)
             weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
             return current_platform.kernels.linear_silu_and_mul(x, weight, bias)
         gate_up = self.gate_up_proj(x)[0]
-        if silu and self.down_proj.quant_method.takes_fp8_rows:
+        if isinstance(self.act_fn, SiluAndMul) and self.down_proj.quant_method.takes_fp8_rows:
             return current_platform.kernels.silu_and_mul_fp8(gate_up)
         gated: Tensor = self.act_fn(gate_up)
         return gated

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.distributed.utils import divide
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.platforms import current_platform
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class SelfAttention(nn.Module):
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
         self.gated = shape.gated
-        self.head_dim = shape.head_dim
         self.num_heads = divide(shape.num_heads, tp_size)
         q_heads = shape.num_heads * (2 if shape.gated else 1)
         self.qkv_proj = QKVParallelLinear(
@@ -88,6 +87,17 @@ class SelfAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """`positions [tokens]` int64, `hidden_states [tokens, hidden] -> [tokens, hidden]`."""
         qkv, _ = self.qkv_proj(hidden_states)
+        out: Tensor = self.o_proj(self._attend(positions, qkv))[0]
+        return out
+
+    def after_norm(
+        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        """The stream, added up, with this attention of its norm as a branch; and its sum."""
+        qkv, total = self.qkv_proj.after_norm(norm, stream)
+        return self.o_proj.add_to(total, self._attend(positions, qkv)), total
+
+    def _attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         attended = self.attn.forward_qkv(
             qkv,
             positions,
@@ -96,11 +106,4 @@ class SelfAttention(nn.Module):
             k_norm=self.k_norm,
             gated=self.gated,
         )
-        if self.gated:
-            heads = qkv[:, : 2 * self.num_heads * self.head_dim]
-            gate = heads.unflatten(-1, (self.num_heads, 2 * self.head_dim))[..., self.head_dim :]
-            merged = current_platform.kernels.mul_sigmoid(attended, gate)
-        else:
-            merged = attended.flatten(1)
-        out: Tensor = self.o_proj(merged)[0]
-        return out
+        return attended.flatten(1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of a decoder-only model: embedding, pre-norm layers, final norm, output head.
 
-The residual stream is kept apart from the branch outputs, so that adding a branch and the norm
-that follows are one kernel. Each norm returns the sum as a fresh tensor: capturing the residual
-stream costs nothing.
+The residual stream is kept apart from the branch outputs, so that a branch is added by the matmul
+that makes it or together with the norm that follows, whichever the platform has a kernel for.
+Either way the sum is a tensor that nothing overwrites: capturing the residual stream costs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -37,8 +38,8 @@ Hidden = Tensor | tuple[Tensor, list[Tensor]]
 class DecoderLayer(nn.Module):
     """A token mixer and a feed-forward network, each behind a norm.
 
-    The caller applies `input_layernorm`, which also completes the residual stream of the layer
-    before. Subclasses create the four modules, naming the mixer as their checkpoint does.
+    Subclasses create the four modules, naming the mixer as their checkpoint does, and give `mix`,
+    or `mix_stream` where the mixer's projections take the norm and the addition along.
     """
 
     input_layernorm: RMSNorm
@@ -49,18 +50,22 @@ class DecoderLayer(nn.Module):
         """The token mixer, `[tokens, hidden] -> [tokens, hidden]`."""
         raise NotImplementedError
 
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden_states` is `input_layernorm`'s output and `residual` the stream, both
-        `[tokens, hidden]`; returns the feed-forward branch and the stream it is to be added to."""
-        mixed = self.mix(positions, hidden_states)
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        """`input_layernorm` and the mixer: the stream with the mixer's branch, and the sum
+        `[tokens, hidden]` that it came with."""
+        normed, total = self.input_layernorm.enter(stream)
+        return ResidualStream(total, self.mix(positions, normed)), total
+
+    def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        """The stream after this layer, and the sum `[tokens, hidden]` that it came with."""
+        stream, total = self.mix_stream(positions, stream)
         norm = self.post_attention_layernorm
-        if isinstance(self.mlp, GatedMLP) and self.mlp.takes_fp8_rows:
-            rows, residual = norm.add_and_normalise_fp8(mixed, residual)
-            return self.mlp(rows), residual
-        normed, residual = norm.add_and_normalise(mixed, residual)
-        return self.mlp(normed), residual
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.after_norm(norm, stream), total
+        normed, residual = norm.enter(stream)
+        return ResidualStream(residual, self.mlp(normed)), total
 
 
 class DecoderModel(nn.Module, EagleModelMixin):
@@ -101,24 +106,14 @@ class DecoderModel(nn.Module, EagleModelMixin):
             assert input_ids is not None, "give input_ids or inputs_embeds"
             inputs_embeds = self.embed_input_ids(input_ids)
         aux: list[Tensor] = []
-        hidden, residual = inputs_embeds, None
+        stream = ResidualStream(inputs_embeds)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            hidden, residual = self._norm_stream(layer.input_layernorm, hidden, residual)
-            self._maybe_add_hidden_state(aux, index, residual, None)
-            hidden, residual = layer(positions, hidden, residual)
-        hidden, residual = self._norm_stream(self.norm, hidden, residual)
-        self._maybe_add_hidden_state(aux, len(self.layers), residual, None)
+            stream, total = layer(positions, stream)
+            self._maybe_add_hidden_state(aux, index, total, None)
+        hidden, total = self.norm.enter(stream)
+        self._maybe_add_hidden_state(aux, len(self.layers), total, None)
         return (hidden, aux) if self.aux_hidden_state_layers else hidden
-
-    @staticmethod
-    def _norm_stream(
-        norm: RMSNorm, branch: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """`(norm(stream), stream)`; the first layer's stream is the embedding alone."""
-        if residual is None:
-            return norm.normalise(branch), branch
-        return norm.add_and_normalise(branch, residual)
 
 
 class DecoderForCausalLM(nn.Module, SupportsEagle3):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -58,9 +59,10 @@ class LlamaDecoderLayer(DecoderLayer):
             quant_config=quant_config,
         )
 
-    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        out: Tensor = self.self_attn(positions, hidden_states)
-        return out
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
 class LlamaModel(DecoderModel):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
@@ -90,10 +91,12 @@ class Qwen3_5DecoderLayer(DecoderLayer):
             quant_config=quant_config,
         )
 
-    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
         if self.is_recurrent:
-            return self.linear_attn.forward(hidden_states)
-        return self.self_attn.forward(positions, hidden_states)
+            return self.linear_attn.after_norm(self.input_layernorm, stream)
+        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
 class Qwen3_5Model(DecoderModel):

@@ -52,6 +52,8 @@ class CommonAttentionMetadata:
     prefill_block_table: Tensor
     slot_mapping: Tensor  # [num_tokens] int64; empty for recurrent groups
     block_table_cpu: np.ndarray  # [num_reqs, max_blocks]
+    #: tokens of the graph that the step replays; None: it runs eagerly
+    padded_tokens: int | None = None
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
@@ -80,6 +82,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     #: whether one token per request can run inside a captured graph
     supports_full_graph: ClassVar[bool] = False
+    #: most prefills of a step whose layers are part of a piecewise graph; None: they run between
+    max_prefills_in_graph: ClassVar[int | None] = None
     #: whether keys and values may be e4m3; then the implementation reads its `cache_scales`, which
     #: the layer sets
     supports_fp8_cache: ClassVar[bool] = False

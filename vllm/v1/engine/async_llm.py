@@ -43,19 +43,28 @@ _TICK_S = 0.02
 
 
 class AsyncLLM:
-    """Serves many callers of one event loop; the core runs in its own process."""
+    """Serves many callers of one event loop; the core runs in its own process.
+
+    `meanwhile`: called once while the core starts.
+    """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         executor_class: type[Executor] | None = None,
         log_stats: bool = True,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        if executor_class is None:
-            from vllm.v1.executor.abstract import Executor
-
-            executor_class = Executor.get_class(vllm_config)
-        self._front_end = FrontEnd(vllm_config, log_stats)
+        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
+        try:
+            # While the core starts.
+            self._front_end = FrontEnd(vllm_config, log_stats)
+            if meanwhile is not None:
+                meanwhile()
+            self.engine_core.wait_ready()
+        except BaseException:
+            self.engine_core.shutdown(timeout=0)
+            raise
         self.vllm_config = vllm_config
         self.model_config = self._front_end.model_config
         self.tokenizer = self._front_end.tokenizer
@@ -65,7 +74,6 @@ class AsyncLLM:
         self._streams: set[OutputStream] = set()
         self._handler: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
-        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
         self._loggers = self._front_end.make_stat_loggers()
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
@@ -77,12 +85,16 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: UsageContext | None = None
+        cls,
+        engine_args: EngineArgs,
+        usage_context: UsageContext | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> AsyncLLM:
         from vllm.engine.batch_defaults import UsageContext
 
         config = engine_args.create_engine_config(usage_context or UsageContext.API_SERVER)
-        return cls(config, log_stats=not config.observability_config.disable_log_stats)
+        log_stats = not config.observability_config.disable_log_stats
+        return cls(config, log_stats=log_stats, meanwhile=meanwhile)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_link import CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
 _TICK_S = 0.001
@@ -28,7 +28,12 @@ _FLUSH_S = 10.0
 
 
 class EngineCoreClient(ABC):
-    """Requests in, outputs out; used from one thread."""
+    """Requests in, outputs out; used from one thread. Its core starts with the constructor and can
+    be used after `wait_ready`."""
+
+    @abstractmethod
+    def wait_ready(self) -> None:
+        """Block until the core can take requests; raises what kept it from starting."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -78,11 +83,22 @@ class EngineCoreClient(ABC):
 class InprocClient(EngineCoreClient):
     """The core in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`)."""
 
+    engine_core: EngineCore
+
     def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
-        self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+        self._setup = (vllm_config, executor_class, log_stats)
         self._refused: list[EngineCoreOutput] = []
+        self._finalizer: weakref.finalize[..., InprocClient] | None = None
+
+    def wait_ready(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        vllm_config, executor_class, log_stats = self._setup
+        executor_class = executor_class or Executor.get_class(vllm_config)
+        self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
         self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
 
     def get_output(self) -> EngineCoreOutputs:
@@ -117,7 +133,8 @@ class InprocClient(EngineCoreClient):
             self.get_output()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 class _MPClient:
@@ -130,6 +147,9 @@ class _MPClient:
     @property
     def process_id(self) -> int | None:
         return self._link.process_id
+
+    def wait_ready(self) -> None:
+        self._link.wait_ready()
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         if requests:
@@ -151,7 +171,7 @@ class SyncMPClient(_MPClient, EngineCoreClient):
     """For `LLM`."""
 
     def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
         super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._outputs.put))
@@ -208,7 +228,7 @@ class AsyncMPClient(_MPClient):
     """For `AsyncLLM`."""
 
     def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
         self._mailbox = _Mailbox()
         super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put))

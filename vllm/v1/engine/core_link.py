@@ -25,7 +25,7 @@ from vllm.v1.engine import (
     EngineCoreRequestType,
     StopRequest,
 )
-from vllm.v1.engine.core_proc import CoreAddresses
+from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_process import CoreProcess
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
@@ -45,7 +45,7 @@ _PEER_TIMEOUT_MS = 1000
 
 
 class CoreLink:
-    """A running core process and the sockets to it.
+    """A core process and the sockets to it; nothing may be sent before `wait_ready` has returned.
 
     Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
     its finalizer.
@@ -54,11 +54,13 @@ class CoreLink:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        executor_class: type[Executor],
+        executor_class: type[Executor] | None,
         log_stats: bool,
         sink: Sink,
     ) -> None:
         self._sink = sink
+        self._vllm_config = vllm_config
+        self._started = False
         self._directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
         addresses = CoreAddresses(
             f"ipc://{self._directory}/requests", f"ipc://{self._directory}/outputs"
@@ -81,19 +83,27 @@ class CoreLink:
         self._stop_read, self._stop_write = os.pipe()
         self._reader = threading.Thread(target=self._read, name="core-outputs", daemon=True)
         atexit.register(self.close)
+
+    def wait_ready(self) -> None:
+        """Block until the core can take requests; fill in what it decided.
+
+        Raises what `CoreProcess.wait_ready` raises; the link is closed then.
+        """
         try:
             ready = self._core.wait_ready()
         except BaseException as error:
             # A core that reported an error is ending; a signal would cut its clean-up short.
             ends_itself = isinstance(error, (ValueError, RuntimeError))
-            self._close(timeout_s=_SHUTDOWN_S if ends_itself else 0.0, started=False)
+            self.close(_SHUTDOWN_S if ends_itself else 0.0)
             raise
         decisions.adopt(ready.decisions)
         startup_phases.adopt(ready.phases)
-        assert vllm_config.model_config is not None
-        vllm_config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
-        vllm_config.model_config.max_model_len = ready.max_model_len
-        vllm_config.scheduler_config.max_model_len = ready.max_model_len
+        config = self._vllm_config
+        assert config.model_config is not None
+        config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
+        config.model_config.max_model_len = ready.max_model_len
+        config.scheduler_config.max_model_len = ready.max_model_len
+        self._started = True
         self._reader.start()
 
     @property
@@ -203,14 +213,12 @@ class CoreLink:
 
         The core gets `timeout_s` seconds (15 by default) to end cleanly before it is killed.
         """
-        self._close(_SHUTDOWN_S if timeout_s is None else timeout_s, started=True)
-
-    def _close(self, timeout_s: float, started: bool) -> None:
+        timeout_s = _SHUTDOWN_S if timeout_s is None else timeout_s
         with self._send_lock:
             if self._closed:
                 return
             self._closed = True
-            if started and self.dead is None:
+            if self._started and self.dead is None:
                 with contextlib.suppress(zmq.ZMQError):
                     self._requests.setsockopt(zmq.LINGER, 1000)
                     frames = (EngineCoreRequestType.SHUTDOWN.value, b"\xc0")

@@ -7,6 +7,7 @@ Requests arrive on a ZMQ socket read by one thread, outputs leave through anothe
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import queue
@@ -15,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
@@ -28,7 +28,7 @@ from vllm import decisions
 from vllm.logger import init_logger
 from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.utils import startup_phases
-from vllm.utils.phase_ledger import PhaseEvent
+from vllm.utils.gc_paused import gc_paused
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -37,12 +37,9 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 
@@ -63,33 +60,6 @@ _TICK_S = 0.001
 #: how long a shutdown waits for transfers of finished requests
 _DRAIN_S = 5.0
 _FLUSH_S = 5.0
-
-
-@dataclass(frozen=True)
-class CoreSetup:
-    """What a core process starts from."""
-
-    vllm_config: VllmConfig
-    executor_class: type[Executor]
-    log_stats: bool
-
-
-@dataclass(frozen=True)
-class CoreReady:
-    """Sent once when the core can take requests: what start-up decided."""
-
-    num_gpu_blocks: int | None
-    max_model_len: int
-    decisions: list[decisions.Decision]
-    phases: list[PhaseEvent]
-
-
-@dataclass(frozen=True)
-class CoreAddresses:
-    """ZMQ addresses; the client binds both."""
-
-    requests: str
-    outputs: str
 
 
 class EngineCoreProc:
@@ -235,10 +205,9 @@ class EngineCoreProc:
 # ---- the process -------------------------------------------------------------------------------
 
 
-def run_engine_core(
-    setup: bytes, addresses: CoreAddresses, ready: Connection, parent_pid: int
-) -> None:
-    """Entry point of the core process; `setup` is a cloudpickled `CoreSetup`.
+def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> None:
+    """Entry point of the core process: imports what a core needs, then waits at `work` for a
+    cloudpickled `CoreSetup` and the `CoreAddresses`.
 
     Sends `CoreReady`, or the exception that stopped the start, through `ready`. Exits non-zero
     after an error. Ends by itself when the parent is gone.
@@ -248,6 +217,14 @@ def run_engine_core(
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
     _watch_parent(parent_pid)
     try:
+        with gc_paused():
+            import_everything()
+        gc.freeze()
+        try:
+            setup, addresses = work.recv()
+        except EOFError:  # there is nothing to run
+            return
+        work.close()
         core = _start(setup)
     except Exception as error:
         logger.exception("the engine core could not start")
@@ -270,16 +247,18 @@ def run_engine_core(
 
 def import_everything() -> None:
     """Import what a core needs besides this module, and initialise the device."""
-    for module in _IMPORTED_LATE:
-        importlib.import_module(module)
     from vllm.platforms import current_platform
 
+    current_platform.prepare_compiler()
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
     current_platform.set_device(torch.device(current_platform.device_type, 0))
     _ = current_platform.kernels
 
 
 def _start(setup: bytes) -> EngineCore:
     from vllm.plugins import load_general_plugins
+    from vllm.v1.executor.abstract import Executor
 
     load_general_plugins()
     # Remote code, which travels by value, may well import model classes.
@@ -287,7 +266,8 @@ def _start(setup: bytes) -> EngineCore:
     with lean:
         loaded: CoreSetup = cloudpickle.loads(setup)
     startup_phases.end("spawn engine")
-    return EngineCore(loaded.vllm_config, loaded.executor_class, loaded.log_stats)
+    executor_class = loaded.executor_class or Executor.get_class(loaded.vllm_config)
+    return EngineCore(loaded.vllm_config, executor_class, loaded.log_stats)
 
 
 def _exit_during_start(signum: int, frame: FrameType | None) -> None:

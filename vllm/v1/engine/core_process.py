@@ -4,22 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import sys
-import threading
 import time
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
-import torch
-from tqdm import TMonitor
 
-from vllm import decisions, envs
+from vllm import envs
 from vllm.utils import spare_process, startup_phases
-from vllm.v1.engine.core_proc import CoreAddresses, CoreReady, CoreSetup, run_engine_core
+from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,56 +24,23 @@ _TERMINATE_S = 5.0
 _SLICE_S = 1.0
 
 
-def start_method() -> str:
-    """How to start the core: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be unsafe."""
-    asked = envs.VLLM_WORKER_MULTIPROC_METHOD
-    if asked != "fork":
-        return asked
-    reason = None
-    if torch.cuda.is_initialized():
-        reason = "CUDA is initialised in this process and cannot be used in a forked one"
-    elif _other_threads():
-        reason = "this process runs threads, whose locks a forked process would inherit"
-    if reason is None:
-        return asked
-    decisions.record("engine core start method", "spawn", reason, instead_of="fork")
-    return "spawn"
-
-
-def _other_threads() -> list[threading.Thread]:
-    """Threads besides this one and the monitor of progress bars, which holds no lock of ours."""
-    current = threading.current_thread()
-    return [t for t in threading.enumerate() if t is not current and not isinstance(t, TMonitor)]
-
-
 class CoreProcess:
     """The core's process, from start to exit."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        executor_class: type[Executor],
+        executor_class: type[Executor] | None,
         log_stats: bool,
         addresses: CoreAddresses,
     ) -> None:
         setup = _pickle(CoreSetup(vllm_config, executor_class, log_stats))
         startup_phases.begin("spawn engine")
-        self.process: BaseProcess
-        spare = spare_process.take()
-        if spare is not None:
-            self.process, self._ready = spare.process, spare.ready
-            with contextlib.suppress(OSError):  # it died: `wait_ready` says so
-                spare.give(setup, addresses)
-            return
-        context: Any = multiprocessing.get_context(start_method())
-        self._ready, child_end = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=run_engine_core,
-            args=(setup, addresses, child_end, os.getpid()),
-            name="vllm-engine-core",
-        )
-        self.process.start()
-        child_end.close()
+        spare = spare_process.take() or spare_process.SpareProcess()
+        self.process: BaseProcess = spare.process
+        self._ready: Connection = spare.ready
+        with contextlib.suppress(OSError):  # it died: `wait_ready` says so
+            spare.give(setup, addresses)
 
     def wait_ready(self) -> CoreReady:
         """Block until the core can take requests.
@@ -87,7 +49,7 @@ class CoreProcess:
         otherwise or died, `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
         """
         timeout_s = envs.VLLM_ENGINE_READY_TIMEOUT_S
-        ready: Connection = self._ready
+        ready = self._ready
         deadline = time.monotonic() + timeout_s
         # In slices: a signal that arrives just before a wait is handled after it.
         while not wait([ready, self.process.sentinel], _SLICE_S) and time.monotonic() < deadline:

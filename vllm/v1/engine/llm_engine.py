@@ -42,20 +42,22 @@ class LLMEngine:
         log_stats: bool = True,
         multiprocess: bool | None = None,
     ) -> None:
-        if executor_class is None:
-            from vllm.v1.executor.abstract import Executor
-
-            executor_class = Executor.get_class(vllm_config)
-        self._front_end = FrontEnd(vllm_config, log_stats)
+        if multiprocess is None:
+            multiprocess = envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        client_class = SyncMPClient if multiprocess else InprocClient
+        self.engine_core: EngineCoreClient = client_class(vllm_config, executor_class, log_stats)
+        try:
+            # While the core starts.
+            self._front_end = FrontEnd(vllm_config, log_stats)
+            self.engine_core.wait_ready()
+        except BaseException:
+            self.engine_core.shutdown(timeout=0)
+            raise
         self.vllm_config = vllm_config
         self.model_config = self._front_end.model_config
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self.processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        if multiprocess is None:
-            multiprocess = envs.VLLM_ENABLE_V1_MULTIPROCESSING
-        client_class = SyncMPClient if multiprocess else InprocClient
-        self.engine_core: EngineCoreClient = client_class(vllm_config, executor_class, log_stats)
         self._loggers = self._front_end.make_stat_loggers()
         startup_phases.log_ledger()
 

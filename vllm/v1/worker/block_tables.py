@@ -32,6 +32,7 @@ class GroupBlockTable:
         self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
         self.prefills = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
         self.slots = StagedArray((max_tokens,), torch.int64, device, depth, uploads)
+        self.decodes = StagedArray((max_rows,), torch.int32, device, depth, uploads)
 
     def set_row(self, row: int, block_ids: list[int]) -> None:
         self.num_blocks[row] = 0
@@ -65,6 +66,16 @@ class GroupBlockTable:
         host = self.staged.next()
         host[:size] = -1
         return self.staged.upload(size), host[:size], self.prefills.upload(0)
+
+    def decode_blocks(self, rows: np.ndarray, padded_rows: int) -> Tensor:
+        """The only blocks of these rows, decodes of a recurrent group: device `[padded_rows]`,
+        padding -1. A group of another kind has none."""
+        if not self.recurrent:
+            return self.decodes.upload(0)
+        host = self.decodes.next()
+        host[: len(rows)] = self.table[rows, 0]
+        host[len(rows) : padded_rows] = -1
+        return self.decodes.upload(padded_rows)
 
     def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
         """Slots of `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""

@@ -16,10 +16,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens)."""
+    """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens).
+
+    `max_prefills`: in a step that replays pieces; None: any number.
+    """
 
     decode_sizes: list[int]
     piecewise_sizes: list[int]
+    max_prefills: int | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -63,14 +67,16 @@ def plan_graphs(
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode or CUDAGraphMode.NONE
     pieces = list(compilation.piecewise_capture_sizes)
+    limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
+    max_prefills = min(limits, default=None)
     if not mode.decode_is_full:
-        return GraphPlan([], pieces)
+        return GraphPlan([], pieces, max_prefills)
     reason = full_graphs_forbidden(vllm_config, backends)
     if reason is not None:
         instead = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
         decisions.record("cudagraph_mode", instead.name, reason, mode.name)
-        return GraphPlan([], pieces)
-    return GraphPlan(_decode_sizes(vllm_config, kv_cache_config), pieces)
+        return GraphPlan([], pieces, max_prefills)
+    return GraphPlan(_decode_sizes(vllm_config, kv_cache_config), pieces, max_prefills)
 
 
 def _decode_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:

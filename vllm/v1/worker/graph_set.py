@@ -25,13 +25,18 @@ class CapturedStep:
     output: Tensor
 
 
+def coarse_sizes(sizes: list[int]) -> list[int]:
+    """The powers of two and the largest, in the order of `sizes` (ascending)."""
+    return [size for size in sizes if size == sizes[-1] or size & (size - 1) == 0]
+
+
 def capture_order(sizes: list[int]) -> list[int]:
-    """The largest size and the powers of two, then the rest; each part descending.
+    """The coarse sizes, then the rest; each part descending.
 
     After the first part every batch has a graph that is less than twice too large, and smaller
     captures find the memory of larger ones to reuse.
     """
-    first = [size for size in sizes if size == sizes[-1] or size & (size - 1) == 0]
+    first = coarse_sizes(sizes)
     return first[::-1] + sorted(set(sizes) - set(first), reverse=True)
 
 
@@ -49,6 +54,7 @@ class GraphSet:
         self._prepare = prepare
         self._new_graph = new_graph
         self._split = split
+        self._run_before = frozenset(coarse_sizes(sizes))
         self._captured: dict[int, CapturedStep] = {}
         #: captured sizes, ascending
         self.sizes: list[int] = []
@@ -69,9 +75,15 @@ class GraphSet:
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
-        """Capture a pending size. It runs once before, so that kernels are compiled and loaded."""
+        """Capture a pending size.
+
+        A coarse one runs once before: kernels are then compiled, and what outlives a step
+        (libraries' handles, counters) is made outside of any graph. Sizes between them need
+        nothing new.
+        """
         run = self._prepare(size)
-        run()
+        if size in self._run_before:
+            run()
         pieces, output = capture(run, self._new_graph, split=self._split)
         self._captured[size] = CapturedStep(pieces, alias_memory(output))
         self.pending.remove(size)

@@ -56,4 +56,5 @@ class PaddedSteps:
         return StepGraphs(
             GraphSet(plan.decode_sizes, self.decodes, new_graph, split=False),
             GraphSet(plan.piecewise_sizes, self.tokens, new_graph, split=True),
+            plan.max_prefills,
         )

@@ -33,12 +33,19 @@ class StepGraphs:
 
     `capture_next()` captures one pending size and says whether it found one; steps use only what is
     captured, so captures may happen at start-up or between steps, in any number. `num_pending`
-    sizes are left; the ones that serve every step come first.
+    sizes are left; the ones that serve every step come first. A step of more than `max_prefills`
+    prefills replays no pieces (None: there is no limit).
     """
 
-    def __init__(self, decodes: GraphSet | None = None, pieces: GraphSet | None = None) -> None:
+    def __init__(
+        self,
+        decodes: GraphSet | None = None,
+        pieces: GraphSet | None = None,
+        max_prefills: int | None = None,
+    ) -> None:
         self._decodes = decodes
         self._pieces = pieces
+        self._max_prefills = max_prefills
 
     @property
     def sizes(self) -> list[int]:
@@ -60,7 +67,9 @@ class StepGraphs:
             size = self._decodes.size_for(order.num_reqs)
             if size is not None:
                 return Replay(size, whole=True)
-        if self._pieces is not None:
+        prefills = order.num_reqs - order.num_decodes
+        fits = self._max_prefills is None or prefills <= self._max_prefills
+        if self._pieces is not None and fits:
             size = self._pieces.size_for(int(order.num_scheduled.sum()))
             if size is not None:
                 return Replay(size, whole=False)

@@ -17,7 +17,10 @@ from vllm.v1.worker.staging import StagedArray, Uploads
 class StepInputs:
     """Device tensors of one step, and the host arrays other builders need.
 
-    Steps that replay a graph are padded: `num_padded` tokens on the device, `num_tokens` real ones.
+    A step that `replays` a graph is padded: `num_padded` tokens on the device, `num_tokens` real
+    ones.
+    The first `num_decode_rows` tokens are all that may be decodes: those that are, or as many as
+    there can be where a graph is to run them.
 
     `input_ids, positions [tokens]` int64; `sample_indices [n]`: token rows whose logits are
     sampled, `sample_rows [n]` their request rows, `sample_positions [n]` the sampled tokens'
@@ -27,6 +30,8 @@ class StepInputs:
 
     num_tokens: int
     num_padded: int
+    replays: bool
+    num_decode_rows: int
     input_ids: Tensor
     positions: Tensor
     query_start_loc: Tensor
@@ -86,6 +91,9 @@ class StepInputBuilder:
         num_padded = total if padded_tokens is None else padded_tokens
         rows = n if padded_reqs is None else padded_reqs
         prefills, k = n - order.num_decodes, len(order.sampling)
+        decode_rows = order.num_decodes
+        if padded_tokens is not None:
+            decode_rows = min(padded_tokens, len(self.last_sampled))
         request = np.repeat(np.arange(n), counts)
         positions = self._positions.next()
         np.add(np.arange(total) - starts[request], order.num_computed[request], positions[:total])
@@ -97,6 +105,8 @@ class StepInputBuilder:
         return StepInputs(
             num_tokens=total,
             num_padded=num_padded,
+            replays=padded_tokens is not None,
+            num_decode_rows=decode_rows,
             input_ids=self._ids.upload(num_padded),
             positions=self._positions.upload(num_padded),
             query_start_loc=self._query_start.upload(rows + 1),

@@ -47,6 +47,7 @@ class _GroupTables:
     block_table: Tensor
     block_table_cpu: np.ndarray
     prefill_block_table: Tensor
+    decode_blocks: Tensor
     slot_mapping: Tensor
 
 
@@ -85,6 +86,7 @@ class StepMetadata:
         uploaded = [
             _GroupTables(
                 *table.gather(order.rows, padded_reqs, order.num_decodes),
+                table.decode_blocks(order.rows[: order.num_decodes], inputs.num_decode_rows),
                 table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded),
             )
             for table in self._tables.groups
@@ -100,6 +102,7 @@ class StepMetadata:
         uploaded = [
             _GroupTables(
                 *table.padding(num_reqs),
+                table.decode_blocks(_NOTHING, inputs.num_decode_rows),
                 table.slot_mapping(_NOTHING, _NOTHING, inputs.num_padded),
             )
             for table in self._tables.groups
@@ -115,7 +118,10 @@ class StepMetadata:
         only: Collection[str] | None,
     ) -> ForwardContext:
         context = ForwardContext(
-            no_compile_layers=self._layers, attn_metadata={}, num_tokens=batch.num_tokens
+            no_compile_layers=self._layers,
+            attn_metadata={},
+            num_tokens=batch.num_tokens,
+            only_decodes=0 < batch.num_reqs == batch.num_decodes,
         )
         for group, tables in zip(self._groups, uploaded, strict=True):
             if only is None or not set(only).isdisjoint(group.layer_names):
@@ -149,10 +155,13 @@ class StepMetadata:
                 prefill_block_table=tables.prefill_block_table,
                 slot_mapping=tables.slot_mapping,
                 block_table_cpu=tables.block_table_cpu,
+                padded_tokens=inputs.num_padded if inputs.replays else None,
             )
         )
         recurrent = isinstance(group.spec, MambaSpec)
         for name in group.layer_names:
             context.attn_metadata[name] = metadata
-            if not recurrent:
+            if recurrent:
+                context.decode_blocks[name] = tables.decode_blocks
+            else:
                 context.slot_mapping[name] = tables.slot_mapping

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm import decisions
+from vllm.kernels.scan_segments import WORTH_CUTTING
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
@@ -24,6 +25,7 @@ from vllm.v1.worker.sampler_variants import run_common_samplers
 
 if TYPE_CHECKING:
     from vllm.kernels.triton.compile_ahead import Variant
+    from vllm.kernels.triton.kernel_plan import KernelPlan
     from vllm.v1.worker.model_runner import ModelRunner
     from vllm.v1.worker.step_graphs import StepGraphs
 
@@ -59,6 +61,8 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
     Runs the largest prefill against a two-page arena whose blocks are all null.
     """
     bind_small_arena(runner)
+    # What libraries allocate once, at first use, is there to stay: it is no activation.
+    run_batch(runner, DummyBatch(1, 1, 0, _GREEDY))
     torch.cuda.reset_peak_memory_stats(runner.device)
     resident = torch.cuda.memory_allocated(runner.device)
     longest = _longest(runner)
@@ -85,11 +89,23 @@ def _sample_full_batch(runner: ModelRunner) -> None:
     sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
 
 
-def note_kernels(runner: ModelRunner) -> list[Variant]:
-    """The kernels that `warm_up` would compile, found by running it without launching them.
+def find_kernels(runner: ModelRunner, plan: KernelPlan | None) -> list[Variant]:
+    """The kernels that `warm_up` would compile: as an earlier start found them, else by running it
+    without launching them. The weights need not be loaded (CUDA only)."""
+    from vllm.kernels.triton import compile_log
 
-    The weights need not be loaded (CUDA only).
-    """
+    if plan is None or compile_log.compilations():
+        # What this process has compiled already would be missing in what is stored.
+        return note_kernels(runner)
+    variants = plan.load()
+    if variants is None:
+        variants = note_kernels(runner)
+        plan.store(variants)
+    return variants
+
+
+def note_kernels(runner: ModelRunner) -> list[Variant]:
+    """The kernels that are not compiled yet and that `warm_up` would launch."""
     from vllm.kernels.triton.compile_ahead import noted_launches
 
     bind_small_arena(runner)
@@ -150,6 +166,8 @@ def _batches(runner: ModelRunner) -> Iterator[DummyBatch]:
         if length <= min(longest, room):
             for context in {0, min(_CONTEXT, room - length)}:
                 yield DummyBatch(1, length, context, _GREEDY, decode=length == 2)
+    if runner.vllm_config.cache_config.splits_scans and longest >= WORTH_CUTTING:
+        yield DummyBatch(1, WORTH_CUTTING, 0, _GREEDY, decode=False)
 
 
 def _longest(runner: ModelRunner) -> int:

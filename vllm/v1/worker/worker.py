@@ -27,10 +27,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.sleep import Sleeper
-from vllm.v1.worker.warm_up import note_kernels, profile_peak_bytes, warm_up
+from vllm.v1.worker.warm_up import find_kernels, profile_peak_bytes, warm_up
 
 if TYPE_CHECKING:
     from vllm.kernels.triton.compile_ahead import ParallelCompilation
+    from vllm.kernels.triton.kernel_plan import KernelPlan
 
 logger = init_logger(__name__)
 
@@ -48,6 +49,7 @@ class Worker:
         self.rank = 0
         self.local_rank = 0
         self.extension = self._make_extension()
+        self.kernel_plan: KernelPlan | None = None
         self.compilation: ParallelCompilation | None = None
 
     def _make_extension(self) -> Any:
@@ -93,9 +95,12 @@ class Worker:
         if self.device.type != "cuda":
             return None
         from vllm.kernels.triton.compile_ahead import ParallelCompilation
+        from vllm.kernels.triton.kernel_plan import KernelPlan
 
         with startup_phase("find kernels"):
-            return ParallelCompilation(note_kernels(self.model_runner), self.device)
+            self.kernel_plan = KernelPlan.of(self.vllm_config, self.device)
+            variants = find_kernels(self.model_runner, self.kernel_plan)
+            return ParallelCompilation(variants, self.device)
 
     def _await_kernels(self) -> None:
         if self.compilation is not None:
@@ -153,6 +158,8 @@ class Worker:
 
         unforeseen = [one.kernel for one in compile_log.compilations() if not one.ahead]
         if unforeseen:
+            if self.kernel_plan is not None:
+                self.kernel_plan.discard()
             logger.warning("kernels that were not compiled ahead: %s", ", ".join(unforeseen))
 
     def num_pending_graphs(self) -> int:

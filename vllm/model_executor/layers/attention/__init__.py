@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
 from vllm.config import get_current_vllm_config
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
+from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
@@ -130,14 +132,19 @@ class Attention(nn.Module, AttentionLayerBase):
     ) -> Tensor:
         """Attention of a fused projection: see `Kernels.qk_norm_rope_cache` for `qkv`.
 
-        Returns `[tokens, heads, head_size]`; with `gated` the gate is not applied.
+        Returns `[tokens, heads, head_size]`, with `gated` times the gate's sigmoid.
         """
         out = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_size)
-        self._attend_qkv(qkv, positions, cos_sin, q_norm, k_norm, gated, out)
+        inputs = (qkv, positions, cos_sin, q_norm, k_norm, gated)
+        if has_kv_transfer_group():
+            # What a connector loads comes before what the step writes into the same block.
+            self._load_and_attend(*inputs, out)
+        else:
+            self._attend_apart(self._rotate_and_cache(*inputs), self._gate(qkv, gated), out)
         return out
 
     @graph_break
-    def _attend_qkv(
+    def _load_and_attend(
         self,
         qkv: Tensor,
         positions: Tensor,
@@ -147,17 +154,41 @@ class Attention(nn.Module, AttentionLayerBase):
         gated: bool,
         out: Tensor,
     ) -> None:
-        metadata = self.metadata()
         maybe_wait_for_layer_load(self.layer_name)
+        query = self._rotate_and_cache(qkv, positions, cos_sin, q_norm, k_norm, gated)
+        self._attend(query, out, self._gate(qkv, gated))
+
+    @graph_break
+    def _attend_apart(self, query: Tensor, gate: Tensor | None, out: Tensor) -> None:
+        self._attend(query, out, gate)
+
+    def _gate(self, qkv: Tensor, gated: bool) -> Tensor | None:
+        """`[tokens, heads, head_size]`: each query head of `qkv` is `[q | gate]`."""
+        if not gated:
+            return None
+        heads = qkv[:, : 2 * self.num_heads * self.head_size]
+        return heads.unflatten(-1, (self.num_heads, 2, self.head_size))[:, :, 1]
+
+    def _rotate_and_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        gated: bool,
+    ) -> Tensor:
+        """The query `[tokens, heads, head_size]`; slots lie at a fixed address, so a graph may hold
+        this."""
         k_scale, v_scale = self._written_scales()
-        query = current_platform.kernels.qk_norm_rope_cache(
+        query: Tensor = current_platform.kernels.qk_norm_rope_cache(
             qkv,
             positions,
             cos_sin,
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             self.kv_cache,
-            metadata.slot_mapping,
+            get_forward_context().slot_mapping[self.layer_name],
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
@@ -167,11 +198,11 @@ class Attention(nn.Module, AttentionLayerBase):
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        self._attend(query, out)
+        return query
 
-    def _attend(self, query: Tensor, out: Tensor) -> None:
+    def _attend(self, query: Tensor, out: Tensor, gate: Tensor | None = None) -> None:
         metadata = self.metadata()
-        self.impl.forward(query, self.kv_cache, metadata, out)
+        self.impl.forward(query, self.kv_cache, metadata, out, gate)
         maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
 
     def get_attn_backend(self) -> type[AttentionBackend]:

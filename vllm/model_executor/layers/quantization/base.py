@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
 from vllm.model_executor.parameter import ShardId, WeightLayout
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.weights import WeightsMapper
@@ -43,6 +45,19 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
         """`x [..., in] -> [..., out]` in the dtype of `x`; float8 only if `takes_fp8_rows`."""
+
+    def apply_after_norm(
+        self, layer: Layer, stream: ResidualStream, norm: Norm, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`apply` to the stream's norm, `[tokens, out]`, and the stream added up."""
+        normed, total = normalise(current_platform.kernels, stream, norm)
+        return self.apply(layer, normed, bias), total
+
+    def apply_and_add(
+        self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor
+    ) -> ResidualStream:
+        """`apply`, as a branch of the stream `residual [tokens, out]`."""
+        return ResidualStream(residual, self.apply(layer, x, bias))
 
 
 class QuantizationConfig(ABC):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.layers.quantization.base import Layer, LinearMethod
 from vllm.model_executor.parameter import WeightLayout, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
@@ -26,3 +27,14 @@ class UnquantizedLinearMethod(LinearMethod):
     def apply(self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
         return current_platform.kernels.linear(x, layer.weight, bias)
+
+    def apply_after_norm(
+        self, layer: Layer, stream: ResidualStream, norm: Norm, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return current_platform.kernels.norm_linear(stream, norm, layer.weight, bias)
+
+    def apply_and_add(
+        self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor
+    ) -> ResidualStream:
+        assert isinstance(x, Tensor)
+        return current_platform.kernels.linear_add(x, layer.weight, bias, residual)

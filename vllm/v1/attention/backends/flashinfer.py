@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -148,15 +149,22 @@ class FlashInferImpl:
         self.window_left = -1 if sliding_window is None else sliding_window - 1
 
     def forward(
-        self, query: Tensor, kv_cache: Tensor, metadata: FlashInferMetadata, out: Tensor
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: FlashInferMetadata,
+        out: Tensor,
+        gate: Tensor | None = None,
     ) -> None:
-        """`query, out [tokens, num_heads, head_size]`."""
-        n = metadata.num_decodes
+        """`query, out, gate [tokens, num_heads, head_size]`."""
+        n, end = metadata.num_decodes, metadata.num_tokens
         if metadata.decode is not None:
             metadata.decode.run(query[:n], kv_cache, out=out[:n])
         if metadata.prefill is not None:
-            end = metadata.num_tokens
             metadata.prefill.run(query[n:end], kv_cache, out=out[n:end])
+        if gate is not None:
+            real = out[:end]
+            real.copy_(current_platform.kernels.mul_sigmoid(real, gate[:end]).view(real.shape))
 
 
 class FlashInferBackend(AttentionBackend):

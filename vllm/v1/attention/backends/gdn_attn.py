@@ -3,19 +3,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.kernels.interface import chunk_metadata
+from vllm.kernels.scan_segments import ScanCuts, ScanSegments
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.worker.staging import StagedArray
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: tokens of a chunk of the gated delta rule, see `Kernels.gdn_prefill`
+_CHUNK = 64
+#: more than the steps in flight
+_DEPTH = 3
+#: most prefills of a step that replays a graph: each costs the kernels a little, even if absent
+MAX_PREFILLS = 16
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """What the prefill kernels of a layer are given, of its tokens in `rows`; see
+    `Kernels.gdn_prefill`.
+
+    A step that replays a graph has all its tokens in `rows` and arrays of `MAX_PREFILLS` + 1
+    sequences, the last and maybe others empty and without a block, at fixed addresses. Else `rows`
+    are the prefills' and the arrays theirs alone.
+    """
+
+    rows: slice
+    state_indices: Tensor
+    has_initial_state: Tensor
+    query_start_loc: Tensor
+    chunk_indices: Tensor
+    chunk_offsets: Tensor
+    segments: ScanSegments | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.state_indices.shape[0] == 0
 
 
 @dataclass
@@ -26,7 +62,8 @@ class GDNAttentionMetadata(AttentionMetadata):
     `state_indices [num_reqs]` int32 (decodes first), the prefills' part of it again in
     `prefill_state_indices [num_prefills]`, `has_initial_state [num_prefills]` bool,
     `prefill_query_start_loc [num_prefills + 1]` int32 relative to the first prefill token;
-    `chunk_indices`, `chunk_offsets`: see `Kernels.gdn_prefill`.
+    `chunk_indices`, `chunk_offsets`, `segments`: see `Kernels.gdn_prefill`. `batch` is what a layer
+    whose prefills may be part of a graph runs: the same, or padded.
     """
 
     num_tokens: int
@@ -38,6 +75,19 @@ class GDNAttentionMetadata(AttentionMetadata):
     prefill_query_start_loc: Tensor
     chunk_indices: Tensor
     chunk_offsets: Tensor
+    segments: ScanSegments | None = None
+    batch: PrefillBatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batch = PrefillBatch(
+            slice(self.num_decodes, self.num_tokens),
+            self.prefill_state_indices,
+            self.has_initial_state,
+            self.prefill_query_start_loc,
+            self.chunk_indices,
+            self.chunk_offsets,
+            self.segments,
+        )
 
     @property
     def num_decode_tokens(self) -> int:
@@ -49,28 +99,101 @@ class GDNAttentionMetadata(AttentionMetadata):
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]):
-    """Chunk indices come from host lengths, once per step for all layers."""
+    """Chunk indices and segments come from host lengths, once per step for all layers."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        splits = vllm_config.cache_config.splits_scans
+        self._cuts = _cuts_for(kv_cache_spec, device) if splits else None
+        scheduler = vllm_config.scheduler_config
+        rows = max(scheduler.max_num_seqs, MAX_PREFILLS + 1)
+        chunks = scheduler.max_num_batched_tokens // _CHUNK + rows
+        self._initial = StagedArray((rows,), torch.bool, device, _DEPTH)
+        self._chunks = StagedArray((chunks, 2), torch.int32, device, _DEPTH)
+        self._offsets = StagedArray((rows + 1,), torch.int32, device, _DEPTH)
+        self._starts = StagedArray((MAX_PREFILLS + 2,), torch.int32, device, _DEPTH)
+        self._blocks = StagedArray((MAX_PREFILLS + 1,), torch.int32, device, _DEPTH)
 
     def build(self, common: CommonAttentionMetadata) -> GDNAttentionMetadata:
+        """RuntimeError for more prefills than a graph holds in a step that replays one."""
         decodes, reqs = common.num_decodes, common.num_reqs
-        indices, offsets = chunk_metadata(common.prefill_query_start_loc_cpu.tolist())
-        has_initial = torch.from_numpy(np.asarray(common.num_computed_tokens_cpu[decodes:reqs] > 0))
-        return GDNAttentionMetadata(
+        prefills, padded = reqs - decodes, common.padded_tokens
+        seqs, chunks = prefills, 0
+        if padded is not None:
+            if prefills > MAX_PREFILLS:
+                raise RuntimeError(f"{prefills} prefills in a graph for {MAX_PREFILLS}")
+            seqs, chunks = MAX_PREFILLS + 1, padded // _CHUNK + MAX_PREFILLS
+        initial = self._initial.next()
+        np.greater(common.num_computed_tokens_cpu[decodes:reqs], 0, initial[:prefills])
+        initial[prefills:seqs] = False
+        starts = common.prefill_query_start_loc_cpu
+        num_chunks = self._fill_chunks(starts, seqs, chunks)
+        has_initial_state = self._initial.upload(seqs)
+        chunk_indices = self._chunks.upload(max(chunks, num_chunks), 2)
+        chunk_offsets = self._offsets.upload(seqs + 1)
+        cuts = self._cuts if padded is None else None
+        metadata = GDNAttentionMetadata(
             num_tokens=common.num_tokens,
             num_decodes=decodes,
-            num_prefills=reqs - decodes,
+            num_prefills=prefills,
             state_indices=common.block_table[:, 0],
             prefill_state_indices=common.prefill_block_table[:, 0],
-            has_initial_state=self._upload(has_initial),
+            has_initial_state=has_initial_state[:prefills],
             prefill_query_start_loc=common.prefill_query_start_loc,
-            chunk_indices=self._upload(indices),
-            chunk_offsets=self._upload(offsets),
+            chunk_indices=chunk_indices[:num_chunks],
+            chunk_offsets=chunk_offsets[: prefills + 1],
+            segments=None if cuts is None else cuts.of_batch(starts.tolist(), self.device),
         )
+        if padded is not None:
+            self._fill_sequences(common, prefills)
+            metadata.batch = PrefillBatch(
+                slice(0, padded),
+                self._blocks.upload(seqs),
+                has_initial_state,
+                self._starts.upload(seqs + 1),
+                chunk_indices,
+                chunk_offsets,
+            )
+        return metadata
 
-    def _upload(self, host: Tensor) -> Tensor:
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+    def _fill_sequences(self, common: CommonAttentionMetadata, prefills: int) -> None:
+        """Blocks and absolute starts of the prefills, then of sequences that are absent."""
+        decodes, blocks, starts = common.num_decodes, self._blocks.next(), self._starts.next()
+        blocks[:prefills] = common.block_table_cpu[decodes : decodes + prefills, 0]
+        blocks[prefills:] = -1
+        starts[: prefills + 1] = common.prefill_query_start_loc_cpu + decodes
+        starts[prefills + 1 :] = starts[prefills]
+
+    def _fill_chunks(self, starts: np.ndarray, num_seqs: int, num_chunks: int) -> int:
+        """Each chunk's sequence and place in it, padded with chunks of the last of `num_seqs`, and
+        each sequence's first chunk. How many are real."""
+        real = len(starts) - 1
+        counts = -(-np.diff(starts) // _CHUNK)
+        offsets = self._offsets.next()
+        offsets[0] = 0
+        np.cumsum(counts, out=offsets[1 : real + 1])
+        total = int(offsets[real])
+        offsets[real + 1 : num_seqs + 1] = total
+        sequence = np.repeat(np.arange(real), counts)
+        chunks = self._chunks.next()
+        chunks[:total, 0] = sequence
+        chunks[:total, 1] = np.arange(total) - offsets[sequence]
+        chunks[total:num_chunks] = (num_seqs - 1, 0)
+        return total
+
+
+def _cuts_for(spec: KVCacheSpec, device: torch.device) -> ScanCuts:
+    from vllm.kernels.triton.configs import device_configs
+
+    assert isinstance(spec, MambaSpec)
+    _, (heads, head_v_dim, _) = spec.shapes
+    return ScanCuts(heads, head_v_dim, device_configs(device).multiprocessors)
 
 
 class GDNAttentionBackend(AttentionBackend):
@@ -78,6 +201,7 @@ class GDNAttentionBackend(AttentionBackend):
 
     name = "GDN_ATTN"
     supports_full_graph = True
+    max_prefills_in_graph = MAX_PREFILLS
 
     @staticmethod
     def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:

@@ -81,9 +81,15 @@ class PagedAttentionImpl:
         self.cache_scales: CacheScales | None = None
 
     def forward(
-        self, query: Tensor, kv_cache: Tensor, metadata: PagedAttentionMetadata, out: Tensor
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: PagedAttentionMetadata,
+        out: Tensor,
+        gate: Tensor | None = None,
     ) -> None:
-        """`query, out [tokens, num_heads, head_size]`; decode and prefill rows run separately."""
+        """`query, out, gate [tokens, num_heads, head_size]`; decode and prefill rows run
+        separately."""
         decodes, tokens = metadata.num_decodes, metadata.num_tokens
         if decodes:
             self._run(
@@ -93,6 +99,7 @@ class PagedAttentionImpl:
                 metadata.seq_lens[:decodes],
                 metadata.query_start_loc[: decodes + 1],
                 out[:decodes],
+                None if gate is None else gate[:decodes],
                 max_query_len=1,
                 max_seq_len=metadata.max_decode_len,
             )
@@ -105,6 +112,7 @@ class PagedAttentionImpl:
                 metadata.prefill_seq_lens,
                 metadata.prefill_query_start_loc,
                 out[decodes:tokens],
+                None if gate is None else gate[decodes:tokens],
                 max_query_len=longest,
                 max_seq_len=metadata.max_decode_len if longest == 1 else metadata.max_seq_len,
             )
@@ -117,6 +125,7 @@ class PagedAttentionImpl:
         seq_lens: Tensor,
         query_start_loc: Tensor,
         out: Tensor,
+        gate: Tensor | None,
         *,
         max_query_len: int,
         max_seq_len: int,
@@ -135,6 +144,7 @@ class PagedAttentionImpl:
             out=out,
             k_scale=1.0 if scales is None else scales.k,
             v_scale=1.0 if scales is None else scales.v,
+            gate=gate,
         )
 
 

@@ -4,18 +4,48 @@
 import torch
 from torch import Tensor
 
+from vllm.kernels.hopper_gdn import HopperGdn, ScanOp
+from vllm.kernels.hopper_gdn_factors import takes_factors
+from vllm.kernels.hopper_gdn_scan import takes_scan
 from vllm.kernels.interface import chunk_metadata
+from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import intra_chunk
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.ragged_batch import flatten_batch
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.segments import scan_in_segments
 
 
-def run_chunked(p: ChunkedProblem, out: Tensor) -> None:
-    """Fill `out [tokens, v heads, dv]` and update the state pool."""
+def make_factors(p: ChunkedProblem, hopper: HopperGdn | None) -> ChunkFactors:
+    """The first stage, by `hopper` where it takes the problem."""
+    if hopper is not None and hopper.chunk_factors is not None and takes_factors(p):
+        return hopper.chunk_factors(p)
+    return intra_chunk(p)
+
+
+def pick_scan(p: ChunkedProblem, out: Tensor, hopper: HopperGdn | None) -> ScanOp:
+    """The second stage: `hopper`'s where it takes the problem."""
+    if hopper is not None and hopper.scan is not None and takes_scan(p, out):
+        return hopper.scan
+    return inter_chunk
+
+
+def run_chunked(
+    p: ChunkedProblem,
+    out: Tensor,
+    hopper: HopperGdn | None = None,
+    segments: ScanSegments | None = None,
+) -> None:
+    """Fill `out [tokens, v heads, dv]` and update the state pool, with `hopper`'s stages where
+    they take the problem, and sequences cut into `segments`."""
     if p.num_chunks == 0:
         return
-    inter_chunk(p, intra_chunk(p), out)
+    factors = make_factors(p, hopper)
+    scan = pick_scan(p, out, hopper)
+    if segments is None:
+        scan(p, factors, out)
+    else:
+        scan_in_segments(p, factors, segments, out, scan)
 
 
 def chunk_gated_delta_rule(

@@ -109,15 +109,21 @@ def _intra_chunk_kernel(
     tl.store(P_ptr + tile, P * q_scale[:, None] * k_scale[None, :])
 
 
-def intra_chunk(p: ChunkedProblem) -> ChunkFactors:
-    """Factors of every chunk of the batch."""
+def empty_factors(p: ChunkedProblem) -> ChunkFactors:
+    """Memory for the factors of every chunk of the batch."""
     heads = p.v.shape[1]
     matrices = (p.num_chunks, heads, CHUNK, CHUNK)
-    factors = ChunkFactors(
+    return ChunkFactors(
         T=p.v.new_empty(matrices),
         P=p.v.new_empty(matrices),
         rows=torch.empty(p.num_chunks, heads, 4, CHUNK, dtype=torch.float32, device=p.v.device),
     )
+
+
+def intra_chunk(p: ChunkedProblem) -> ChunkFactors:
+    """Factors of every chunk of the batch."""
+    heads = p.v.shape[1]
+    factors = empty_factors(p)
     configs = device_configs(p.v.device)
     _intra_chunk_kernel[(heads, p.num_chunks)](
         p.q,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.configs import device_configs
+from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -82,13 +83,13 @@ def _conv_prefill_kernel(
 ):
     """Grid (token tiles, channel tiles). Rows pass through a window in registers, each read once.
     A sequence's first tile alone reads and writes its state, so no program can overwrite what
-    another still needs."""
+    another still needs. Tiles before the first sequence have nothing to do."""
     seq, tile = find_sequence(starts_ptr, tl.program_id(0), num_seqs, BLOCK_T)
     start = tl.load(starts_ptr + seq).to(tl.int64)
     length = (tl.load(starts_ptr + seq + 1) - start).to(tl.int32)
     index = tl.load(index_ptr + seq).to(tl.int64)
     first = tile * BLOCK_T
-    if (index < 0) | (first >= length):
+    if (index < 0) | (first < 0) | (first >= length):
         return
     carried = tl.load(carried_ptr + seq).to(tl.int1)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -126,6 +127,9 @@ def _conv_prefill_kernel(
             tl.store(state + j * CHANNELS, tl.where(last >= 0, fresh, kept), mask=inside)
 
 
+_conv_prefill = Launcher(_conv_prefill_kernel)
+
+
 def conv_prefill(
     x: Tensor,
     weight: Tensor,
@@ -147,7 +151,7 @@ def conv_prefill(
         return
     tile = device_configs(x.device).conv1d
     grid = (num_tiles(tokens, num_seqs, tile.rows), cdiv(channels, tile.columns))
-    _conv_prefill_kernel[grid](
+    _conv_prefill[grid](
         x,
         weight,
         bias,

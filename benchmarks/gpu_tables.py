@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what was measured on one H200."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+from benchmarks.tables import compared, load
+
+#: vLLM 0.24.0 on the same workloads and chip (recorded once, see docs/performance.md)
+_PEER = {
+    "start, empty kernel cache": 193.0,
+    "second start": 133.0,
+    "bs1_128_256": 3.69,
+    "bs8_128_256": 1977,
+    "bs256_128_256": 17313,
+    "prefill_64x4096": 65469,
+    "mixed_512": 21.05,
+    "long_32x12000_64": 6.78,
+    "extract_256x2048": 65266,
+}
+
+
+#: what the chip allows, by arithmetic: 4.3 TB/s and 790 TFLOP/s as measured on it
+_FLOOR = {
+    "start, empty kernel cache": 2.0,
+    "second start": 2.0,
+    "bs1_128_256": 2.0,
+    "bs8_128_256": 3700,
+    "bs256_128_256": 35000,
+    "prefill_64x4096": 95700,
+}
+
+
+def _gpu_row(name: str, what: str, unit: str, values: list[float], higher_is_better: bool) -> str:
+    """The last value, the spread of all of them, the peer's and the floor."""
+    ours = values[-1]
+    spread = (max(values) - min(values)) / ours
+    floor = _FLOOR.get(name)
+    digits = 0 if max(ours, _PEER[name]) >= 1000 else 2
+    cells = [
+        compared(what, unit, ours, _PEER[name], higher_is_better),
+        f" {floor:,.{digits}f} {unit} |" if floor is not None else " |",
+        f" {spread:.1%} of {len(values)} |" if len(values) > 1 else " |",
+    ]
+    return "".join(cells)
+
+
+def workloads() -> str:
+    """The whole engine beside the peer."""
+    extract = load("h200_extract.json")
+    extracted = [extract[f"extract_256x2048_{i}"]["in_per_s"] for i in range(2)]
+    starts_s = load("h200_starts.json")
+    rows = [
+        "| workload, 4B Qwen3.5 dimensions, bf16, one H200 | here | vLLM 0.24.0 | ratio "
+        "| floor | spread |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("start, empty kernel cache", "second start"):
+        rows.append(_gpu_row(name, f"{name}, imports included", "s", starts_s[name], False))
+    rows += [
+        _gpu_row(name, what, unit, values, higher)
+        for name, what, unit, values, higher in _served(load("h200_serve.json"))
+    ]
+    what = "extraction, 256 × 2,048, 4 layers"
+    rows.append(_gpu_row("extract_256x2048", what, "tok/s", extracted, True))
+    return "\n".join(rows)
+
+
+def _served(serve: dict[str, Any]) -> list[tuple[str, str, str, list[float], bool]]:
+    """Name, description, unit, the runs' figures and whether more is better, per workload."""
+
+    def runs(name: str, key: str, scale: float = 1.0) -> list[float]:
+        return [scale * serve[run][key] for run in sorted(serve) if run.startswith(name)]
+
+    return [
+        ("bs1_128_256", "1 request, 128 in, 256 out: time per token", "ms",
+         runs("bs1_128_256", "s", 1e3 / 256), False),
+        ("bs8_128_256", "8 requests, 128 in, 256 out", "tok/s out",
+         runs("bs8_128_256", "out_per_s"), True),
+        ("bs256_128_256", "256 requests, 128 in, 256 out", "tok/s out",
+         runs("bs256_128_256", "out_per_s"), True),
+        ("prefill_64x4096", "prefill, 64 × 4,096", "tok/s",
+         runs("prefill_64x4096", "in_per_s"), True),
+        ("mixed_512", "512 mixed requests", "s", runs("mixed_512", "s"), False),
+        ("long_32x12000_64", "32 × 12,000 in, 64 out", "s", runs("long_32x12000_64", "s"), False),
+    ]  # fmt: skip
+
+
+def fp8() -> str:
+    """The same workloads with `quantization="fp8"`, beside bf16."""
+    served = _served(load("h200_fp8.json"))
+    wide = {name: values[-1] for name, _, _, values, _ in _served(load("h200_serve.json"))}
+    rows = ["| workload | fp8 weights | bf16 | ratio |", "|---|---|---|---|"]
+    rows += [
+        compared(what, unit, values[-1], wide[name], higher)
+        for name, what, unit, values, higher in served
+    ]
+    return "\n".join(rows)
+
+
+def starts() -> str:
+    """Seconds until ready, per kind of start."""
+    rows = ["| start | seconds |", "|---|---|"]
+    for name, seconds in load("h200_starts.json").items():
+        rows.append(f"| {name} | {', '.join(f'{s:.1f}' for s in seconds)} |")
+    return "\n".join(rows)
+
+
+#: ops of `benchmarks/kernels.py` that the table shows; the file has all
+_SHOWN = ("linear", "paged_attention", "causal_conv1d", "gdn_", "argmax", "kept", "fused_add")
+
+
+def kernels() -> str:
+    """Kernels, alone: time, rate and share of what the chip can do."""
+    rows = ["| kernel | size | time | rate | of the chip |", "|---|---|---|---|---|"]
+    for row in load("h200_kernels.json"):
+        if row["op"].startswith(_SHOWN):
+            rows.append(
+                f"| {row['op']} | {row['shape']} | {row['us']:,.1f} µs "
+                f"| {row['rate']:,.0f} {row['unit']} | {row['share']:.0%} |"
+            )
+    return "\n".join(rows)
+
+
+def steps() -> str:
+    """Where the time of whole steps goes."""
+    return step_rows(load("h200_steps.json"))
+
+
+def step_rows(windows: dict[str, Any], most: int = 6) -> str:
+    """One row per kind of step: wall time, device time and its largest kernels."""
+    rows = ["| step | wall | kernels | of which |", "|---|---|---|---|"]
+    for name, window in windows.items():
+        spent: dict[str, float] = defaultdict(float)
+        for kernel, row in window["kernels"].items():
+            spent[_short(kernel)] += row["us"]
+        largest = sorted(spent.items(), key=lambda item: -item[1])[:most]
+        parts = [f"{kernel} {us / 1e3:.2f}" for kernel, us in largest]
+        rows.append(
+            f"| {name.replace('_', ' ')} | {window['wall_us'] / 1e3:.2f} ms "
+            f"| {window['device_us'] / 1e3:.2f} ms | {', '.join(parts)} |"
+        )
+    return "\n".join(rows)
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without its template, and without what says how cuBLAS tiles it."""
+    name = re.sub(r"<.*|\(.*", "", kernel.removeprefix("void ")).split("::")[-1]
+    return "cuBLAS" if name.startswith("nvjet") else name.strip("_").removesuffix("_kernel")

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of the gated delta rule's decode step: barriers, what an item's tokens are made of,
+// and the states on their way.
+#pragma once
+
+#include <cstdint>
+
+#include "gdn_decode.h"
+#include "ptx.cuh"
+
+namespace vllm_cuda::gdn_decode {
+
+constexpr int kConsumers = 8, kPreparers = 4;  // warps
+constexpr int kThreads = 32 * (kConsumers + kPreparers);
+constexpr int kMaxStages = 8;
+constexpr int kBuffers = 4;  // items in work
+
+struct Header {
+  int index;    // the sequence's block, negative: nothing to do
+  int pending;  // tokens to replay
+  int commit;   // whether to write the state
+  int slot;     // of the ring, where this token goes otherwise
+};
+
+// What the tokens of one item (a sequence's key head and the value heads of its group) are made of.
+struct Buffer {
+  float *keys, *errors, *q, *k, *v, *out, *decays;
+  float2* gates;  // decay, beta
+  Header* header;
+
+  __host__ __device__ static int bytes(int group, int slots) {
+    const int rows = slots * (1 + group) + 2 + 2 * group;
+    return 4 * rows * kHeadDim + round_up(4 * slots * group) + round_up(8 * group) + 16;
+  }
+  __host__ __device__ static constexpr int round_up(int bytes) { return (bytes + 15) & ~15; }
+
+  __device__ Buffer(char* base, int group, int slots) {
+    keys = reinterpret_cast<float*>(base);
+    errors = keys + slots * kHeadDim;
+    q = errors + slots * group * kHeadDim;
+    k = q + kHeadDim;
+    v = k + kHeadDim;
+    out = v + group * kHeadDim;
+    decays = out + group * kHeadDim;
+    gates = reinterpret_cast<float2*>(decays + round_up(4 * slots * group) / 4);
+    header = reinterpret_cast<Header*>(reinterpret_cast<char*>(gates) + round_up(8 * group));
+  }
+};
+
+// A place in the buffers' cycle.
+struct Place {
+  int index = 0;
+  uint32_t phase = 0;
+  __device__ void advance() {
+    if (++index == kBuffers) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint64_t *tiles, *ring, *vectors, *done;
+  static constexpr int bytes = 8 * (kConsumers * kMaxStages + 3 * kBuffers);
+
+  __device__ explicit Barriers(char* base) {
+    tiles = reinterpret_cast<uint64_t*>(base);
+    ring = tiles + kConsumers * kMaxStages;
+    vectors = ring + kBuffers;
+    done = vectors + kBuffers;
+  }
+  // By all threads of the CTA.
+  __device__ void init() const {
+    const int i = threadIdx.x;
+    static_assert(kConsumers * kMaxStages + 3 * kBuffers <= kThreads);
+    if (tiles + i < done + kBuffers) {
+      const int arrivals = tiles + i < vectors ? 1 : tiles + i < done ? kPreparers : kConsumers;
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(tiles + i)),
+                   "r"(arrivals));
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+  }
+};
+
+// Barriers, every consumer's stages, buffers.
+struct Layout {
+  int stages, buffers, buffer_bytes;
+  __host__ __device__ Layout(const GdnDecodeArgs& args, int stage_bytes, int count)
+      : stages((Barriers::bytes + 127) & ~127),
+        buffers(stages + count * kConsumers * stage_bytes),
+        buffer_bytes(Buffer::bytes(args.group, args.slots)) {}
+  __host__ __device__ int bytes(int items) const {
+    return buffers + (items < kBuffers ? items : kBuffers) * buffer_bytes;
+  }
+};
+
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Asynchronous; `bytes` and both addresses are multiples of 16. States that are about to be written
+// stay in L2 until then, which a hint to drop them first would hinder.
+__device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ inline float warp_sum(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+  return value;
+}
+
+// Four bf16 of 8 bytes.
+__device__ inline float4 widen(uint2 words) {
+  return make_float4(__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000u),
+                     __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000u));
+}
+__device__ inline uint2 narrow(float4 x) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
+  uint2 words;
+  words.x = *reinterpret_cast<const uint32_t*>(&low);
+  words.y = *reinterpret_cast<const uint32_t*>(&high);
+  return words;
+}
+// Indexed by constants alone: it lies in registers.
+struct Four {
+  float at[4];
+  __device__ Four(float4 x) : at{x.x, x.y, x.z, x.w} {}
+  __device__ float4 vector() const { return make_float4(at[0], at[1], at[2], at[3]); }
+};
+
+__device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+
+}  // namespace vllm_cuda::gdn_decode

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asynchronous products of a warpgroup on bf16: d [64, N] (+)= a [64, 16] @ b [16, N] in fp32
+// (sm_90a). `b`, and `a` where it has a descriptor, lie in shared memory in tiles of 64 elements
+// (128 bytes) a row, swizzled by 128 bytes and aligned to 1,024.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace vllm_cuda {
+
+constexpr uint32_t kTileRowBytes = 128;
+// Eight rows: where the swizzle starts over.
+constexpr uint32_t kTileGroupBytes = 8 * kTileRowBytes;
+
+// Rows of the tile run along M or N, columns along the summed dimension: 16 of them further on,
+// add 32 bytes.
+__device__ inline uint64_t tile_descriptor(const void* tile) {
+  return (uint64_t{1} << 62) | (uint64_t{kTileGroupBytes >> 4} << 32) | (uint64_t{1} << 16) |
+         ((shared_address(tile) & 0x3FFFF) >> 4);
+}
+
+// Rows run along the summed dimension, 16 further on are 2,048 bytes; columns along M or N, where
+// the next 64 of them lie `apart` bytes away.
+__device__ inline uint64_t transposed_descriptor(const void* tile, uint32_t apart) {
+  return (uint64_t{1} << 62) | (uint64_t{kTileGroupBytes >> 4} << 32) |
+         (uint64_t{apart >> 4} << 16) | ((shared_address(tile) & 0x3FFFF) >> 4);
+}
+
+__device__ inline uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return descriptor + (bytes >> 4);
+}
+
+// Registers written by plain instructions are visible to the products that follow.
+__device__ inline void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most PENDING of the committed groups are under way; `done` are the results that
+// may be read from here on.
+template <int PENDING, int N>
+__device__ inline void products_wait(float (&done)[N]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(done[i])::"memory");
+}
+
+#define VLLM_F8(d, i)                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define VLLM_F32(d, i) VLLM_F8(d, i), VLLM_F8(d, i + 8), VLLM_F8(d, i + 16), VLLM_F8(d, i + 24)
+#define VLLM_D32                                                                          \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "     \
+  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define VLLM_D64                                                                          \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "     \
+  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, " \
+  "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// The left operand from registers: rows lane / 4 and + 8 of the warp's 16, columns
+// 2 * (lane % 4) + {0, 1} and + 8, packed in pairs, as results come out.
+template <int TRANSPOSED>
+__device__ inline void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " VLLM_D32
+      ", {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+      : VLLM_F32(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+
+template <int TRANSPOSED>
+__device__ inline void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " VLLM_D64
+      ", {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+      : VLLM_F32(d, 0), VLLM_F32(d, 32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+
+// Both operands from shared memory.
+template <int TRANSPOSED_A, int TRANSPOSED_B>
+__device__ inline void product(float (&d)[32], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " VLLM_D32
+      ", %32, %33, p, 1, 1, %35, %36;\n}"
+      : VLLM_F32(d, 0)
+      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+}
+
+#undef VLLM_F8
+#undef VLLM_F32
+#undef VLLM_D32
+#undef VLLM_D64
+
+}  // namespace vllm_cuda

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch.ops.vllm_cuda: the gated delta rule's decode step.
+#include <initializer_list>
+#include <stdexcept>
+
+#include "gdn_decode.h"
+#include "stable.h"
+
+namespace vllm_cuda {
+
+namespace {
+
+struct Sizes {
+  int64_t n, k_heads, v_heads, channels;
+};
+
+bool is(const Tensor& tensor, ScalarType dtype, std::initializer_list<int64_t> sizes) {
+  if (!tensor.is_cuda() || tensor.scalar_type() != dtype) return false;
+  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
+  int64_t d = 0;
+  for (const int64_t size : sizes) {
+    if (tensor.size(d++) != size) return false;
+  }
+  return true;
+}
+
+// All but the first dimension, whose stride is a multiple of `step`, are dense.
+bool dense_rows(const Tensor& tensor, int64_t step) {
+  int64_t stride = 1;
+  for (int64_t d = tensor.dim() - 1; d > 0; --d) {
+    if (tensor.size(d) != 1 && tensor.stride(d) != stride) return false;
+    stride *= tensor.size(d);
+  }
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  return tensor.stride(0) % step == 0 && address % (step * tensor.element_size()) == 0;
+}
+
+void need(bool good, const char* name, const Tensor& tensor, const char* requirement) {
+  if (!good) reject(name, tensor, requirement);
+}
+
+void check_tokens(
+    const Sizes& s, const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
+    const Tensor& dt_bias, const Tensor& indices, const Tensor& out) {
+  constexpr auto bf16 = ScalarType::BFloat16, f32 = ScalarType::Float;
+  need(is(qkv, bf16, {s.n, s.channels}) && dense_rows(qkv, 4), "qkv", qkv,
+       "be bfloat16 [n, (2 k heads + v heads) * 128], rows at 8 bytes");
+  for (const Tensor* gate : {&a, &b}) {
+    need(is(*gate, bf16, {s.n, s.v_heads}) && dense_rows(*gate, 1), "a and b", *gate,
+         "be bfloat16 [n, v heads]");
+  }
+  for (const Tensor* gate : {&A_log, &dt_bias}) {
+    need(is(*gate, f32, {s.v_heads}) && gate->is_contiguous(), "A_log and dt_bias", *gate,
+         "be float32 [v heads]");
+  }
+  need(is(indices, ScalarType::Int, {s.n}) && indices.is_contiguous(), "state_indices", indices,
+       "be int32 [n]");
+  need(is(out, bf16, {s.n, s.v_heads, kHeadDim}) && dense_rows(out, 4), "out", out,
+       "be bfloat16 [n, v heads, 128]");
+}
+
+void check_states(
+    const Sizes& s, const Tensor& weight, const OptTensor& bias, const Tensor& conv_state,
+    const Tensor& state) {
+  constexpr auto bf16 = ScalarType::BFloat16;
+  need(is(weight, bf16, {s.channels, kConvWidth}) && weight.is_contiguous() && aligned(weight),
+       "conv_weight", weight, "be dense bfloat16 [channels, 4]");
+  if (bias) {
+    need(is(*bias, bf16, {s.channels}) && dense_rows(*bias, 1) && aligned(*bias), "conv_bias",
+         *bias, "be dense bfloat16 [channels]");
+  }
+  need(conv_state.dim() == 3 &&
+           is(conv_state, bf16, {conv_state.size(0), kConvWidth - 1, s.channels}) &&
+           dense_rows(conv_state, 4),
+       "conv_state", conv_state, "be bfloat16 [blocks, 3, channels], blocks at 8 bytes");
+  const bool wide = state.scalar_type() == ScalarType::Float;
+  need(state.dim() == 4 &&
+           is(state, wide ? ScalarType::Float : bf16,
+              {state.size(0), s.v_heads, kHeadDim, kHeadDim}) &&
+           dense_rows(state, wide ? 4 : 8),
+       "ssm_state", state, "be float32 or bfloat16 [blocks, v heads, 128, 128], blocks at 16 bytes");
+}
+
+void check_ring(
+    const Sizes& s, const Tensor& steps, const OptTensor& keys, const OptTensor& errors,
+    const OptTensor& decays) {
+  constexpr auto f32 = ScalarType::Float;
+  if (!keys || !errors || !decays) {
+    throw std::runtime_error("vllm_cuda: a ring has steps, keys, errors and decays");
+  }
+  need(steps.dim() == 2 && is(steps, ScalarType::Int, {steps.size(0), 4}) &&
+           steps.size(0) >= s.n && steps.is_contiguous() && aligned(steps),
+       "steps", steps, "be dense int32 [at least n, 4]");
+  need(keys->dim() == 4 && is(*keys, f32, {keys->size(0), keys->size(1), s.k_heads, kHeadDim}) &&
+           keys->is_contiguous() && aligned(*keys),
+       "keys", *keys, "be dense float32 [rows, slots, k heads, 128]");
+  const int64_t rows = keys->size(0), slots = keys->size(1);
+  need(is(*errors, f32, {rows, slots, s.v_heads, kHeadDim}) && errors->is_contiguous() &&
+           aligned(*errors),
+       "errors", *errors, "be dense float32 [rows, slots, v heads, 128]");
+  need(is(*decays, f32, {rows, slots, s.v_heads}) && decays->is_contiguous(), "decays", *decays,
+       "be dense float32 [rows, slots, v heads]");
+}
+
+void check_norm(const Sizes& s, const Tensor& gate, const OptTensor& weight) {
+  if (!weight) throw std::runtime_error("vllm_cuda: a norm has a gate and a weight");
+  need(is(gate, ScalarType::BFloat16, {s.n, s.v_heads, kHeadDim}) && dense_rows(gate, 4), "gate",
+       gate, "be bfloat16 [n, v heads, 128]");
+  const bool wide = weight->scalar_type() == ScalarType::Float;
+  need(is(*weight, wide ? ScalarType::Float : ScalarType::BFloat16, {kHeadDim}) &&
+           weight->is_contiguous() && aligned(*weight),
+       "norm_weight", *weight, "be float32 or bfloat16 [128]");
+}
+
+Sizes sizes_of(const Tensor& qkv, const Tensor& a, int64_t k_heads) {
+  if (qkv.dim() != 2 || a.dim() != 2) reject("qkv", qkv, "be [n, channels]");
+  const Sizes s{qkv.size(0), k_heads, a.size(1), (2 * k_heads + a.size(1)) * kHeadDim};
+  const int64_t group = k_heads > 0 ? s.v_heads / k_heads : 0;
+  if (k_heads < 1 || s.v_heads % k_heads != 0 || (group != 1 && group != 2 && group != 4)) {
+    throw std::runtime_error("vllm_cuda: a key head must have 1, 2 or 4 value heads");
+  }
+  if (s.n * k_heads >= 1 << 30) throw std::runtime_error("vllm_cuda: too many rows");
+  return s;
+}
+
+void gdn_decode(
+    const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
+    const Tensor& conv_weight, OptTensor conv_bias, const Tensor& conv_state,
+    const Tensor& ssm_state, const Tensor& state_indices, const Tensor& out, OptTensor steps,
+    OptTensor keys, OptTensor errors, OptTensor decays, OptTensor gate, OptTensor norm_weight,
+    double eps, double scale, int64_t k_heads, bool overlap) {
+  const Sizes s = sizes_of(qkv, a, k_heads);
+  check_tokens(s, qkv, a, b, A_log, dt_bias, state_indices, out);
+  check_states(s, conv_weight, conv_bias, conv_state, ssm_state);
+  if (steps) check_ring(s, *steps, keys, errors, decays);
+  if (gate) check_norm(s, *gate, norm_weight);
+  const int64_t group = s.v_heads / k_heads;
+  if (s.n == 0) return;
+  const int32_t device = qkv.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  GdnDecodeArgs args{};
+  args.qkv = qkv.data_ptr();
+  args.a = a.data_ptr();
+  args.b = b.data_ptr();
+  args.A_log = static_cast<const float*>(A_log.data_ptr());
+  args.dt_bias = static_cast<const float*>(dt_bias.data_ptr());
+  args.conv_weight = conv_weight.data_ptr();
+  args.conv_bias = conv_bias ? conv_bias->data_ptr() : nullptr;
+  args.conv_state = conv_state.data_ptr();
+  args.state = ssm_state.data_ptr();
+  args.indices = static_cast<const int*>(state_indices.data_ptr());
+  args.out = out.data_ptr();
+  args.qkv_stride = qkv.stride(0);
+  args.a_stride = a.stride(0);
+  args.b_stride = b.stride(0);
+  args.conv_stride = conv_state.stride(0);
+  args.state_stride = ssm_state.stride(0);
+  args.out_stride = out.stride(0);
+  args.eps = static_cast<float>(eps);
+  args.scale = static_cast<float>(scale);
+  args.n = static_cast<int>(s.n);
+  args.k_heads = static_cast<int>(k_heads);
+  args.group = static_cast<int>(group);
+  if (steps) {
+    args.steps = static_cast<const int*>(steps->data_ptr());
+    args.keys = static_cast<float*>(keys->data_ptr());
+    args.errors = static_cast<float*>(errors->data_ptr());
+    args.decays = static_cast<float*>(decays->data_ptr());
+    args.slots = static_cast<int>(keys->size(1));
+  }
+  if (gate) {
+    args.gate = gate->data_ptr();
+    args.gate_stride = gate->stride(0);
+    args.norm_weight = norm_weight->data_ptr();
+    args.norm_weight_is_float = norm_weight->scalar_type() == ScalarType::Float;
+  }
+  GdnDecodeLaunch launch{};
+  launch.bf16_state = ssm_state.scalar_type() == ScalarType::BFloat16;
+  launch.overlap = overlap;
+  launch.device = device;
+  launch.stream = current_stream(device);
+  const char* error = launch_gdn_decode(args, launch);
+  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: gdn decode: ") + error);
+}
+
+}  // namespace
+
+}  // namespace vllm_cuda
+
+STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
+  m.def(
+      "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor conv_weight,"
+      " Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor state_indices,"
+      " Tensor(c!) out, Tensor? steps, Tensor(d!)? keys, Tensor(e!)? errors, Tensor(f!)? decays,"
+      " Tensor? gate, Tensor? norm_weight, float eps, float scale, int k_heads, bool overlap)"
+      " -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {
+  m.impl("gdn_decode", TORCH_BOX(&vllm_cuda::gdn_decode));
+}

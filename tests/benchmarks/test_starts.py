@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of starts passes settings on faithfully and does not hide a failed start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks import starts
+from benchmarks.offline import default_settings
+from tests.tiny_models import tiny_model
+from vllm.entrypoints.cli.bench_startup import StartupCommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def test_flags_say_what_the_settings_say() -> None:
+    found = starts.flags(
+        {"model": "m", "max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False}
+    )
+    assert found == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager",
+                     "--no-enable-prefix-caching"]  # fmt: skip
+
+
+def test_the_server_takes_the_flags() -> None:
+    parser = FlexibleArgumentParser()
+    command = StartupCommand()
+    command.add_arguments(parser)
+    argv = starts.flags(default_settings())
+    args = command.parse(parser, argv)
+    assert args.serve_flags == argv
+    assert args.max_num_seqs == 256 and args.enable_prefix_caching is False
+
+
+def test_a_start_takes_time(tmp_path: Path) -> None:
+    settings = {"model": str(tiny_model("qwen3_5")), "max_model_len": 64}
+    seconds = starts.llm_start(tmp_path, settings, {**os.environ})
+    assert 0.5 < seconds < 100
+
+
+def test_a_failed_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no-such-model"):
+        starts.llm_start(tmp_path, {"model": "/no-such-model"}, {**os.environ})

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step in CUDA C++ against fp64 and Triton, its bits, and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn, strided, widen
+from tests.kernels.test_decode_ring import Layers, both_ways, rings, run, two_layers
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.decode_ring import GatedNorm, RingMemory, RingShape
+from vllm.kernels.hopper_gdn import CAPABILITY, find_hopper_gdn
+from vllm.kernels.hopper_gdn_decode import hopper_decode, takes_decode
+from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.skinny import find_skinny_ops
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+MODEL, SHARD = (16, 32, 128, 128), (2, 8, 128, 128)
+HEADS = (MODEL, SHARD, (3, 3, 128, 128))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CudaKernels:
+    if torch.cuda.get_device_capability() != CAPABILITY:
+        pytest.skip(f"the kernel needs compute capability {CAPABILITY}")
+    hopper = find_hopper_gdn(CAPABILITY)
+    assert hopper is not None and hopper.decode is not None, "build the CUDA ops first"
+    return CudaKernels(hopper=hopper)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+def copied(case: Case) -> Case:
+    written = ("ssm_state", "conv_state", "out")
+    return case | {name: case[name].clone() for name in written}
+
+
+def taken(case: Case, norm: GatedNorm | None = None) -> bool:
+    heads = tuple(case[name] for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"))
+    names = ("qkv", "a", "b", "conv_weight", "conv_state", "ssm_state")
+    return takes_decode(*(case[name] for name in names), heads, case["out"], None, norm)
+
+
+def norm_of(rows: int, heads: int, dtype: torch.dtype) -> GatedNorm:
+    gate = strided(randn(rows, heads * 128, dtype=BF16, device="cuda"))
+    return GatedNorm(gate.unflatten(1, (-1, 128)), randn(128, dtype=dtype, device="cuda"), 1e-6)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("state_dtype", "bias"), [(F32, True), (BF16, False)])
+def test_fp64(kernels: CudaKernels, heads: Any, state_dtype: torch.dtype, bias: bool) -> None:
+    """Nothing but a sequence's own blocks and row of `out` is touched; padding is left alone."""
+    for num_seqs in (1, 8, 19):
+        case = gdn_decode_case(
+            num_seqs, heads, BF16, "cuda", state_dtype=state_dtype, bias=bias, padding=2
+        )
+        assert taken(case)
+        check(kernels, "gdn_decode", copied(case), 5e-3)
+        wide, triton, found = {k: widen(v) for k, v in case.items()}, copied(case), copied(case)
+        NaiveKernels().gdn_decode(**wide)
+        CudaKernels().gdn_decode(**triton)
+        kernels.gdn_decode(**found)
+        for name in ("out", "ssm_state"):
+            ours, theirs = (error_ratio(c[name], wide[name]) for c in (found, triton))
+            assert ours < 1.02 * theirs
+        assert torch.equal(found["conv_state"].nan_to_num(), triton["conv_state"].nan_to_num())
+        assert found["out"][num_seqs:].isnan().all()
+
+
+@pytest.mark.parametrize("num_seqs", [5, 20])
+@pytest.mark.parametrize("weight_dtype", [F32, BF16])
+def test_the_norm_is_that_of_the_separate_op(
+    kernels: CudaKernels, num_seqs: int, weight_dtype: torch.dtype
+) -> None:
+    case = gdn_decode_case(num_seqs, MODEL, BF16, "cuda")
+    plain, fused = copied(case), copied(case)
+    norm = norm_of(num_seqs, 32, weight_dtype)
+    kernels.gdn_decode(**plain)
+    kernels.gdn_decode(**fused, norm=norm)
+    out = plain["out"]
+    exact = NaiveKernels().gated_rms_norm(
+        out.double(), norm.gate.double(), norm.weight.double(), norm.eps
+    )
+    triton = CudaKernels().gated_rms_norm(out, norm.gate, norm.weight, norm.eps)
+    ratio = error_ratio(fused["out"].flatten(1), exact)
+    assert ratio < 1.02 * error_ratio(triton, exact) < 5e-3
+    assert torch.equal(fused["ssm_state"].nan_to_num(), plain["ssm_state"].nan_to_num())
+
+
+@pytest.mark.parametrize("num_seqs", [7, 19])
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_deferred_bits_are_immediate_bits(
+    kernels: CudaKernels, num_seqs: int, heads: Any, state_dtype: torch.dtype
+) -> None:
+    """Over random schedules, whose flushes are the Triton kernel's."""
+    layers = two_layers(num_seqs, heads, BF16, "cuda", state_dtype=state_dtype, padding=2)
+    assert both_ways(kernels, layers, heads, steps=20)
+
+
+def test_a_ring_agrees_with_the_reference(kernels: CudaKernels) -> None:
+    layers = two_layers(4, MODEL, BF16, "cuda")
+    wide = Layers([{k: widen(v) for k, v in case.items()} for case in layers.cases])
+    expected = run(NaiveKernels(), wide, None, 6)
+    found = run(kernels, layers, rings(layers, MODEL, rows=9), 6)
+    assert error_ratio(torch.stack(found), torch.stack(expected)) < 5e-3
+
+
+def test_one_key_head_of_a_ring_is_not_anothers(kernels: CudaKernels) -> None:
+    """Each head replays its own tokens: a change of one entry changes that head alone."""
+    case = gdn_decode_case(1, MODEL, BF16, "cuda")
+    memory = RingMemory(RingShape(*MODEL, F32), 1, 1, 3, "cuda")
+    memory.errors.normal_()
+    memory.keys.normal_(std=0.1)
+    memory.decays.fill_(0.9)
+    steps = torch.tensor([[0, 2, 0, 0]], dtype=torch.int32, device="cuda")
+    ring = memory.stack(steps, [case["ssm_state"]]).layer(0)
+    before, after = copied(case), copied(case)
+    kernels.gdn_decode(**before, ring=ring)
+    memory.errors[0, 0, 1, 5] *= -1
+    kernels.gdn_decode(**after, ring=ring)
+    changed = (before["out"] != after["out"]).any(-1)[0]
+    assert changed.nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_bits_do_not_depend_on_the_batch(kernels: CudaKernels, state_dtype: torch.dtype) -> None:
+    """One sequence of many, alone and in a few: the same bits from large tiles and small."""
+    case = gdn_decode_case(70, MODEL, BF16, "cuda", state_dtype=state_dtype)
+    whole = copied(case)
+    kernels.gdn_decode(**whole)
+    for count in (1, 4, 20):
+        rows = slice(7, 7 + count)
+        names = ("qkv", "a", "b", "state_indices", "out")
+        few = copied(case)
+        few |= {name: few[name][rows] for name in names}
+        kernels.gdn_decode(**few)
+        assert torch.equal(few["out"], whole["out"][rows])
+        used = case["state_indices"][rows].long()
+        for name in ("ssm_state", "conv_state"):
+            assert torch.equal(few[name][used], whole[name][used])
+
+
+def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+def test_a_replayed_chain_equals_kernels_one_after_the_other(
+    kernels: CudaKernels, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step reads the projection of what the one before wrote, and may start before it."""
+    skinny = find_skinny_ops(CAPABILITY)
+    assert skinny is not None
+    cases = [gdn_decode_case(num_seqs, MODEL, BF16, "cuda") for _ in range(6)]
+    cases = [case | dict(state_indices=cases[0]["state_indices"]) for case in cases]
+    used = cases[0]["state_indices"].long()
+    for case in cases:
+        for name in ("ssm_state", "conv_state"):
+            case[name] = torch.randn_like(case[name], dtype=F32).to(case[name].dtype) * 0.3
+    weight = torch.randn(12352, 4096, dtype=BF16, device="cuda") / 64
+    gates = norm_of(1, 32, BF16)
+    x = torch.randn(num_seqs, 4096, dtype=BF16, device="cuda")
+
+    def chain(overlap: bool) -> None:
+        hidden = x
+        for case in cases:
+            parts = skinny.linear(hidden, weight, None, overlap)
+            qkv, z, b, a = parts.split([8192, 4096, 32, 32], dim=-1)
+            case |= dict(qkv=qkv, a=a, b=b)
+            norm = GatedNorm(z.unflatten(1, (-1, 128)), gates.weight, 1e-6)
+            kernels.gdn_decode(**case, norm=norm)
+            hidden = case["out"].flatten(1)
+
+    def results() -> list[Tensor]:
+        names = ("out", "ssm_state", "conv_state")
+        return [case[n] if n == "out" else case[n][used] for case in cases for n in names]
+
+    states = [case[name].clone() for case in cases for name in ("ssm_state", "conv_state")]
+
+    def reset() -> None:
+        saved = iter(states)
+        for case in cases:
+            case["ssm_state"].copy_(next(saved))
+            case["conv_state"].copy_(next(saved))
+            case["out"].fill_(float("nan"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.kernels.triton.gdn.overlaps_launches", lambda device: False)
+        chain(overlap=False)
+    expected = [result.clone() for result in results()]
+    graph = captured(lambda: chain(overlap=True))
+    for _ in range(10):
+        reset()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_the_kernel_cannot_read_is_refused() -> None:
+    case = gdn_decode_case(2, SHARD, BF16, "cuda")
+    order = ("qkv", "a", "b", "A_log", "dt_bias", "conv_weight", "conv_bias", "conv_state",
+             "ssm_state", "state_indices", "num_k_heads", "out")  # fmt: skip
+
+    def refused(why: str, **changes: Any) -> None:
+        arguments = case | changes
+        with pytest.raises(RuntimeError, match=why):
+            hopper_decode(*(arguments[n] for n in order), None, None, False)
+
+    refused("qkv must be bfloat16", qkv=case["qkv"].float())
+    refused("a and b must", a=case["a"].half())
+    refused("state_indices must be int32", state_indices=case["state_indices"].long())
+    refused("ssm_state must be", ssm_state=case["ssm_state"].half())
+    refused("conv_state must be", conv_state=case["conv_state"][:, :2])
+    refused("conv_weight must be dense", conv_weight=case["conv_weight"][:, :3])
+    refused("1, 2 or 4 value heads", num_k_heads=1)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`: what can be wrong with flags and files first, then the engine, then the routes.
+
+Routes are imported while the engine starts, so this module imports none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.access_log import log_config
+from vllm.entrypoints.chat_utils import load_chat_template
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.user_middleware import import_middleware
+from vllm.utils import startup_phases
+from vllm.utils.gc_paused import gc_paused
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_APPLICATION = "vllm.entrypoints.openai.api_server"
+
+
+def run_server(namespace: argparse.Namespace) -> int:
+    """Serve until a signal or the engine's death; returns the process's exit status."""
+    startup_phases.begin_with_process(startup_phases.IMPORT)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launcher import bind, check_certificates, serve
+
+    args = FrontEndArgs.from_cli_args(namespace)
+    engine_args = AsyncEngineArgs.from_cli_args(namespace)
+    # These fail in milliseconds; loading a model first would hide the mistake for minutes.
+    load_chat_template(args.chat_template)
+    log_config(args)
+    check_certificates(args)
+    for path in args.middleware:
+        import_middleware(path)
+    sock = bind(args)
+
+    def make_engine() -> AsyncLLM:
+        with gc_paused():
+            from vllm.v1.engine.async_llm import AsyncLLM
+        startup_phases.end(startup_phases.IMPORT)
+        return AsyncLLM.from_engine_args(engine_args, meanwhile=_import_application)
+
+    def make_app(engine: AsyncLLM) -> FastAPI:
+        from vllm.entrypoints.openai.api_server import build_app
+
+        return build_app(engine, args)
+
+    return serve(sock, args, make_engine, make_app)
+
+
+@startup_phases.startup_phase("import server")
+def _import_application() -> None:
+    with gc_paused():
+        importlib.import_module(_APPLICATION)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of the gated delta rule in CUDA C++ for Hopper: `csrc/cuda/hopper/gdn_*.cu`.
+
+They take bfloat16 activations and heads of 128; everything else goes to the Triton kernels, whose
+inputs and outputs are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm import decisions
+from vllm._extension import CUDA_LIBRARY, load_cuda_ops
+from vllm.kernels.hopper_gdn_decode import hopper_decode
+from vllm.kernels.hopper_gdn_factors import chunk_factors
+from vllm.kernels.hopper_gdn_scan import scan
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+
+#: the kernels hold machine code of this compute capability alone
+CAPABILITY = (9, 0)
+WHAT = "gated delta rule"
+
+FactorsOp = Callable[[ChunkedProblem], ChunkFactors]
+ScanOp = Callable[[ChunkedProblem, ChunkFactors, Tensor], None]
+DecodeOp = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class HopperGdn:
+    """The stages there are; None leaves one to Triton.
+
+    `chunk_factors` stands for `intra_chunk` where `takes_factors`, `scan` for `inter_chunk` where
+    `takes_scan`, `decode` (`hopper_decode`) for a decode step's kernels where `takes_decode`.
+    """
+
+    chunk_factors: FactorsOp | None = None
+    scan: ScanOp | None = None
+    decode: DecodeOp | None = None
+
+
+def find_hopper_gdn(capability: tuple[int, int]) -> HopperGdn | None:
+    """The stages for a device of this compute capability, or None; the choice is recorded."""
+    if capability != CAPABILITY:
+        reason = f"the kernels need compute capability {CAPABILITY}, this GPU has {capability}"
+        decisions.record(WHAT, "Triton", reason, instead_of="vllm_cuda")
+        return None
+    if not CUDA_LIBRARY.exists():
+        reason = f"{CUDA_LIBRARY} is not built: see VLLM_TARGET_DEVICE=cuda"
+        decisions.record(WHAT, "Triton", reason, instead_of="vllm_cuda")
+        return None
+    load_cuda_ops()
+    decisions.record(
+        WHAT,
+        "vllm_cuda for bfloat16 and heads of 128, Triton for others",
+        "shorter on Hopper; the kernels are compiled for these alone",
+        instead_of="Triton",
+    )
+    return HopperGdn(
+        chunk_factors=chunk_factors,
+        scan=scan,
+        decode=hopper_decode,
+    )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of the gated delta rule in CUDA C++: `csrc/cuda/hopper/gdn_decode.cu`.
+
+Convolution, gates, the ring's pending tokens, the new token and the gated norm in one launch. A
+row's bits follow from that row alone, and its states' updates are those of `gdn_commit`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.decode_ring import DecodeRing, GatedNorm
+
+HEAD_DIM = 128
+WIDTH = 4
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+#: pending tokens that fit into shared memory beside the states
+MAX_SLOTS = 15
+
+
+def takes_decode(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    heads: tuple[int, int, int, int],
+    out: Tensor,
+    ring: DecodeRing | None,
+    norm: GatedNorm | None,
+) -> bool:
+    """Whether the op takes these; `heads` are (k heads, v heads, dk, dv), the rest as in
+    `Kernels.gdn_decode`."""
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads
+    return (
+        head_k_dim == head_v_dim == HEAD_DIM
+        and num_v_heads in (num_k_heads, 2 * num_k_heads, 4 * num_k_heads)
+        and qkv.dtype == a.dtype == b.dtype == out.dtype == torch.bfloat16
+        and conv_weight.dtype == conv_state.dtype == torch.bfloat16
+        and conv_weight.shape[1] == WIDTH
+        and ssm_state.dtype in STATE_DTYPES
+        and (ring is None or ring.slots <= MAX_SLOTS)
+        and (norm is None or _takes_norm(norm))
+        and _dense(qkv.stride(), ()) and _dense(out.stride(), (HEAD_DIM,))
+        and a.stride(1) == b.stride(1) == 1
+        and _dense(conv_state.stride(), (qkv.shape[1],))
+        and _dense(ssm_state.stride(), (HEAD_DIM**2, HEAD_DIM), 16 // ssm_state.element_size())
+        and conv_weight.is_contiguous()
+        and qkv.storage_offset() % 4 == out.storage_offset() % 4 == 0
+        and conv_state.storage_offset() % 4 == 0
+        and conv_weight.storage_offset() % 8 == ssm_state.storage_offset() % 8 == 0
+    )  # fmt: skip
+
+
+def _takes_norm(norm: GatedNorm) -> bool:
+    return (
+        norm.weight.dtype in STATE_DTYPES
+        and norm.gate.dtype == torch.bfloat16
+        and _dense(norm.gate.stride(), (HEAD_DIM,))
+        and norm.gate.storage_offset() % 4 == 0
+    )
+
+
+def _dense(strides: tuple[int, ...], inner: tuple[int, ...], step: int = 4) -> bool:
+    """Whether elements are adjacent but for the first dimension, in steps of `step`."""
+    return strides[0] % step == 0 and strides[1:] == (*inner, 1)
+
+
+def hopper_decode(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    state_indices: Tensor,
+    num_k_heads: int,
+    out: Tensor,
+    ring: DecodeRing | None,
+    norm: GatedNorm | None,
+    overlap: bool,
+) -> None:
+    """See `Kernels.gdn_decode`; takes what `takes_decode` says.
+
+    With `overlap` it may start before the kernel that fills `qkv` ends: states, ring and the
+    convolution's inputs are fetched meanwhile.
+    """
+    torch.ops.vllm_cuda.gdn_decode.default(
+        qkv,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        conv_weight,
+        conv_bias,
+        conv_state,
+        ssm_state,
+        state_indices,
+        out,
+        None if ring is None else ring.steps,
+        None if ring is None else ring.keys,
+        None if ring is None else ring.errors,
+        None if ring is None else ring.decays,
+        None if norm is None else norm.gate,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        HEAD_DIM**-0.5,
+        num_k_heads,
+        overlap,
+    )
