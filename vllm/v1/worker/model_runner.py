@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import VllmModel
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -208,11 +209,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     @torch.inference_mode()
     def execute_dummy(self, scheduler_output: SchedulerOutput) -> None:
-        """A step of made-up requests (profiling, warm-up); no connector sees it."""
+        """A step of made-up requests (profiling, warm-up); no connector sees it.
+
+        Waits for the device: nobody waits for the step's output, which is what bounds how many real
+        steps are in flight, and staged arrays are filled again after `depth` of them.
+        """
         self._update_states(scheduler_output)
         self._step(scheduler_output, False, None)
         if self.sanitizer is not None:
             self.sanitizer.clear_null_page()
+        current_platform.synchronize()
 
     def forget(self, scheduler_output: SchedulerOutput) -> None:
         """Drop finished requests without running anything."""
