@@ -3,9 +3,10 @@
 
     python -m benchmarks.starts docs/measurements/h200_starts.json
 
-`LLM(...)` with the settings of `benchmarks.offline` on an empty kernel cache and on the cache that
-this start filled, counted from before `import vllm`; then `vllm serve` with the same flags until it
-answers, with all graphs captured and with `--ready-in 8`.
+`LLM(...)` with the settings of `benchmarks.offline` without compiled kernels or plans, and then
+with what this start left, counted from before `import vllm`; then `vllm serve` with the same flags
+until it answers, with all graphs captured and with `--ready-in 8`. Python's own bytecode should be
+there (`PYTHONDONTWRITEBYTECODE` unset, a second run).
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        env = os.environ | {"TRITON_CACHE_DIR": str(folder / "kernels")}
+        caches = {"TRITON_CACHE_DIR": "kernels", "VLLM_CACHE_ROOT": "plans"}
+        env = os.environ | {variable: str(folder / place) for variable, place in caches.items()}
         record("start, empty kernel cache", [llm_start(folder, settings, env)])
         record("second start", [llm_start(folder, settings, env) for _ in range(2)])
         record("vllm serve", serve_starts(folder, settings, env, [], 2))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import report
+from benchmarks import gpu_tables, report
+from benchmarks.tables import compared
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
 def test_tables_are_current(page) -> None:  # type: ignore[no-untyped-def]
     text = page.read_text()
-    assert report.rendered(text) == text, "run `python benchmarks/report.py`"
+    assert report.rendered(text) == text, "run `python -m benchmarks.report`"
     assert "<!-- table" in text
 
 
@@ -21,8 +22,8 @@ def test_a_typed_figure_is_noticed() -> None:
 
 
 def test_ratios_point_the_right_way() -> None:
-    assert report._row("x", "s", 2.0, 6.0, False).endswith("| 3.00 × |")
-    assert report._row("x", "tok/s", 6000, 3000, True).endswith("| 2.00 × |")
+    assert compared("x", "s", 2.0, 6.0, False).endswith("| 3.00 × |")
+    assert compared("x", "tok/s", 6000, 3000, True).endswith("| 2.00 × |")
 
 
 def test_a_step_sums_the_kernels_of_one_name() -> None:
@@ -33,11 +34,19 @@ def test_a_step_sums_the_kernels_of_one_name() -> None:
         "void at::native::copy<float, 4>(int)": {"us": 10.0, "launches": 1},
     }
     window = {"wall_us": 4000.0, "device_us": 3010.0, "kernels": kernels}
-    row = report.step_rows({"decode_8": window}).splitlines()[-1]
+    row = gpu_tables.step_rows({"decode_8": window}).splitlines()[-1]
     assert row == "| decode 8 | 4.00 ms | 3.01 ms | cuBLAS 2.00, state_pass 1.00, copy 0.01 |"
 
 
 def test_a_workload_has_its_floor_and_spread() -> None:
-    row = report._gpu_row("bs8_128_256", "x", "tok/s", [2000.0, 2500.0], True)
+    row = gpu_tables._gpu_row("bs8_128_256", "x", "tok/s", [2000.0, 2500.0], True)
     assert row.endswith("| 3,700 tok/s | 20.0% of 2 |")
-    assert report._gpu_row("mixed_512", "x", "s", [18.0], False).endswith("| | |")
+    assert gpu_tables._gpu_row("mixed_512", "x", "s", [18.0], False).endswith("| | |")
+
+
+def test_every_shown_kernel_was_measured() -> None:
+    rows = gpu_tables.kernels().splitlines()[2:]
+    assert {row.split(" | ")[0].strip("| ") for row in rows} == {
+        "paged_attention", "causal_conv1d", "gdn_prefill", "gdn_decode"
+    }  # fmt: skip
+    assert "| gdn_decode | 256 sequences |" in "\n".join(rows)

@@ -52,5 +52,5 @@ def test_flashinfer_is_as_exact_as_our_kernels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     ours, theirs = _error(_run("PAGED")), _error(_run("FLASHINFER"))
     assert theirs < 1.5 * ours + 1e-3, (ours, theirs)
-    (made,) = [d for d in decisions.decisions() if d.what == "decode graphs"]
-    assert made.chosen == "none" and "FLASHINFER" in made.why
+    made = [d for d in decisions.decisions() if d.what == "cudagraph_mode"][-1]
+    assert made.chosen == "PIECEWISE" and "FLASHINFER" in made.why
