@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import sys
 import threading
+from pathlib import Path
 
 from vllm import decisions, envs
+
+_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.]")
+#: `omp_pause_hard` of OpenMP 5.0
+_PAUSE_HARD = 2
 
 
 def start_method() -> str:
     """How to start the engine's process: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be
-    unsafe."""
+    unsafe. Forking is what a script without `if __name__ == "__main__":` needs."""
     asked = envs.VLLM_WORKER_MULTIPROC_METHOD
     if asked != "fork":
         return asked
@@ -20,6 +27,8 @@ def start_method() -> str:
         reason = "CUDA is initialised in this process and cannot be used in a forked one"
     elif _other_threads():
         reason = "this process runs threads, whose locks a forked process would inherit"
+    elif not _end_openmp_threads():
+        reason = "OpenMP's threads do not end, and a forked process would wait for them"
     if reason is None:
         return asked
     decisions.record("engine core start method", "spawn", reason, instead_of="fork")
@@ -37,3 +46,21 @@ def _other_threads() -> list[threading.Thread]:
 
     current = threading.current_thread()
     return [t for t in threading.enumerate() if t is not current and not isinstance(t, TMonitor)]
+
+
+def _end_openmp_threads() -> bool:
+    """End the threads of OpenMP, if this thread has any; they come back when they are needed.
+
+    A forked process has none of them, but believes it has, and its first parallel loop (a copy of a
+    large tensor, say) waits for them for ever. False: a library does not let them end.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    for path in {line.split()[-1] for line in lines if _OPENMP.search(line)}:
+        try:
+            pause = ctypes.CDLL(path).omp_pause_resource_all
+        except (OSError, AttributeError):
+            return False
+        if pause(_PAUSE_HARD) != 0:
+            return False
+    return True

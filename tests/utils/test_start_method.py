@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process is forked only where the fork can work, and then it can."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch  # noqa: F401  (its OpenMP library is what these tests are about)
+
+from vllm import decisions
+from vllm.utils import start_method
+
+#: the parent has OpenMP threads when the child begins; words: "skip" leaves them there
+_SCRIPT = """
+import multiprocessing, sys, torch
+from vllm.utils import start_method
+
+def work():
+    torch.randn(1 << 20).exp().sum()
+
+torch.set_num_threads(2)
+work()
+if "skip" in sys.argv:
+    start_method._end_openmp_threads = lambda: True
+assert start_method.start_method() == "fork"
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join(5)
+alive = child.is_alive()
+child.kill()
+work()
+sys.exit(3 if alive else child.exitcode)
+"""
+
+
+def _run(*words: str) -> int:
+    command = [sys.executable, "-c", _SCRIPT, *words]
+    return subprocess.run(command, timeout=60, check=False).returncode
+
+
+def test_a_forked_process_computes_although_its_parent_has() -> None:
+    assert _run() == 0
+
+
+def test_openmp_would_have_kept_it_waiting() -> None:
+    assert _run("skip") == 3
+
+
+def test_openmp_that_does_not_let_go_forbids_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "enumerate", list)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr(start_method, "_end_openmp_threads", lambda: False)
+    assert start_method.start_method() == "spawn"
+    record = [d for d in decisions.decisions() if d.what == "engine core start method"][-1]
+    assert record.chosen == "spawn" and "OpenMP" in record.why
+
+
+def test_a_library_that_cannot_end_its_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_method, "_OPENMP", re.compile("/libm[-.]"))
+    assert not start_method._end_openmp_threads()
