@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from vllm.utils import start_method
 #: the parent has OpenMP threads when the child begins; words: "skip" leaves them there
 _SCRIPT = """
 import multiprocessing, sys, torch
+from vllm import decisions
 from vllm.utils import start_method
 
 def work():
@@ -26,7 +28,7 @@ torch.set_num_threads(2)
 work()
 if "skip" in sys.argv:
     start_method._end_openmp_threads = lambda: True
-assert start_method.start_method() == "fork"
+assert start_method.start_method() == "fork", decisions.decisions()
 child = multiprocessing.get_context("fork").Process(target=work)
 child.start()
 child.join(5)
@@ -39,7 +41,8 @@ sys.exit(3 if alive else child.exitcode)
 
 def _run(*words: str) -> int:
     command = [sys.executable, "-c", _SCRIPT, *words]
-    return subprocess.run(command, timeout=60, check=False).returncode
+    env = os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    return subprocess.run(command, env=env, timeout=60, check=False).returncode
 
 
 def test_a_forked_process_computes_although_its_parent_has() -> None:
