@@ -2,12 +2,25 @@
 """Without a GPU the Triton kernels run in the interpreter, which is chosen before their import."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _own_start_method() -> Iterator[None]:
+    """The command line sets this for its process, which here is that of the tests after it too."""
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    before = os.environ.get(name)
+    yield
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ _PAUSE_HARD = 2
 
 def start_method() -> str:
     """How to start the engine's process: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be
-    unsafe. Forking is what a script without `if __name__ == "__main__":` needs."""
+    unsafe. Forking is what a script without `if __name__ == "__main__":` needs; where it is the
+    answer, OpenMP's threads have been ended for it."""
     asked = envs.VLLM_WORKER_MULTIPROC_METHOD
     if asked != "fork":
         return asked
