@@ -12,8 +12,15 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+# Every test belongs to one of these. A lane imports only the folders that hold its tests.
+UNIT := not gpu and not parity and not e2e and not extraction
+PARITY := parity and not gpu and not e2e and not extraction
+E2E := e2e and not gpu
+EXTRACTION := extraction and not gpu and not e2e
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
+# The suite starts a hundred processes, which would all compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo test lint test-unit test-parity test-e2e test-extraction test-gpu \
@@ -57,16 +64,16 @@ lint: build ## ruff and mypy
 	$(PY) -m mypy vllm
 
 test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
-	$(PARALLEL) tests -m "not gpu and not parity and not e2e and not extraction"
+	$(PARALLEL) tests --ignore=tests/e2e --ignore=tests/gpu --ignore=tests/parity -m "$(UNIT)"
 
 test-parity: build ## token-exact against transformers
-	$(PARALLEL) tests -m "parity and not gpu"
+	$(PARALLEL) tests/parity tests/model_executor/models -m "$(PARITY)"
 
 test-e2e: build ## real server, real clients; every use of state memory is checked
-	VLLM_SANITIZE=1 $(PARALLEL) tests -m "e2e and not gpu"
+	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"
 
-test-extraction: build ## hidden-state extraction, end to end
-	$(PARALLEL) tests -m "extraction and not gpu"
+test-extraction: build ## hidden-state extraction, end to end but for servers (test-e2e)
+	$(PARALLEL) --no-loadscope-reorder tests/examples tests/e2e -m "$(EXTRACTION)"
 
 test-gpu: build ## what needs a GPU
 	$(PYTEST) tests -m gpu

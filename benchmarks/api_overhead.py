@@ -45,12 +45,13 @@ class TokenServer:
 
     def __enter__(self) -> TokenServer:
         deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and self._popen.poll() is None:
-            try:
-                httpx.get(f"http://127.0.0.1:{self.port}/health")
-                return self
-            except httpx.TransportError:
-                time.sleep(0.1)
+        with httpx.Client() as client:
+            while time.monotonic() < deadline and self._popen.poll() is None:
+                try:
+                    client.get(f"http://127.0.0.1:{self.port}/health")
+                    return self
+                except httpx.TransportError:
+                    time.sleep(0.1)
         self._popen.kill()
         raise RuntimeError("the server did not start")
 

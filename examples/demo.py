@@ -110,8 +110,9 @@ def running(command: list[str], base: str, log: Path) -> Iterator[None]:
 def wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
     deadline = time.monotonic() + 120
     layout = "{desc}: {elapsed}"
-    with tqdm(desc="starting the server", bar_format=layout, leave=False) as progress:
-        while not healthy(base):
+    progress = tqdm(desc="starting the server", bar_format=layout, leave=False)
+    with progress, httpx.Client(base_url=base, timeout=2) as client:
+        while not healthy(client):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("error: the server did not start")
             time.sleep(0.2)
@@ -128,9 +129,9 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def healthy(base: str) -> bool:
+def healthy(client: httpx.Client) -> bool:
     try:
-        return httpx.get(f"{base}/health", timeout=2).status_code == 200
+        return client.get("/health").status_code == 200
     except httpx.TransportError:
         return False
 

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKS = frozenset({"gpu", "parity", "e2e", "extraction"})
 
 
 @pytest.fixture
@@ -88,3 +93,70 @@ def test_test_modules_have_unique_names() -> None:
     """pytest imports them by base name, so two of a name cannot be collected together."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+@functools.cache
+def lanes() -> dict[str, tuple[list[str], str]]:
+    """Make target -> what it collects, options among it, and the marks it selects."""
+    text = (ROOT / "Makefile").read_text()
+    found = re.findall(r"^(test-\w+):.*\n.*\$\(PARALLEL\) (.*) -m \"\$\((\w+)\)\"", text, re.M)
+    expressions = dict(re.findall(r"^(\w+) := (.*)$", text, re.M))
+    return {target: (paths.split(), expressions[name]) for target, paths, name in found}
+
+
+def lanes_of(marks: frozenset[str]) -> list[str]:
+    """The lanes that run a test with these marks."""
+    values = {mark: mark in marks for mark in MARKS}
+    return [target for target, (_, expression) in lanes().items() if eval(expression, {}, values)]
+
+
+def marks_of_tests(file: Path) -> set[frozenset[str]]:
+    """The sets of marks that tests of a file carry."""
+
+    def named(nodes: list[ast.expr]) -> frozenset[str]:
+        parts = (part for node in nodes for part in ast.walk(node))
+        return MARKS & {part.attr for part in parts if isinstance(part, ast.Attribute)}
+
+    body = ast.parse(file.read_text()).body
+    shared = named(
+        [x.value for x in body if isinstance(x, ast.Assign) and "pytestmark" in ast.unparse(x)]
+    )
+    functions = [x for x in body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {shared | named(f.decorator_list) for f in functions if f.name.startswith("test_")}
+
+
+def is_collected(file: Path, folders: list[str]) -> bool:
+    left_out = [f.removeprefix("--ignore=") for f in folders if f.startswith("--ignore=")]
+    return not any(file.is_relative_to(ROOT / folder) for folder in left_out) and any(
+        file.is_relative_to(ROOT / folder) for folder in folders if not folder.startswith("--")
+    )
+
+
+def test_every_test_runs_in_one_lane() -> None:
+    assert len(lanes()) == 4
+    for count in range(len(MARKS) + 1):
+        for marks in map(frozenset, itertools.combinations(MARKS, count)):
+            assert len(lanes_of(marks)) == ("gpu" not in marks), marks
+
+
+def test_a_lane_collects_the_folders_of_its_tests() -> None:
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for marks in marks_of_tests(file):
+            for target in lanes_of(marks):
+                assert is_collected(file, lanes()[target][0]), (target, file)
+
+
+def test_a_changed_test_runs_its_lane(pipeline: ModuleType) -> None:
+    steps = {command.split()[1]: s for s in pipeline.load_steps() for command in s.commands}
+    for target, (paths, _) in lanes().items():
+        for path in (path for path in paths if not path.startswith("--")):
+            assert steps[target].touched_by([f"{path}/test_x.py"]), (target, path)
+
+
+def test_the_suite_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would compile the package again."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    asks = 'include Makefile\nasked:\n\t@echo "[$$PYTHONDONTWRITEBYTECODE]"\n'
+    command = ["make", "-s", "-f", "-", "asked"]
+    done = subprocess.run(command, cwd=ROOT, input=asks, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

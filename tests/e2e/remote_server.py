@@ -28,13 +28,17 @@ _STOP_TIMEOUT_S = 90.0
 class RemoteServer:
     """`vllm serve MODEL FLAGS`, ready on entering the context and gone, children too, on leaving.
 
-    Raises `RuntimeError` with the server's log when it does not start.
+    `http` is a client for its paths, one connection per request. Raises `RuntimeError` with the
+    server's log when it does not start.
     """
 
     def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.model = str(model)
         self.url = f"http://127.0.0.1:{self.port}"
+        # `httpx.get` and the like would read all certificates of the machine for every request.
+        one_request = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, verify=False, timeout=120, limits=one_request)
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-server-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
@@ -51,7 +55,7 @@ class RemoteServer:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended: {self.process.returncode}\n{self.log()}")
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.url + "/health").status_code == 200:
+                if self.http.get("/health").status_code == 200:
                     return self
             time.sleep(0.1)
         self._kill_group()
@@ -70,6 +74,7 @@ class RemoteServer:
         self._kill_group()
         if error is not None:
             print(self.log(), file=sys.stderr)
+        self.http.close()
         self._log.close()
 
     def _kill_group(self) -> None:
@@ -91,13 +96,13 @@ class RemoteServer:
 
     def post(self, path: str, status: int = 200, **body: Any) -> Any:
         """JSON of the reply, which must have `status`."""
-        reply = httpx.post(self.url + path, json=body, timeout=120)
+        reply = self.http.post(path, json=body)
         assert reply.status_code == status, reply.text
         return reply.json()
 
     def get(self, path: str) -> Any:
         """JSON of the reply."""
-        reply = httpx.get(self.url + path, timeout=120)
+        reply = self.http.get(path)
         assert reply.status_code == 200, reply.text
         return reply.json()
 

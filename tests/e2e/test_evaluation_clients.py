@@ -17,7 +17,11 @@ import pytest
 
 from tests.e2e.remote_server import RemoteServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forking"),
+]
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3_5-code")

@@ -25,7 +25,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.v1.metrics.reader import Counter
 
-pytestmark = [pytest.mark.extraction, pytest.mark.parity]
+pytestmark = [
+    pytest.mark.extraction,
+    pytest.mark.parity,
+    pytest.mark.usefixtures("forking"),
+]
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)

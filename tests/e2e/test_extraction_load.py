@@ -84,7 +84,7 @@ def random_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def metric(server: RemoteServer, name: str) -> float:
-    text = httpx.get(server.url + "/metrics").text
+    text = server.http.get("/metrics").text
     found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert found, f"{name} is not among the metrics"
     return sum(map(float, found))
@@ -170,7 +170,7 @@ def test_names_never_come_from_the_client(server: RemoteServer, storage: Path) -
     body: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 1, "request_id": "../../x/y"}
     body["kv_transfer_params"] = {"hidden_states_path": "/tmp/elsewhere.safetensors"}
     headers = {"X-Request-Id": "../../a\\b"}
-    reply = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60)
+    reply = server.http.post("/v1/completions", json=body, headers=headers)
     path = Path(reply.json()["kv_transfer_params"]["hidden_states_path"])
     assert path.parent == storage and load_hidden_states(path)["token_ids"].tolist() == [1, 2]
 

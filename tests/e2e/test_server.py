@@ -62,7 +62,7 @@ def test_stream_equals_reply(server: RemoteServer) -> None:
 
 def streamed_text(server: RemoteServer, path: str, body: dict) -> str:
     text = ""
-    with httpx.stream("POST", server.url + path, json={**body, "stream": True}) as reply:
+    with server.http.stream("POST", path, json={**body, "stream": True}) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
@@ -164,9 +164,7 @@ def test_every_bad_request_is_refused(server: RemoteServer) -> None:
     """The same table as for the fake engine, now with the engine's own checks."""
     wrong = []
     for case in bad_requests(MAX_MODEL_LEN, VOCAB_SIZE):
-        reply = httpx.post(
-            server.url + case.path, content=case.body, headers=dict(case.headers), timeout=30
-        )
+        reply = server.http.post(case.path, content=case.body, headers=dict(case.headers))
         error = reply.json().get("error", {})
         ok = reply.status_code == case.status and case.words in error.get("message", "")
         if case.param is not None:
@@ -178,7 +176,7 @@ def test_every_bad_request_is_refused(server: RemoteServer) -> None:
 
 
 def metric(server: RemoteServer, name: str) -> float:
-    text = httpx.get(server.url + "/metrics").text
+    text = server.http.get("/metrics").text
     found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert found, f"{name} is not among the metrics"
     return sum(map(float, found))

@@ -21,7 +21,7 @@ def resident(server: RemoteServer) -> int:
 
 
 def post(server: RemoteServer, path: str) -> httpx.Response:
-    return httpx.post(server.url + path, timeout=120)
+    return server.http.post(path)
 
 
 def test_sleep_and_wake_up() -> None:
@@ -29,6 +29,9 @@ def test_sleep_and_wake_up() -> None:
     flags += ["--kv-cache-memory-bytes", str(ARENA_BYTES)]
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with RemoteServer(tiny_model("qwen3_5"), *flags, env=env) as server:
+        unknown = server.post("/collective_rpc", status=400, method="no_such_method")["error"]
+        assert "'no_such_method'" in unknown["message"] and unknown["param"] == "method"
+        assert server.post("/collective_rpc", method="get_kv_cache_spec")["results"]
         expected = server.post("/v1/completions", **BODY)["choices"][0]["token_ids"]
         assert server.get("/is_sleeping") == {"is_sleeping": False}
         assert post(server, "/sleep?level=7").status_code == 400

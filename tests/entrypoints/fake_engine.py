@@ -126,7 +126,7 @@ class FakeAsyncLLM:
             raise self.dead_error
 
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        return [{"method": method, **kwargs}]
+        return [{"method": method, "kind": int, **kwargs}]
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

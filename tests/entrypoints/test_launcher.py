@@ -36,6 +36,10 @@ class Process:
     def __init__(self, behaviour: str, *flags: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        # Without certificates, which take longer to read than the requests, and without idle
+        # connections, which `--max-connections` would count.
+        one_request = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, verify=False, timeout=120, limits=one_request)
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "tests.entrypoints.fake_server", "--host", "127.0.0.1"]
             + ["--port", str(self.port), *flags],
@@ -49,7 +53,7 @@ class Process:
         for _ in range(2400):
             assert self.popen.poll() is None, self.popen.communicate()[0]
             try:
-                if httpx.get(self.url + "/health").status_code == 200:
+                if self.http.get("/health").status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -83,6 +87,7 @@ def start() -> Iterator[Start]:
     for process in processes:
         process.popen.kill()
         process.popen.communicate()
+        process.http.close()
 
 
 def open_stream(process: Process, seen: list[str]) -> threading.Thread:
@@ -92,9 +97,7 @@ def open_stream(process: Process, seen: list[str]) -> threading.Thread:
     def read() -> None:
         body = {"prompt": "hi", "stream": True, "max_tokens": 5}
         try:
-            with httpx.stream(
-                "POST", process.url + "/v1/completions", json=body, timeout=120
-            ) as reply:
+            with process.http.stream("POST", "/v1/completions", json=body) as reply:
                 for line in reply.iter_lines():
                     seen.append(line)
                     first.set()
@@ -119,8 +122,8 @@ def test_signal_stops_cleanly(
 ) -> None:
     """The access log shows what its flags leave of it."""
     process = start("", *flags).ready()
-    httpx.get(process.url + "/version?x=1")
-    httpx.get(process.url + "/ping?x=1")
+    process.http.get("/version?x=1")
+    process.http.get("/ping?x=1")
     process.signal(number)
     status, output = process.wait()
     assert status == 0, output
@@ -148,7 +151,7 @@ def over_the_limit(process: Process) -> httpx.Response:
     """The reply on a fourth connection: one streams, two are idle."""
     address = ("127.0.0.1", process.port)
     with socket.create_connection(address), socket.create_connection(address):
-        return httpx.get(process.url + "/version")
+        return process.http.get("/version")
 
 
 def test_second_signal_exits_at_once(start: Start) -> None:
@@ -173,7 +176,7 @@ def test_signal_while_starting(start: Start) -> None:
 
 def test_engine_death_fails_requests_and_ends_the_process(start: Start) -> None:
     process = start("die").ready()
-    reply = httpx.post(process.url + "/v1/completions", json={"prompt": "hi"}, timeout=60)
+    reply = process.http.post("/v1/completions", json={"prompt": "hi"})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "InternalServerError"
     assert "dead" in reply.json()["error"]["message"]
@@ -184,9 +187,9 @@ def test_engine_death_fails_requests_and_ends_the_process(start: Start) -> None:
 def test_keep_alive_after_engine_death(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     process = start("die").ready()
-    httpx.post(process.url + "/v1/completions", json={"prompt": "hi"}, timeout=60)
+    process.http.post("/v1/completions", json={"prompt": "hi"})
     process.printed("serving errors")
-    assert httpx.get(process.url + "/health").status_code == 503
+    assert process.http.get("/health").status_code == 503
     process.signal(signal.SIGTERM)
     assert process.wait()[0] == 1
 
@@ -292,9 +295,9 @@ def test_leaving_over_tcp_aborts(start: Start) -> None:
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         assert b"200 OK" in sock.recv(4096)
-        assert httpx.get(process.url + "/load").json() == {"server_load": 1}
+        assert process.http.get("/load").json() == {"server_load": 1}
     for _ in range(1200):
-        if httpx.get(process.url + "/load").json() == {"server_load": 0}:
+        if process.http.get("/load").json() == {"server_load": 0}:
             return
         time.sleep(0.05)
     raise AssertionError("the request survived its client")

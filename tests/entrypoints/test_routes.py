@@ -98,6 +98,7 @@ async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.Monk
     body = {"method": "place", "args": [1], "kwargs": {"a": 2}}
     reply = (await client.post("/collective_rpc", json=body)).json()
     assert reply["results"][0]["method"] == "place" and reply["results"][0]["args"] == [1]
+    assert reply["results"][0]["kind"] == "<class 'int'>"
     assert (await client.post("/reset_prefix_cache")).status_code == 200
 
 

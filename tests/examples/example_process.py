@@ -42,12 +42,12 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Poll often, so that the caller acts within milliseconds; fails if the process ends first."""
+    """Poll often, so that the caller acts at once; fails if the process ends first."""
     deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "waited for four minutes"
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 def children(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import signal
@@ -55,9 +57,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert_gone(engine)
     before = finished(path)
     assert 3 <= len(before) < SAMPLES, "the run was over: the test shows nothing"
-    status = run("extract_hidden_states", "--output", str(path), "--verify")
-    assert status.returncode == 1
-    assert f"{SAMPLES - len(before)} bad or missing" in status.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert extract_hidden_states.main(["--output", str(path), "--verify"]) == 1
+    assert f"{SAMPLES - len(before)} bad or missing" in said.getvalue()
     continued = run("extract_hidden_states", *flags(path))
     assert continued.returncode == 0, continued.stderr
     assert f"{len(before)} of {SAMPLES} samples are there" in continued.stdout

@@ -7,18 +7,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
+from triton import knobs
 
-from vllm.kernels.triton import compile_ahead
-from vllm.kernels.triton.compile_ahead import Variant, prepare
+from vllm.kernels.triton import compile_log, compiler_start, launcher_modules
+from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prepare
+from vllm.kernels.triton.launcher_modules import begin_launcher
 
 REPOSITORY = Path(__file__).parents[2]
+FAMILIES = ("qwen3_5", "qwen3", "llama")
 PATH = (str(REPOSITORY), str(REPOSITORY / "tests"))
 
 
@@ -58,36 +64,123 @@ def test_threads_leave_the_compilers_hash_to_one_of_them(monkeypatch: pytest.Mon
     at_once: list[bool] = []
 
     def slow_key() -> None:
-        at_once.append(compile_ahead._hashing.locked())
+        at_once.append(compiler_start._starting.locked())
         time.sleep(0.01)
 
-    monkeypatch.setattr(compile_ahead, "triton_key", slow_key)
+    monkeypatch.setattr("triton.runtime.cache.triton_key", slow_key)
     with ThreadPoolExecutor(4) as threads:
         began = time.monotonic()
         for _ in range(4):
-            threads.submit(compile_ahead.hash_compiler)
+            threads.submit(compiler_start.hash_compiler)
     assert at_once == [True] * 4 and time.monotonic() - began >= 0.04
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_compiler_starts_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    started = threading.Event()
+    monkeypatch.setattr(compiler_start, "_start", started.set)
+    monkeypatch.setattr(
+        compiler_start, "find_spec", {"triton": object() if installed else None}.get
+    )
+    compiler_start.start_on_a_thread()
+    assert started.wait(5 if installed else 0.05) == installed
+
+
 @pytest.mark.parametrize(("device", "loads"), [("cuda", 1), ("cpu", 0)])
-def test_kernels_are_loaded_where_there_is_a_device(device: str, loads: int) -> None:
-    loaded: list[str] = []
-
-    class Kernel:
-        def __init__(self, specialization: str) -> None:
-            self.specialization = specialization
-
-        @property
-        def run(self) -> None:
-            loaded.append(self.specialization)
-
-    prepare(Variant("kernel", "what", Kernel), torch.device(device))
-    assert loaded == ["what"] * loads
+def test_kernels_are_loaded_where_there_is_a_device(
+    device: str, loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = _kernels(monkeypatch)
+    prepare(Variant("kernel", "a*fp32", kernels.compile), torch.device(device))
+    assert kernels.loaded == ["a*fp32"] * loads
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
-def test_no_batch_needs_a_kernel_that_warm_up_does_not_foresee(tmp_path: Path, family: str) -> None:
+def test_a_launcher_is_loaded_again_only_when_no_other_thread_loads_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python would put it into the module of whichever launcher was loaded last."""
+    kernels = _kernels(monkeypatch)
+    wanted = ["a*fp32", "b*fp32", "c*bf16", "d*fp32", "e*fp64", "f*bf16"]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    variants = [Variant("kernel", what, kernels.compile) for what in wanted]
+    ParallelCompilation(variants, torch.device("cuda")).wait()
+    assert sorted(kernels.loaded) == wanted
+    together, alone = kernels.loaded[:3], kernels.loaded[3:]
+    assert sorted(what[1:] for what in together) == ["*bf16", "*fp32", "*fp64"]
+    assert sorted(what[1:] for what in alone) == ["*bf16", "*fp32", "*fp32"]
+    main = threading.main_thread().name
+    assert kernels.threads[3:] == [main] * 3 and main not in kernels.threads[:3]
+    kernels.loaded.clear()
+    ParallelCompilation(variants[:1], torch.device("cuda")).settle()
+    assert kernels.loaded == [], "by its first launch"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_kernel_that_is_compiled_by_its_launch_loads_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setattr(launcher_modules, "_begun", set())
+    monkeypatch.setattr(compile_log, "_compilations", [])
+    compile_log.install()
+    source = SimpleNamespace(name="kernel", signature={"x": "*fp32", "SIZE": "constexpr"})
+
+    def compiled() -> None:
+        if ahead:
+            compile_log.ahead_on_this_thread()
+        listener: Any = knobs.compilation.listener
+        listener(src=source, times=SimpleNamespace(total=1), cache_hit=True)
+
+    thread = threading.Thread(target=compiled)
+    thread.start()
+    thread.join()
+    assert compile_log.compiled() == ["kernel"]
+    assert begin_launcher({"y": "*fp32"}) == ahead
+
+
+class _Kernels:
+    """Kernels of one argument, whose type follows the first letter of their specialisation."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.threads: list[str] = []
+
+    def compile(self, specialization: str) -> Any:
+        return _Kernel(self, specialization)
+
+
+class _Kernel:
+    def __init__(self, owner: _Kernels, specialization: str) -> None:
+        self._owner, self._specialization = owner, specialization
+        constant = {"SIZE": "constexpr"} if specialization[0] in "bd" else {}
+        self.src = SimpleNamespace(signature={"x": specialization[1:], **constant})
+
+    @property
+    def run(self) -> None:
+        self._owner.threads.append(threading.current_thread().name)
+        self._owner.loaded.append(self._specialization)
+
+
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> _Kernels:
+    monkeypatch.setattr(launcher_modules, "_begun", set())
+    return _Kernels()
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the sweep found, by family."""
+    models = {family: str(tiny_model(family, torch.bfloat16)) for family in FAMILIES}
+    cache = tmp_path_factory.mktemp("cache")
+    found = run_compiled("variant_sweep.py", *models.values(), cache=cache)
+    return {family: found[path] for family, path in models.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_batch_needs_a_kernel_that_warm_up_does_not_foresee(
+    sweeps: dict[str, dict[str, Any]], family: str
+) -> None:
     """Lengths, counts and contexts of every kind: none may make another variant of a kernel."""
-    found = run_compiled("variant_sweep.py", family, cache=tmp_path)
+    found = sweeps[family]
     assert len(found["foreseen"]) >= 8 and found["batches"] > 100
     assert found["unforeseen"] == []

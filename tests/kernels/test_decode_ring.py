@@ -21,6 +21,8 @@ from vllm.kernels.naive import NaiveKernels
 
 SMALL = (1, 2, 16, 24)
 SLOTS = 3
+#: of a short schedule that does everything, see `test_the_schedule_does_everything`
+STEPS, SEED = 9, 27
 BOTH = pytest.mark.parametrize("kernels", [NaiveKernels(), CudaKernels()], ids=["naive", "triton"])
 F64 = torch.float64
 
@@ -122,12 +124,12 @@ def run(
     return outputs
 
 
-def both_ways(kernels: Kernels, layers: Layers, heads: Any, steps: int) -> bool:
+def both_ways(kernels: Kernels, layers: Layers, heads: Any, steps: int, seed: int = 0) -> bool:
     """Whether deferred outputs and states have the bits of immediate ones."""
     at_once, later = layers.copy(), layers.copy()
-    expected = run(kernels, at_once, None, steps)
+    expected = run(kernels, at_once, None, steps, seed)
     rows = len(layers.cases[0]["state_indices"]) + 5
-    found = run(kernels, later, rings(later, heads, rows), steps)
+    found = run(kernels, later, rings(later, heads, rows), steps, seed)
     pairs = zip(found + later.states(), expected + at_once.states(), strict=True)
     return all(torch.equal(a, b) and not a.isnan().any() for a, b in pairs)
 
@@ -136,7 +138,29 @@ def both_ways(kernels: Kernels, layers: Layers, heads: Any, steps: int) -> bool:
 @pytest.mark.parametrize("heads", [SMALL, (1, 4, 40, 8)])
 def test_the_same_bits_over_a_random_schedule(kernels, heads, device):
     layers = two_layers(3, heads, torch.float32, device, padding=1)
-    assert both_ways(kernels, layers, heads, steps=14)
+    assert both_ways(kernels, layers, heads, STEPS, SEED)
+
+
+def test_the_schedule_does_everything(monkeypatch):
+    """With every number of pending tokens a sequence goes on, commits and is flushed."""
+    begun: set[tuple[int, int]] = set()
+    flushed: set[int] = set()
+    begin, flush = Schedule.begin, Schedule.flush
+
+    def noted_begin(self: Schedule, *args: Any) -> None:
+        begin(self, *args)
+        begun.update((pending, commits) for _, pending, commits, _ in self.stack.steps[:3].tolist())
+
+    def noted_flush(self: Schedule, kernels: Kernels, layers: Layers, which: list[int]) -> None:
+        flushed.update(self.pending[i] for i in which)
+        flush(self, kernels, layers, which)
+
+    monkeypatch.setattr(Schedule, "begin", noted_begin)
+    monkeypatch.setattr(Schedule, "flush", noted_flush)
+    layers = two_layers(3, SMALL, torch.float32, "cpu", padding=1)
+    run(NaiveKernels(), layers, rings(layers, SMALL, rows=9), STEPS, SEED)
+    assert begun == {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (SLOTS, 1)}
+    assert flushed == {1, 2, SLOTS}
 
 
 @BOTH

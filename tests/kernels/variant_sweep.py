@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel variants warm-up foresees for a tiny model, and which other batches would add.
+"""Which kernel variants warm-up foresees for tiny models, and which other batches would add.
 
-Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON.
+Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON:
+what was found for each of the checkpoints that are given, by path.
 """
 
 import json
 import sys
 from itertools import product
-
-import torch
-from tiny_models import tiny_model
+from typing import Any
 
 from tests.kernels import no_gpu  # noqa: F401
 from vllm.config import set_current_vllm_config
@@ -34,40 +33,43 @@ BATCHES = [
     *product((2, 3, 17, 40), (2, 9, 16, 25), (0, 50)),
 ]
 
-vars(current_platform)["kernels"] = CudaKernels()
-config = EngineArgs(
-    model=str(tiny_model(sys.argv[1], torch.bfloat16)),
-    dtype="bfloat16",
-    load_format="dummy",
-    max_model_len=MAX_LEN,
-    max_num_seqs=64,
-    max_num_batched_tokens=MAX_TOKENS,
-).create_engine_config()
-config.cache_config.splits_scans = True
-worker = Worker(config)
-worker.init_device()
-worker.load_model()
-runner = worker.model_runner
-unforeseen: list[str] = []
-with set_current_vllm_config(config):
-    foreseen = warm_up.note_kernels(runner)
-    known = {(one.kernel, one.specialization) for one in foreseen}
-    warm_up.bind_small_arena(runner)
-    for count, length, context in BATCHES:
-        if count * length > MAX_TOKENS or length + context >= MAX_LEN:
-            continue
-        with noted_launches() as noted:
-            batch = DummyBatch(count, length, context, GREEDY)
-            warm_up.run_batch(runner, batch, decode_known_tokens=True)
-        for one in noted:
-            if (one.kernel, one.specialization) not in known:
-                known.add((one.kernel, one.specialization))
-                unforeseen.append(f"{one.kernel} for {count} x {length} after {context}")
-json.dump(
-    {
+
+def sweep(model: str) -> dict[str, Any]:
+    """The kernels that warm-up foresees, and the batches that need others."""
+    config = EngineArgs(
+        model=model,
+        dtype="bfloat16",
+        load_format="dummy",
+        max_model_len=MAX_LEN,
+        max_num_seqs=64,
+        max_num_batched_tokens=MAX_TOKENS,
+    ).create_engine_config()
+    config.cache_config.splits_scans = True
+    worker = Worker(config)
+    worker.init_device()
+    worker.load_model()
+    runner = worker.model_runner
+    unforeseen: list[str] = []
+    with set_current_vllm_config(config):
+        foreseen = warm_up.note_kernels(runner)
+        known = {(one.kernel, one.specialization) for one in foreseen}
+        warm_up.bind_small_arena(runner)
+        for count, length, context in BATCHES:
+            if count * length > MAX_TOKENS or length + context >= MAX_LEN:
+                continue
+            with noted_launches() as noted:
+                batch = DummyBatch(count, length, context, GREEDY)
+                warm_up.run_batch(runner, batch, decode_known_tokens=True)
+            for one in noted:
+                if (one.kernel, one.specialization) not in known:
+                    known.add((one.kernel, one.specialization))
+                    unforeseen.append(f"{one.kernel} for {count} x {length} after {context}")
+    return {
         "foreseen": [one.kernel for one in foreseen],
         "batches": len(BATCHES),
         "unforeseen": unforeseen,
-    },
-    sys.stdout,
-)
+    }
+
+
+vars(current_platform)["kernels"] = CudaKernels()
+json.dump({model: sweep(model) for model in sys.argv[1:]}, sys.stdout)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from tiny_models import hf_model
@@ -129,8 +128,7 @@ def streamed(sides: Sides, prompt: str, params: dict[str, Any]) -> dict[int, tup
     """Text, finish and stop reason by index."""
     body = {"prompt": prompt, **GREEDY, **params, "stream": True}
     found: dict[int, tuple[str, Any, Any]] = {}
-    url = sides.server.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+    with sides.server.http.stream("POST", "/v1/completions", json=body) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:

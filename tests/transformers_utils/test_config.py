@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, dynamic_module_utils
 
 from tests.config.checkpoints import LLAMA, write_config
+from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils import config as config_module
 from vllm.transformers_utils.config import get_config, get_generation_config, get_hf_text_config
@@ -99,21 +102,23 @@ def test_remote_code_reaches_another_process(
     )
     auto_map = {"AutoConfig": "configuration_mine.MineConfig"}
     path = write_config(tmp_path, model_type="mine", auto_map=auto_map)
-    sender = (
-        "import pickle, sys; from vllm.config import ModelConfig\n"
-        "model = ModelConfig(sys.argv[1], trust_remote_code=True)\n"
-        "sys.stdout.buffer.write(pickle.dumps(model))\n"
-    )
+    sent = tmp_path / "sent"
+
+    def send() -> None:
+        dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path / "modules")
+        sent.write_bytes(pickle.dumps(ModelConfig(path, trust_remote_code=True)))
+
+    sender = multiprocessing.get_context("fork").Process(target=send)
+    sender.start()
+    sender.join(60)
+    assert sender.exitcode == 0
     receiver = (
         "import pickle, sys; config = pickle.load(sys.stdin.buffer).hf_config\n"
         "print(type(config).__name__, config.hidden_size)\n"
     )
-
-    def run(code: str, data: bytes) -> bytes:
-        command = [sys.executable, "-c", code, path]
-        return subprocess.run(command, input=data, capture_output=True, check=True).stdout
-
-    assert run(receiver, run(sender, b"")).split() == [b"MineConfig", b"64"]
+    command = [sys.executable, "-c", receiver]
+    done = subprocess.run(command, input=sent.read_bytes(), capture_output=True, check=True)
+    assert done.stdout.split() == [b"MineConfig", b"64"]
 
 
 def test_convertors_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

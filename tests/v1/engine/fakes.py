@@ -28,6 +28,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
@@ -280,6 +281,9 @@ class FakeExecutor(Executor):
 
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         return (threading.current_thread().name, os.getpid(), args, kwargs)
+
+    def refuse(self) -> None:
+        raise VLLMValidationError("the worker cannot", "method", "refuse")
 
     def step_sizes(self) -> list[int]:
         """Requests in every step so far."""

@@ -19,6 +19,7 @@ from tests.v1.engine.fakes import (
     make_vllm_config,
     next_token,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -137,6 +138,9 @@ def test_utilities_over_the_process_keep_types(monkeypatch):
         engine.apply_model(lambda model: 1)
     with pytest.raises(EngineGenerateError, match="no_such_method"):
         engine.collective_rpc("no_such_method")
+    with pytest.raises(VLLMValidationError, match="the worker cannot") as refused:
+        engine.collective_rpc("refuse")
+    assert refused.value.parameter == "method"
     engine.shutdown()
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     engine = make_engine(True)

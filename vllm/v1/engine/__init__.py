@@ -96,6 +96,9 @@ class UtilityOutput(msgspec.Struct, array_like=True):
     call_id: int
     error: str | None = None
     result: Any = None
+    #: the caller's own mistake, and the parameter with it
+    refused: bool = False
+    parameter: str | None = None
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):

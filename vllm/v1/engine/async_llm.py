@@ -19,8 +19,6 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.front_end import FrontEnd
-from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.output_stream import OutputStream
 from vllm.v1.engine.prompt_checks import parse_prompt
 from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
+    from vllm.v1.engine.input_processor import ProcessedInput
     from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -58,6 +57,8 @@ class AsyncLLM:
         self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
         try:
             # While the core starts.
+            with startup_phases.startup_phase("import front end"):
+                from vllm.v1.engine.front_end import FrontEnd
             self._front_end = FrontEnd(vllm_config, log_stats)
             if meanwhile is not None:
                 meanwhile()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from vllm import decisions, envs
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.engine import (
@@ -130,8 +131,9 @@ class CoreLink:
         self._send(EngineCoreRequestType.STOP, stops)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Run a utility in the core. The future fails with `EngineGenerateError` when the utility
-        does, with `EngineDeadError` when the engine dies first."""
+        """Run a utility in the core. The future fails with `VLLMValidationError` when the call
+        cannot be honoured, with `EngineGenerateError` when the utility fails, with
+        `EngineDeadError` when the engine dies first."""
         call_id = next(self._call_ids)
         future: Future[Any] = Future()
         self._calls[call_id] = future
@@ -194,6 +196,8 @@ class CoreLink:
             return
         if reply.error is None:
             future.set_result(reply.result)
+        elif reply.refused:
+            future.set_exception(VLLMValidationError(reply.error, reply.parameter))
         else:
             future.set_exception(EngineGenerateError(reply.error))
 

@@ -25,10 +25,12 @@ import torch
 import zmq
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.utils import startup_phases
 from vllm.utils.gc_paused import gc_paused
+from vllm.utils.short_turns import short_turns
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -134,6 +136,8 @@ class EngineCoreProc:
     def _call_utility(self, call_id: int, method: str, args: list[Any]) -> UtilityOutput:
         try:
             result = pack_object(self._core.call_utility(method, tuple(args)))
+        except VLLMValidationError as error:
+            return UtilityOutput(call_id, str(error), refused=True, parameter=error.parameter)
         except Exception as error:
             logger.exception("utility %s failed", method)
             return UtilityOutput(call_id, error=f"{type(error).__name__}: {error}")
@@ -217,7 +221,7 @@ def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> Non
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
     _watch_parent(parent_pid)
     try:
-        with gc_paused():
+        with gc_paused(), short_turns():
             import_everything()
         gc.freeze()
         try:
@@ -249,11 +253,11 @@ def import_everything() -> None:
     """Import what a core needs besides this module, and initialise the device."""
     from vllm.platforms import current_platform
 
-    current_platform.prepare_compiler()
+    current_platform.prepare_device()
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
-    current_platform.set_device(torch.device(current_platform.device_type, 0))
     _ = current_platform.kernels
+    current_platform.set_device(torch.device(current_platform.device_type, 0))
 
 
 def _start(setup: bytes) -> EngineCore:

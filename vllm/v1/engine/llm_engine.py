@@ -14,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
-from vllm.v1.engine.front_end import FrontEnd
 from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 from vllm.v1.metrics.stats import IterationStats
@@ -48,6 +47,8 @@ class LLMEngine:
         self.engine_core: EngineCoreClient = client_class(vllm_config, executor_class, log_stats)
         try:
             # While the core starts.
+            with startup_phases.startup_phase("import front end"):
+                from vllm.v1.engine.front_end import FrontEnd
             self._front_end = FrontEnd(vllm_config, log_stats)
             self.engine_core.wait_ready()
         except BaseException:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
     get_kv_transfer_group,
     has_kv_transfer_group,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -180,13 +181,16 @@ class Worker:
     def call(
         self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A worker or extension method by name, or any callable given the worker first."""
+        """A worker or extension method by name, or any callable given the worker first.
+
+        Raises `VLLMValidationError` for a name that is none.
+        """
         if callable(method):
             return method(self, *args, **kwargs)
         for owner in (self, self.extension):
             if owner is not None and method in dir(owner) and not method.startswith("_"):
                 return getattr(owner, method)(*args, **kwargs)
-        raise ValueError(f"the worker has no method {method!r}")
+        raise VLLMValidationError(f"the worker has no method {method!r}", "method", method)
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
         return function(self.get_model())

@@ -26,13 +26,17 @@ class CollectiveRpcRequest(RequestModel):
 
 @router.post("/collective_rpc", openapi_extra=body_schema(CollectiveRpcRequest))
 async def collective_rpc(request: Request) -> dict[str, list[Any]]:
-    """Results of the method, one per worker; what is not JSON comes back as its `str`."""
+    """Results of the method, one per worker; what is not JSON comes back as its `str`.
+
+    400 for a method that the workers have not.
+    """
     body = await parse_body(request, CollectiveRpcRequest)
     results = await server_of(request).engine.collective_rpc(
         body.method, timeout=body.timeout, args=tuple(body.args), kwargs=body.kwargs
     )
     plain = (str, int, float, bool, list, dict, type(None))
-    return {"results": [r if isinstance(r, plain) else str(r) for r in results]}
+    shown = [r if isinstance(r, plain) else str(r) for r in results]
+    return {"results": to_jsonable_python(shown, fallback=str)}
 
 
 @router.post("/reset_prefix_cache")
