@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cpu import CpuKernels
-from vllm.kernels.interface import Kernels, chunk_metadata
+from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 
 HIDDEN = 640

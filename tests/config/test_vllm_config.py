@@ -262,14 +262,15 @@ def test_the_largest_size_bounds_both_kinds_of_steps() -> None:
 def test_default_capture_sizes() -> None:
     assert default_capture_sizes(3) == [1, 2, 3]
     sizes = default_capture_sizes(512)
-    assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-1] == 512 and len(sizes) == 51
+    assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-1] == 512 and len(sizes) == 34
+    assert all(b - a <= max(8, a // 6) for a, b in zip(sizes, sizes[1:], strict=False))
 
 
 def test_default_piecewise_sizes() -> None:
     assert default_piecewise_sizes(5) == [5]
     assert default_piecewise_sizes(100) == [8, 16, 32, 64, 100]
     sizes = default_piecewise_sizes(2048)
-    assert sizes[-1] == 2048 and len(sizes) == 23
+    assert sizes[-1] == 2048 and len(sizes) == 22
     assert all(b - a <= 128 for a, b in zip(sizes, sizes[1:], strict=False))
     # Padding beyond what the weights' transfer hides stays below a third.
     wide = [size for size in sizes if size >= 128]

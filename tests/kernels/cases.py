@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.kernels.interface import Kernels, chunk_metadata
+from vllm.kernels.chunks import chunk_metadata
+from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 
 Case = dict[str, Any]

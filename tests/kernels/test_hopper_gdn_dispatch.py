@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 
 from tests.kernels.cases import gdn_case
 from tests.kernels.test_triton_gdn_stages import as_problem
-from vllm import decisions
-from vllm.kernels import hopper_gdn
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import HopperGdn, find_hopper_gdn
+from vllm.kernels.hopper_gdn import HopperGdn
 from vllm.kernels.hopper_gdn_factors import takes_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, empty_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
@@ -106,33 +103,3 @@ def test_prefill_leaves_other_problems_to_triton() -> None:
         out.fill_(float("nan"))
         CudaKernels(hopper=hopper).gdn_prefill(**case)
         assert torch.equal(out, expected) and not recorder.problems
-
-
-@pytest.mark.parametrize(
-    ("capability", "built", "chosen", "why"),
-    [
-        ((8, 9), True, "Triton", "(9, 0), this GPU has (8, 9)"),
-        ((10, 0), True, "Triton", "(9, 0), this GPU has (10, 0)"),
-        ((9, 0), False, "Triton", "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"),
-        ((9, 0), True, "vllm_cuda for bfloat16 and heads of 128", "shorter on Hopper"),
-    ],
-)
-def test_the_choice_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capability: tuple[int, int],
-    built: bool,
-    chosen: str,
-    why: str,
-) -> None:
-    library = tmp_path / "_C_cuda.so"
-    if built:
-        library.touch()
-    loaded: list[None] = []
-    monkeypatch.setattr(hopper_gdn, "CUDA_LIBRARY", library)
-    monkeypatch.setattr(hopper_gdn, "load_cuda_ops", lambda: loaded.append(None))
-    found = find_hopper_gdn(capability)
-    assert (found is not None) == (chosen != "Triton") == (len(loaded) == 1)
-    assert found is None or found.chunk_factors is not None
-    (decision,) = [d for d in decisions.decisions() if d.what == hopper_gdn.WHAT]
-    assert decision.chosen.startswith(chosen) and why in decision.why

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.kernels.interface import chunk_metadata
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.scan_segments import SHORTEST, WORTH_CUTTING, ScanCuts, cut_segments
 
 CPU = torch.device("cpu")

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from vllm import decisions
-from vllm.kernels import cuda, skinny
+from vllm.kernels import cuda
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.kernels.skinny import can_add, can_normalise, find_skinny_ops, is_skinny
+from vllm.kernels.skinny import can_add, can_normalise, is_skinny
 from vllm.kernels.skinny_launch import FEW_ROWS, MANY_ROWS, skinny_launch
 
 BF16 = torch.bfloat16
@@ -115,35 +112,6 @@ def test_launches_overlap_in_graphs_only(monkeypatch: pytest.MonkeyPatch, captur
     assert kernels.linear(x, weight, bias).tolist() == [[65.0] * 8] * 3
     assert kernels.linear_silu_and_mul(x, weight, bias).tolist() == [[4224.0] * 4] * 3
     assert recorder.calls == [("linear", capturing), ("linear_silu_and_mul", capturing)]
-
-
-@pytest.mark.parametrize(
-    ("capability", "built", "chosen", "why"),
-    [
-        ((8, 9), True, "cuBLAS", "9.0, this GPU has (8, 9)"),
-        ((9, 0), False, "cuBLAS", "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"),
-        ((9, 0), True, "vllm_cuda", "memory's speed"),
-        ((10, 0), True, "vllm_cuda", "memory's speed"),
-    ],
-)
-def test_the_choice_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capability: tuple[int, int],
-    built: bool,
-    chosen: str,
-    why: str,
-) -> None:
-    library = tmp_path / "_C_cuda.so"
-    if built:
-        library.touch()
-    loaded: list[None] = []
-    monkeypatch.setattr(skinny, "CUDA_LIBRARY", library)
-    monkeypatch.setattr(skinny, "load_cuda_ops", lambda: loaded.append(None))
-    assert (find_skinny_ops(capability) is not None) == (chosen == "vllm_cuda")
-    assert len(loaded) == (chosen == "vllm_cuda")
-    (decision,) = [d for d in decisions.decisions() if d.what == skinny.WHAT]
-    assert decision.chosen == chosen and why in decision.why
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])

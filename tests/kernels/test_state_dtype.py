@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tests.kernels.cases import Case, conv_case, error_ratio, gdn_case, gdn_decode_case
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.interface import Kernels, chunk_metadata
+from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 
 HEADS = (2, 4, 32, 32)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import Case, check, error_ratio, gdn_case, gdn_decode_case
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.interface import chunk_metadata
 from vllm.model_executor.layers.fla.ops import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.cases import Case, check, error_ratio, gdn_case, strided
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.interface import chunk_metadata
 from vllm.kernels.triton.gdn import split_qkv
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import intra_chunk

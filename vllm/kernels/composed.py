@@ -11,8 +11,8 @@ from vllm.kernels import fp8
 from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
 
 
-class ComposedKernels(ABC):
-    """See `Kernels` for every op; subclasses give the parts."""
+class ComposedLinears(ABC):
+    """Matmuls and what is next to them, one op after another; see `Kernels` for every op."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -29,18 +29,6 @@ class ComposedKernels(ABC):
     def fused_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
     ) -> tuple[Tensor, Tensor]: ...
-
-    @abstractmethod
-    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor: ...
-
-    def apply_gate(self, out: Tensor, gate: Tensor | None) -> None:
-        """Multiply `out [tokens, heads, n]` by `sigmoid(gate)`; None: leave it."""
-        if gate is not None:
-            out.copy_(self.mul_sigmoid(out, gate).view(out.shape))
-
-    def fp8_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x [m, k] fp32 @ weight [n, k].T` float8 e4m3 `-> [m, n]` fp32."""
-        return fp8.widened_product(x, weight)
 
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_and_mul(self.linear(x, weight, bias))
@@ -61,6 +49,22 @@ class ComposedKernels(ABC):
     ) -> tuple[Tensor, Tensor]:
         normed, total = normalise(self, stream, norm)
         return self.linear_silu_and_mul(normed, weight, bias), total
+
+
+class ComposedKernels(ComposedLinears):
+    """Also gates and float8, for platforms that fuse none of them."""
+
+    @abstractmethod
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor: ...
+
+    def apply_gate(self, out: Tensor, gate: Tensor | None) -> None:
+        """Multiply `out [tokens, heads, n]` by `sigmoid(gate)`; None: leave it."""
+        if gate is not None:
+            out.copy_(self.mul_sigmoid(out, gate).view(out.shape))
+
+    def fp8_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x [m, k] fp32 @ weight [n, k].T` float8 e4m3 `-> [m, n]` fp32."""
+        return fp8.widened_product(x, weight)
 
     def linear_fp8(
         self,

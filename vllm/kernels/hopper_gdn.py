@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm import decisions
-from vllm._extension import CUDA_LIBRARY, load_cuda_ops
+from vllm.kernels.cuda_library import choose_cuda_ops
 from vllm.kernels.hopper_gdn_decode import hopper_decode
 from vllm.kernels.hopper_gdn_factors import chunk_factors
 from vllm.kernels.hopper_gdn_scan import scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 
-#: the kernels hold machine code of this compute capability alone
-CAPABILITY = (9, 0)
 WHAT = "gated delta rule"
 
 FactorsOp = Callable[[ChunkedProblem], ChunkFactors]
@@ -44,23 +41,12 @@ class HopperGdn:
 
 def find_hopper_gdn(capability: tuple[int, int]) -> HopperGdn | None:
     """The stages for a device of this compute capability, or None; the choice is recorded."""
-    if capability != CAPABILITY:
-        reason = f"the kernels need compute capability {CAPABILITY}, this GPU has {capability}"
-        decisions.record(WHAT, "Triton", reason, instead_of="vllm_cuda")
-        return None
-    if not CUDA_LIBRARY.exists():
-        reason = f"{CUDA_LIBRARY} is not built: see VLLM_TARGET_DEVICE=cuda"
-        decisions.record(WHAT, "Triton", reason, instead_of="vllm_cuda")
-        return None
-    load_cuda_ops()
-    decisions.record(
+    found = choose_cuda_ops(
         WHAT,
-        "vllm_cuda for bfloat16 and heads of 128, Triton for others",
-        "shorter on Hopper; the kernels are compiled for these alone",
+        capability,
+        why="shorter on Hopper; the kernels are compiled for these alone",
         instead_of="Triton",
+        hopper_only=True,
+        chosen="vllm_cuda for bfloat16 and heads of 128, Triton for others",
     )
-    return HopperGdn(
-        chunk_factors=chunk_factors,
-        scan=scan,
-        decode=hopper_decode,
-    )
+    return HopperGdn(chunk_factors, scan, hopper_decode) if found else None

@@ -20,7 +20,6 @@ Conventions, for every op:
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
@@ -338,20 +337,3 @@ class Kernels(Protocol):
         `defers_commit` refuse this and `ring` (ValueError).
         """
         ...
-
-
-def chunk_metadata(query_start_loc: list[int], chunk_size: int = 64) -> tuple[Tensor, Tensor]:
-    """Host-made chunk index of a batch: `(chunk_indices [chunks, 2], chunk_offsets [n + 1])`.
-
-    Both are int32 CPU tensors; see `Kernels.gdn_prefill`.
-    """
-    lengths = [e - s for s, e in zip(query_start_loc[:-1], query_start_loc[1:], strict=True)]
-    counts = [-(-n // chunk_size) for n in lengths]
-    pairs = [(seq, i) for seq, count in enumerate(counts) for i in range(count)]
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return (
-        torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2),
-        torch.tensor(offsets, dtype=torch.int32),
-    )

@@ -10,10 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from vllm.kernels.chunks import CHUNK
 from vllm.utils.math_utils import cdiv
 
-#: tokens in a chunk; segments are whole chunks, but for the last of a sequence
-CHUNK = 64
 #: columns of the state that one program carries through a sequence
 COLUMNS = 64
 #: share of the multiprocessors that a plain scan may keep busy, on average, and yet be cut
@@ -26,7 +25,8 @@ SHORTEST = 8
 
 @dataclass(frozen=True)
 class ScanSegments:
-    """The sequences of a batch in pieces, in order; each sequence has one piece or more.
+    """The sequences of a batch in pieces, in order; each sequence has one piece or more, all of
+    whole chunks but for its last.
 
     int32 on the device: `starts [segments + 1]` (tokens) and `chunk_offsets [segments + 1]` as a
     batch of so many sequences would have them, `owners [segments]` (sequence of each segment),

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm import decisions
-from vllm._extension import CUDA_LIBRARY, load_cuda_ops
+from vllm.kernels.cuda_library import choose_cuda_ops
 from vllm.kernels.residual_stream import Norm
 from vllm.kernels.skinny_launch import skinny_launch
 
@@ -104,17 +103,14 @@ def _fields(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
 
 def find_skinny_ops(capability: tuple[int, int]) -> SkinnyOps | None:
     """The ops for a device of this compute capability, or None; the choice is recorded."""
-    if capability < (9, 0):
-        reason = f"the kernel needs compute capability 9.0, this GPU has {capability}"
-        decisions.record(WHAT, "cuBLAS", reason, instead_of="vllm_cuda")
-        return None
-    if not CUDA_LIBRARY.exists():
-        reason = f"{CUDA_LIBRARY} is not built: see VLLM_TARGET_DEVICE=cuda"
-        decisions.record(WHAT, "cuBLAS", reason, instead_of="vllm_cuda")
-        return None
-    load_cuda_ops()
-    decisions.record(WHAT, "vllm_cuda", "reads weights nearer to the memory's speed", "cuBLAS")
-    return HopperSkinnyOps()
+    found = choose_cuda_ops(
+        WHAT,
+        capability,
+        why="reads weights nearer to the memory's speed",
+        instead_of="cuBLAS",
+        hopper_only=False,
+    )
+    return HopperSkinnyOps() if found else None
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:

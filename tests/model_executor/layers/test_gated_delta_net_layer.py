@@ -16,7 +16,7 @@ from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels.interface import chunk_metadata
+from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.weights import AutoWeightsLoader

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.kernels.interface import chunk_metadata
+from vllm.kernels.chunks import chunk_metadata
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import MAX_PREFILLS, GDNAttentionBackend
@@ -66,7 +66,7 @@ def test_recurrent_metadata() -> None:
 
 
 def test_recurrent_metadata_of_steps_in_flight_lies_apart() -> None:
-    """And is what the interface's own function makes of the same lengths."""
+    """Each keeps what `chunk_metadata` makes of its lengths."""
     builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
     first = builder.build(_common())
     starts = np.array([0, 64, 193], dtype=np.int32)

@@ -99,6 +99,19 @@ def test_a_padded_step(bench: Bench) -> None:
     assert context.decode_blocks["r"].tolist() == [8, -1, -1, -1]
 
 
+def test_what_builders_staged_is_uploaded_with_the_rest(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls_at_flush: list[list[int]] = []
+    monkeypatch.setattr(
+        bench.tables, "flush", lambda: calls_at_flush.append([b.calls for b in bench.builders])
+    )
+    order = bench.batch.order({"prompt": 20, "running": 1}, {"prompt", "running"})
+    bench.metadata.of_step(order, bench.inputs.build(order))
+    bench.metadata.of_padding(bench.inputs.padding(8, 4))
+    assert calls_at_flush == [[1, 1], [2, 2]]
+
+
 def test_an_eager_step_has_its_decodes_only(bench: Bench) -> None:
     order = bench.batch.order({"prompt": 20, "running": 1}, {"prompt", "running"})
     context = bench.metadata.of_step(order, bench.inputs.build(order))

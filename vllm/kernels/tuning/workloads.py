@@ -10,7 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from vllm.kernels.interface import Kernels, chunk_metadata
+from vllm.kernels.chunks import chunk_metadata
+from vllm.kernels.interface import Kernels
 
 #: runs one op on prepared inputs
 Run = Callable[[], object]

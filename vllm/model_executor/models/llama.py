@@ -6,14 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
-from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,36 +31,12 @@ def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     )
 
 
-class LlamaDecoderLayer(DecoderLayer):
+class LlamaDecoderLayer(AttentionDecoderLayer):
     """Attention and gated MLP."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
         config = vllm_config.model_config.hf_text_config
-        quant_config = vllm_config.quant_config
-        rope = get_rope(
-            config.head_dim,
-            vllm_config.model_config.max_model_len,
-            rope_parameters=config.rope_parameters,
-        )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(
-            attention_shape(config), rope, f"{prefix}.self_attn", quant_config
-        )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=config.mlp_bias,
-            prefix=f"{prefix}.mlp",
-            quant_config=quant_config,
-        )
-
-    def mix_stream(
-        self, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
+        super().__init__(vllm_config, attention_shape(config), prefix, mlp_bias=config.mlp_bias)
 
 
 class LlamaModel(DecoderModel):

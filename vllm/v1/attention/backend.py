@@ -14,6 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.worker.staging import Uploads
 
 
 class AttentionMetadata:
@@ -57,7 +58,10 @@ class CommonAttentionMetadata:
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Makes a group's metadata once per step; host integers only, uploads are asynchronous."""
+    """Makes a group's metadata once per step; host integers only, uploads are asynchronous.
+
+    What the device's tensors hold in the step is copied to them after `build`.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.layer_names = layer_names
         self.vllm_config = vllm_config
         self.device = device
+
+    def share_uploads(self, uploads: Uploads) -> None:
+        """Called once: from now on these are flushed after every `build`, so staged arrays may
+        travel with them."""
 
     @abstractmethod
     def build(self, common: CommonAttentionMetadata) -> M:

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.input_batch import StepOrder
-from vllm.v1.worker.staging import StagedArray
+from vllm.v1.worker.staging import StagedArray, Uploads
 
 #: places in a step where rows may be flushed
 _FLUSHES_PER_STEP = 3
@@ -56,13 +56,14 @@ class DeferredCommit:
         interval: int,
         device: torch.device,
         depth: int,
+        uploads: Uploads | None = None,
     ) -> None:
         self.pending = np.zeros(max_rows, dtype=np.int32)
         self._interval, self._slots = interval, interval - 1
         self._step = 0
         # On a CPU the staged array is the device's: one of them, so that its address is fixed.
         copies = depth if device.type == "cuda" else 1
-        self._steps = StagedArray((max_rows, 4), torch.int32, device, copies)
+        self._steps = StagedArray((max_rows, 4), torch.int32, device, copies, uploads)
         copies = depth * _FLUSHES_PER_STEP * len(groups)
         self._entries = StagedArray((max_rows, 4), torch.int32, device, copies)
         self._left: list[tuple[int, int, list[int]]] = []
@@ -80,8 +81,10 @@ class DeferredCommit:
         config: KVCacheConfig,
         device: torch.device,
         depth: int,
+        uploads: Uploads | None = None,
     ) -> DeferredCommit | None:
-        """None where every step commits (`CacheConfig.commit_interval` is 1)."""
+        """None where every step commits (`CacheConfig.commit_interval` is 1). `uploads` are flushed
+        between `begin_step` and the step's kernels."""
         interval = vllm_config.cache_config.commit_interval
         groups = []
         for group_id, group in enumerate(config.kv_cache_groups):
@@ -92,7 +95,7 @@ class DeferredCommit:
         if interval == 1 or not groups:
             return None
         rows = vllm_config.scheduler_config.max_num_seqs
-        deferred = cls(groups, rows, interval, device, depth)
+        deferred = cls(groups, rows, interval, device, depth, uploads)
         decisions.record(
             "deferred commit memory",
             f"{sum(t.nbytes for t in deferred.tensors) / 2**30:.2f} GiB",

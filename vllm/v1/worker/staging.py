@@ -7,6 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.utils.math_utils import cdiv
+
+#: arrays of a flush: what a step has itself and what each of its state groups adds
+_MOST_ARRAYS = 256
+
 
 class Uploads:
     """Copies to a CUDA device that are queued together: one launch instead of one copy each.
@@ -30,16 +35,17 @@ class Uploads:
     def create(cls, device: torch.device, depth: int) -> Uploads | None:
         """For a runner with fewer than `depth` steps in flight; None on a CPU, whose arrays need
         not travel."""
-        return cls(max_arrays=64, depth=depth) if device.type == "cuda" else None
+        return cls(_MOST_ARRAYS, depth) if device.type == "cuda" else None
 
     def add(self, host: Tensor, device: Tensor) -> None:
-        """Copy `host` to `device` at the next flush: one or two dimensions of 4-byte words, the
-        last dense, with the same strides."""
+        """Copy `host` to `device` at the next flush: one or two dimensions, the last dense, with
+        the same strides. Rows are whole 4-byte words; of a vector of bytes the last word is copied
+        as a whole, so both arrays must have room for it."""
         if host.numel() == 0:
             return
-        words = host.element_size() // 4
-        rows, pitch = (1, 0) if host.dim() == 1 else (host.shape[0], host.stride(0) * words)
-        width = host.shape[-1] * words
+        size = host.element_size()
+        rows, pitch = (1, 0) if host.dim() == 1 else (host.shape[0], host.stride(0) * size // 4)
+        width = cdiv(host.shape[-1] * size, 4)
         entry = (host.data_ptr(), device.data_ptr(), width, rows, pitch)
         self._rows[self._turn][self._count] = entry
         self._count += 1
@@ -74,7 +80,8 @@ class StagedArray:
         self._arrays = [host.numpy() for host in self._hosts]
         self._device = torch.zeros(shape, dtype=dtype, device=device) if cuda else None
         self._turn = 0
-        self._uploads = uploads
+        #: None: each copy is queued at once
+        self.uploads = uploads
 
     def next(self) -> np.ndarray:
         """The host array to fill for this step (its old contents are meaningless)."""
@@ -93,12 +100,12 @@ class StagedArray:
         if self._device is None:
             return host
         device = self._device[index]
-        if self._uploads is None:
+        if self.uploads is None:
             if not host.is_contiguous():
                 raise ValueError("a part of several rows would be copied synchronously")
             device.copy_(host, non_blocking=True)
         else:
-            self._uploads.add(host, device)
+            self.uploads.add(host, device)
         return device
 
     @property

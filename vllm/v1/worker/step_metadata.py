@@ -55,7 +55,7 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 class StepMetadata:
-    """Makes forward contexts; with the layers' tables all that waits for upload is queued."""
+    """Makes forward contexts; with the layers' metadata all that waits for upload is queued."""
 
     def __init__(
         self,
@@ -91,7 +91,6 @@ class StepMetadata:
             )
             for table in self._tables.groups
         ]
-        self._tables.flush()
         return self._context(batch, inputs, uploaded, only)
 
     def of_padding(self, inputs: StepInputs) -> ForwardContext:
@@ -107,7 +106,6 @@ class StepMetadata:
             )
             for table in self._tables.groups
         ]
-        self._tables.flush()
         return self._context(batch, inputs, uploaded, None)
 
     def _context(
@@ -126,6 +124,7 @@ class StepMetadata:
         for group, tables in zip(self._groups, uploaded, strict=True):
             if only is None or not set(only).isdisjoint(group.layer_names):
                 self._add(context, group, batch, inputs, tables)
+        self._tables.flush()
         return context
 
     @staticmethod

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.kernels.chunks import CHUNK, fill_chunks
 from vllm.kernels.scan_segments import ScanCuts, ScanSegments
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -18,13 +20,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-from vllm.v1.worker.staging import StagedArray
+from vllm.v1.worker.staging import StagedArray, Uploads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: tokens of a chunk of the gated delta rule, see `Kernels.gdn_prefill`
-_CHUNK = 64
 #: more than the steps in flight
 _DEPTH = 3
 #: most prefills of a step that replays a graph: each costs the kernels a little, even if absent
@@ -113,12 +113,17 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         self._cuts = _cuts_for(kv_cache_spec, device) if splits else None
         scheduler = vllm_config.scheduler_config
         rows = max(scheduler.max_num_seqs, MAX_PREFILLS + 1)
-        chunks = scheduler.max_num_batched_tokens // _CHUNK + rows
-        self._initial = StagedArray((rows,), torch.bool, device, _DEPTH)
+        chunks = scheduler.max_num_batched_tokens // CHUNK + rows
+        # Whole words: see `Uploads.add`.
+        self._initial = StagedArray((cdiv(rows, 4) * 4,), torch.bool, device, _DEPTH)
         self._chunks = StagedArray((chunks, 2), torch.int32, device, _DEPTH)
         self._offsets = StagedArray((rows + 1,), torch.int32, device, _DEPTH)
         self._starts = StagedArray((MAX_PREFILLS + 2,), torch.int32, device, _DEPTH)
         self._blocks = StagedArray((MAX_PREFILLS + 1,), torch.int32, device, _DEPTH)
+
+    def share_uploads(self, uploads: Uploads) -> None:
+        for array in (self._initial, self._chunks, self._offsets, self._starts, self._blocks):
+            array.uploads = uploads
 
     def build(self, common: CommonAttentionMetadata) -> GDNAttentionMetadata:
         """RuntimeError for more prefills than a graph holds in a step that replays one."""
@@ -128,12 +133,14 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         if padded is not None:
             if prefills > MAX_PREFILLS:
                 raise RuntimeError(f"{prefills} prefills in a graph for {MAX_PREFILLS}")
-            seqs, chunks = MAX_PREFILLS + 1, padded // _CHUNK + MAX_PREFILLS
+            seqs, chunks = MAX_PREFILLS + 1, padded // CHUNK + MAX_PREFILLS
         initial = self._initial.next()
         np.greater(common.num_computed_tokens_cpu[decodes:reqs], 0, initial[:prefills])
         initial[prefills:seqs] = False
         starts = common.prefill_query_start_loc_cpu
-        num_chunks = self._fill_chunks(starts, seqs, chunks)
+        num_chunks = fill_chunks(
+            starts, self._chunks.next(), self._offsets.next(), num_seqs=seqs, num_chunks=chunks
+        )
         has_initial_state = self._initial.upload(seqs)
         chunk_indices = self._chunks.upload(max(chunks, num_chunks), 2)
         chunk_offsets = self._offsets.upload(seqs + 1)
@@ -169,23 +176,6 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         blocks[prefills:] = -1
         starts[: prefills + 1] = common.prefill_query_start_loc_cpu + decodes
         starts[prefills + 1 :] = starts[prefills]
-
-    def _fill_chunks(self, starts: np.ndarray, num_seqs: int, num_chunks: int) -> int:
-        """Each chunk's sequence and place in it, padded with chunks of the last of `num_seqs`, and
-        each sequence's first chunk. How many are real."""
-        real = len(starts) - 1
-        counts = -(-np.diff(starts) // _CHUNK)
-        offsets = self._offsets.next()
-        offsets[0] = 0
-        np.cumsum(counts, out=offsets[1 : real + 1])
-        total = int(offsets[real])
-        offsets[real + 1 : num_seqs + 1] = total
-        sequence = np.repeat(np.arange(real), counts)
-        chunks = self._chunks.next()
-        chunks[:total, 0] = sequence
-        chunks[:total, 1] = np.arange(total) - offsets[sequence]
-        chunks[total:num_chunks] = (num_seqs - 1, 0)
-        return total
 
 
 def _cuts_for(spec: KVCacheSpec, device: torch.device) -> ScanCuts:

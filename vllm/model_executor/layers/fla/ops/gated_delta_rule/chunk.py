@@ -4,10 +4,10 @@
 import torch
 from torch import Tensor
 
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.hopper_gdn import HopperGdn, ScanOp
 from vllm.kernels.hopper_gdn_factors import takes_factors
 from vllm.kernels.hopper_gdn_scan import takes_scan
-from vllm.kernels.interface import chunk_metadata
 from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm.kernels.chunks import CHUNK
 from vllm.kernels.triton.configs import device_configs, pick
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
     describable,
@@ -23,7 +24,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
     has_descriptors,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import CHUNK, ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 from vllm.utils.math_utils import cdiv
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.chunks import CHUNK
 from vllm.kernels.triton.configs import device_configs
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import (
     chunk_bounds,
@@ -23,7 +24,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import (
     inverse_norm,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inverse import invert_unit_lower
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import CHUNK, ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm.utils.math_utils import next_power_of_2
 
-CHUNK = 64
 MAX_HEAD_DIM = 256
 
 

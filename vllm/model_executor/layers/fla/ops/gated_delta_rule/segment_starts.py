@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm.kernels.chunks import CHUNK
 from vllm.kernels.scan_segments import ScanSegments
 from vllm.kernels.triton.configs import Tile, device_configs, pick
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
@@ -28,7 +29,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
     has_descriptors,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import CHUNK, ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 from vllm.utils.math_utils import cdiv
 
 JOIN = Tile(rows=16, columns=128, num_warps=8, num_stages=3)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices run the ops of `vllm_cuda`, and that every such choice is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm import decisions
+from vllm.kernels import cuda_library, hopper_attention, hopper_gdn, narrow, skinny, swiglu, wide
+
+NOT_BUILT = "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"
+#: the finder, what it decides, what it is instead of, whether Hopper alone has the kernels
+CHOICES = [
+    pytest.param(skinny.find_skinny_ops, skinny.WHAT, "cuBLAS", False, id="skinny"),
+    pytest.param(narrow.find_narrow_ops, narrow.WHAT, "cuBLAS", True, id="narrow"),
+    pytest.param(wide.find_wide_ops, wide.WHAT, "cuBLAS", True, id="wide"),
+    pytest.param(hopper_gdn.find_hopper_gdn, hopper_gdn.WHAT, "Triton", True, id="gdn"),
+    pytest.param(
+        hopper_attention.find_hopper_attention,
+        hopper_attention.WHAT,
+        "Triton",
+        True,
+        id="attention",
+    ),
+    pytest.param(swiglu.find_swiglu, swiglu.WHAT, "cuBLAS, then Triton", True, id="swiglu"),
+]
+
+
+@pytest.mark.parametrize(("find", "what", "instead_of", "hopper_only"), CHOICES)
+@pytest.mark.parametrize(
+    ("capability", "built", "why"),
+    [
+        pytest.param((8, 9), True, "this GPU has (8, 9)", id="older"),
+        pytest.param((9, 0), False, NOT_BUILT, id="not built"),
+        pytest.param((9, 0), True, None, id="Hopper"),
+        pytest.param((10, 0), True, "this GPU has (10, 0)", id="later"),
+    ],
+)
+def test_the_choice_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    find: Callable[[tuple[int, int]], object | None],
+    what: str,
+    instead_of: str,
+    hopper_only: bool,
+    capability: tuple[int, int],
+    built: bool,
+    why: str | None,
+) -> None:
+    library = tmp_path / "_C_cuda.so"
+    if built:
+        library.touch()
+    loaded: list[None] = []
+    monkeypatch.setattr(cuda_library, "CUDA_LIBRARY", library)
+    monkeypatch.setattr(cuda_library, "load_cuda_ops", lambda: loaded.append(None))
+    expected = why is None or (capability == (10, 0) and not hopper_only)
+    assert (find(capability) is not None) == expected == (len(loaded) == 1)
+    (decision,) = [d for d in decisions.decisions() if d.what == what]
+    if expected:
+        assert decision.chosen.startswith("vllm_cuda") and decision.instead_of == instead_of
+    else:
+        assert (decision.chosen, decision.instead_of) == (instead_of, "vllm_cuda")
+        assert why is not None and why in decision.why

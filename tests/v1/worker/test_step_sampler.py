@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sampling keeps of requests between steps, and when it forgets it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker import step_sampler
+from vllm.v1.worker.input_batch import InputBatch, StepOrder
+from vllm.v1.worker.step_sampler import StepSampler
+
+VOCAB = 8
+GREEDY = SamplingParams(temperature=0.0)
+#: of three requests, the second may only give 5
+PARAMS = {"a": GREEDY, "b": SamplingParams(temperature=0.0, logit_bias={5: 50.0}), "c": GREEDY}
+
+
+class Steps:
+    """A batch and its sampler, with logits that favour token 1."""
+
+    def __init__(self) -> None:
+        self.batch = InputBatch(4)
+        self.sampler = StepSampler(VOCAB, torch.device("cpu"))
+        for req_id, params in PARAMS.items():
+            self.add(req_id, params)
+
+    def add(self, req_id: str, params: SamplingParams) -> None:
+        self.sampler.add(self.batch.add(req_id, [3, 4], 2, params, 0))
+
+    def remove(self, req_id: str) -> None:
+        self.batch.remove(req_id)
+        self.sampler.remove(req_id)
+
+    def order(self, scheduled: str, sampling: str) -> StepOrder:
+        return self.batch.order(dict.fromkeys(scheduled, 2), set(sampling))
+
+    def sample(self, scheduled: str, sampling: str) -> list[int] | None:
+        order = self.order(scheduled, sampling)
+        logits = torch.zeros(len(sampling), VOCAB)
+        logits[:, 1] = 1.0
+        positions = torch.full((len(sampling),), 2)
+        sampled = self.sampler.sample(order, logits, positions, None)
+        return None if sampled is None else sampled.sampled_token_ids.flatten().tolist()
+
+
+def test_a_step_that_samples_nothing() -> None:
+    assert Steps().sample("abc", "") is None
+
+
+def test_adjustments_follow_their_request() -> None:
+    steps = Steps()
+    assert steps.sample("abc", "abc") == [1, 5, 1]
+    assert steps.sample("cba", "cb") == [1, 5]
+    assert steps.sample("abc", "ac") == [1, 1]
+    steps.remove("b")
+    assert steps.sample("ac", "ac") == [1, 1]
+    steps.add("b", GREEDY)
+    assert steps.sample("abc", "abc") == [1, 1, 1]
+
+
+def test_metadata_is_made_once_for_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[SamplingParams]] = []
+
+    class Counting(SamplingMetadata):
+        @classmethod
+        def build(
+            cls, params: list[SamplingParams], vocab_size: int, device: torch.device
+        ) -> SamplingMetadata:
+            made.append(params)
+            return SamplingMetadata.build(params, vocab_size, device)
+
+    monkeypatch.setattr(step_sampler, "SamplingMetadata", Counting)
+    steps = Steps()
+    for _ in range(3):
+        steps.sample("abc", "ac")
+    assert made == [[GREEDY, GREEDY]]
+    steps.sample("abc", "abc")
+    assert len(made) == 2
+    steps.sample("abc", "ac")
+    assert len(made) == 3
+    other = SamplingParams(temperature=0.5, seed=1)
+    steps.remove("c")
+    steps.add("c", other)
+    steps.sample("abc", "ac")
+    assert made[3:] == [[GREEDY, other]]
