@@ -110,14 +110,36 @@ def starts() -> str:
 
 
 def kernels() -> str:
-    """Kernels, alone: time, rate and share of what the chip can do."""
-    rows = ["| kernel | size | time | rate | of the chip |", "|---|---|---|---|---|"]
-    for row in load("h200_kernels.json"):
+    """Kernels, alone."""
+    return kernel_rows(load("h200_kernels.json"))
+
+
+def kernel_rows(measured: list[dict[str, Any]]) -> str:
+    """Time, least bytes or FLOP, rate and share of what the chip can do, a row per kernel."""
+    rows = [
+        "| kernel | size | time | bytes or FLOP | rate | of the chip |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in measured:
         rows.append(
-            f"| {row['op']} | {row['shape']} | {row['us']:,.1f} µs "
+            f"| {row['op']} | {row['shape']} | {row['us']:,.1f} µs | {_amount(row)} "
             f"| {row['rate']:,.0f} {row['unit']} | {row['share']:.0%} |"
         )
     return "\n".join(rows)
+
+
+def _amount(row: dict[str, Any]) -> str:
+    """What a kernel moves or computes, in the unit that leaves it three digits or more."""
+    if "flops" in row:
+        return _scaled(row["flops"], "FLOP")
+    return _scaled(row["bytes"], "B")
+
+
+def _scaled(amount: float, unit: str) -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if amount >= scale:
+            return f"{amount / scale:.3g} {prefix}{unit}"
+    return f"{amount / 1e3:.3g} k{unit}"
 
 
 def steps() -> str:

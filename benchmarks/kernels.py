@@ -4,9 +4,10 @@
     PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check]
 
 Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
-medians of graph replays of launches one after another, each on inputs of its own that together do
-not fit in the L2 cache (those of small ops do, as in a step); the last column is the share of
-4.3 TB/s (memory-bound ops) or 790 TFLOP/s (matrix-bound ops), both measured on one H200.
+medians of graph replays of launches one after another, in turn on inputs that together do not fit
+in the L2 cache (those of small ops do, as in a step). The bytes or FLOP are the least the op must
+move or do; the last column is their rate's share of 4.3 TB/s or 790 TFLOP/s, both measured on one
+H200. Decode attention is given the bound on its context that an engine passes, not the context.
 """
 
 import argparse
@@ -27,13 +28,18 @@ from tests.kernels import cases
 from tests.kernels.cases import Case, strided
 from vllm.kernels.adjustment_fields import Field
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.fp8 import FP8
+from vllm.kernels.hopper_attention import find_hopper_attention
 from vllm.kernels.hopper_gdn import find_hopper_gdn
+from vllm.kernels.narrow import find_narrow_ops
 from vllm.kernels.scan_segments import ScanCuts
 from vllm.kernels.skinny import find_skinny_ops
 from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
 from vllm.kernels.triton.token_adjust import change_logits
 from vllm.kernels.triton.token_filter import kept_tokens
 from vllm.kernels.triton.token_logprobs import ranked_logprobs
+from vllm.kernels.wide import find_wide_ops
+from vllm.utils.math_utils import cdiv
 
 GB_PER_S = 4300.0
 TFLOP_PER_S = 790.0
@@ -46,13 +52,25 @@ STATE_BYTES = 32 * 128 * 128 * 4
 
 L2_BYTES = 60e6
 MOST_COPIES = 32
+#: at least so many launches per graph, whose own start is then little of each
+LAUNCHES = 20
+#: how long an entry is measured
+REPEAT_MS = 40
+#: the bound on decodes' contexts
+MAX_MODEL_LEN = 16384
 
 #: what `report` printed, for `--output`
 ROWS: list[dict[str, Any]] = []
 
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 CAPABILITY = torch.cuda.get_device_capability()
-kernels = CudaKernels(find_skinny_ops(CAPABILITY), find_hopper_gdn(CAPABILITY))
+kernels = CudaKernels(
+    find_skinny_ops(CAPABILITY),
+    find_hopper_gdn(CAPABILITY),
+    short_attention=find_hopper_attention(CAPABILITY),
+    narrow=find_narrow_ops(CAPABILITY),
+    wide=find_wide_ops(CAPABILITY),
+)
 
 
 @dataclass(frozen=True)
@@ -117,17 +135,24 @@ def dense_rope_case(tokens: int) -> Case:
     return case | dict(qkv=case["qkv"].contiguous())
 
 
-def attention(name: str, lengths: list[tuple[int, int]]) -> Bench:
+def attention(name: str, lengths: list[tuple[int, int]], cache: torch.dtype = BF16) -> Bench:
     """`lengths` are (query, context) pairs."""
     nh, nkv, hd = HEADS
     pairs = sum(q * (s - q) + q * (q + 1) / 2 for q, s in lengths)
-    kv = sum(s for _, s in lengths) * 2 * nkv * hd * 2.0
+    kv = sum(s for _, s in lengths) * 2.0 * nkv * hd * cache.itemsize
     qo = sum(q for q, _ in lengths) * 2 * nh * hd * 2.0
-    compute_bound = max(q for q, _ in lengths) > 16
+    longest = max(q for q, _ in lengths)
+    compute_bound = longest > 16
+    bound = {"max_seq_len": MAX_MODEL_LEN} if longest == 1 else {}
+
+    def make() -> Case:
+        case = cases.attention_case(lengths, HEADS, BF16, "cuda") | bound
+        return case | dict(kv_cache=_copy(case["kv_cache"], cache))
+
     return Bench(
         "paged_attention",
-        name,
-        lambda: cases.attention_case(lengths, HEADS, BF16, "cuda"),
+        name if cache == BF16 else f"{name}, fp8 cache",
+        make,
         0.0 if compute_bound else kv + qo,
         4.0 * pairs * nh * hd if compute_bound else 0.0,
     )
@@ -153,11 +178,12 @@ def delta_rule(
     chunk = 2 * 64 * (5 * 64 * 128 + 3 * 128 * 128)
     cuts = ScanCuts(heads[1], 128, MULTIPROCESSORS)
     starts, device = cases.starts_of(lengths), torch.device("cuda")
+    segments = cuts.of_batch(starts, device) if split else None
     return Bench("gdn_prefill", name,
                  lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda",
                                         slow_decay=slow_decay)
                  | dict(qkv=rand(tokens, (2 * heads[0] + heads[1]) * 128),
-                        segments=cuts.of_batch(starts, device) if split else None),
+                        segments=segments),
                  flops=1.0 * heads[1] * tokens / 64 * chunk)  # fmt: skip
 
 
@@ -182,6 +208,9 @@ def benches() -> list[Bench]:
         attention("prefill 1 x 8192", [(8192, 8192)]),
         attention("prefill 16 x 512", [(512, 512)] * 16),
         attention("prefill 2048 of 12000", [(2048, 12000)]),
+        attention("decode 64 x 1024", [(1, 1024)] * 64, FP8),
+        attention("decode 64 x 4096", [(1, 4096)] * 64, FP8),
+        attention("prefill 2 x 4096", [(4096, 4096)] * 2, FP8),
     ]
     for name, lengths in (("2 x 4096", [4096] * 2), ("1 x 8192", [8192]), ("16 x 512", [512] * 16)):
         out += [convolution(name, lengths), delta_rule(name, lengths)]
@@ -195,18 +224,18 @@ def benches() -> list[Bench]:
 
 
 def time_us(runs: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of a launch, from replays of a graph of all of `runs` in turn."""
+    """Median microseconds of a launch, from replays of a graph of `runs` in turn."""
+    runs = list(runs) * cdiv(LAUNCHES, len(runs))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for run in runs:
-            run()
+        runs[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for run in runs:
             run()
-    replay = float(triton.testing.do_bench(graph.replay, return_mode="median"))
+    replay = float(triton.testing.do_bench(graph.replay, rep=REPEAT_MS, return_mode="median"))
     return 1e3 * replay / len(runs)
 
 
@@ -220,21 +249,24 @@ def copies(case: Case) -> list[Case]:
     ]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """With the same strides, gaps included."""
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=tensor.device
     ).copy_(tensor)
 
 
-def report(op: str, shape: str, us: float, num_bytes: float, flops: float, note: str) -> None:
+def report(op: str, shape: str, us: float, num_bytes: float, flops: float) -> None:
     if flops:
+        work, amount = {"flops": flops}, f"{flops * 1e-9:9.1f} GFLOP"
         rate, unit, share = flops / us * 1e-6, "TFLOP/s", flops / us * 1e-6 / TFLOP_PER_S
     else:
+        work, amount = {"bytes": num_bytes}, f"{num_bytes * 1e-6:9.2f} MB   "
         rate, unit, share = num_bytes / us * 1e-3, "GB/s", num_bytes / us * 1e-3 / GB_PER_S
-    line = f"{op:20s} {shape:24s} {us:9.1f} us {rate:8.0f} {unit:8s}{share:6.1%}  {note}"
+    line = f"{op:20s} {shape:32s} {us:9.1f} us {amount} {rate:8.0f} {unit:8s}{share:6.1%}"
     print(line, flush=True)
-    ROWS.append({"op": op, "shape": shape, "us": us, "rate": rate, "unit": unit, "share": share})
+    row: dict[str, Any] = {"op": op, "shape": shape, "us": us, **work}
+    ROWS.append(row | {"rate": rate, "unit": unit, "share": share})
 
 
 def checks() -> list[Bench]:
@@ -281,8 +313,10 @@ def time_all(only: list[str]) -> None:
         if only and not any(name in bench.op for name in only):
             continue
         op = getattr(kernels, bench.op)
-        us = time_us([partial(op, **case) for case in copies(bench.make())])
-        report(bench.op, bench.shape, us, bench.bytes, bench.flops, "")
+        with torch.device("cuda"):  # random numbers are drawn there: a seed is not needed
+            case = bench.make()
+        us = time_us([partial(op, **case) for case in copies(case)])
+        report(bench.op, bench.shape, us, bench.bytes, bench.flops)
     if only and "sampling" not in only:
         return
     for n in (1, 256):
@@ -311,7 +345,7 @@ def time_sampling(n: int) -> None:
         ("change_logits", 5 * read, partial(change_logits, logits, descriptors, order)),
         ("ranked_logprobs 5", read, partial(ranked_logprobs, logits, seeds, 5)),
     ):  # fmt: skip
-        report(op, f"{n} x {VOCAB}", time_us([run] * 4), num_bytes, 0, "")
+        report(op, f"{n} x {VOCAB}", time_us([run]), num_bytes, 0)
 
 
 def main() -> None:

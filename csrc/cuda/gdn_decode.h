@@ -27,6 +27,7 @@ struct GdnDecodeArgs {
   const void* gate;  // [n, v_heads, 128] or null: no norm
   const void* norm_weight;  // [128], fp32 or bf16
   void* out;                // [n, v_heads, 128]
+  int* counter;             // of claimed work; zero before and after the launch
   int64_t qkv_stride, a_stride, b_stride, conv_stride, state_stride, gate_stride, out_stride;
   float eps, scale;
   int n, k_heads, group, slots;

@@ -128,12 +128,13 @@ void gdn_decode(
     const Tensor& conv_weight, OptTensor conv_bias, const Tensor& conv_state,
     const Tensor& ssm_state, const Tensor& state_indices, const Tensor& out, OptTensor steps,
     OptTensor keys, OptTensor errors, OptTensor decays, OptTensor gate, OptTensor norm_weight,
-    double eps, double scale, int64_t k_heads, bool overlap) {
+    const Tensor& counter, double eps, double scale, int64_t k_heads, bool overlap) {
   const Sizes s = sizes_of(qkv, a, k_heads);
   check_tokens(s, qkv, a, b, A_log, dt_bias, state_indices, out);
   check_states(s, conv_weight, conv_bias, conv_state, ssm_state);
   if (steps) check_ring(s, *steps, keys, errors, decays);
   if (gate) check_norm(s, *gate, norm_weight);
+  need(is(counter, ScalarType::Int, {1}), "counter", counter, "be int32 [1]");
   const int64_t group = s.v_heads / k_heads;
   if (s.n == 0) return;
   const int32_t device = qkv.get_device_index();
@@ -149,6 +150,7 @@ void gdn_decode(
   args.conv_state = conv_state.data_ptr();
   args.state = ssm_state.data_ptr();
   args.indices = static_cast<const int*>(state_indices.data_ptr());
+  args.counter = static_cast<int*>(counter.data_ptr());
   args.out = out.data_ptr();
   args.qkv_stride = qkv.stride(0);
   args.a_stride = a.stride(0);
@@ -192,8 +194,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
       "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor conv_weight,"
       " Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor state_indices,"
       " Tensor(c!) out, Tensor? steps, Tensor(d!)? keys, Tensor(e!)? errors, Tensor(f!)? decays,"
-      " Tensor? gate, Tensor? norm_weight, float eps, float scale, int k_heads, bool overlap)"
-      " -> ()");
+      " Tensor? gate, Tensor? norm_weight, Tensor(g!) counter, float eps, float scale, int k_heads,"
+      " bool overlap) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {

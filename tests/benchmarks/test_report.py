@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import gpu_tables, report
-from benchmarks.tables import compared
+from benchmarks.tables import compared, load
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -46,7 +46,22 @@ def test_a_workload_has_its_floor_and_spread() -> None:
 
 def test_every_shown_kernel_was_measured() -> None:
     rows = gpu_tables.kernels().splitlines()[2:]
-    assert {row.split(" | ")[0].strip("| ") for row in rows} == {
+    assert {row.split(" | ")[0].strip("| ") for row in rows} >= {
         "paged_attention", "causal_conv1d", "gdn_prefill", "gdn_decode"
     }  # fmt: skip
     assert "| gdn_decode | 256 sequences |" in "\n".join(rows)
+
+
+def test_a_kernel_shows_what_it_moves_or_computes() -> None:
+    moved = dict(op="a", shape="1", us=10.0, bytes=268.9e6, rate=4000.0, unit="GB/s", share=0.93)
+    done = dict(op="b", shape="2", us=10.0, flops=2.75e11, rate=395.0, unit="TFLOP/s", share=0.5)
+    rows = gpu_tables.kernel_rows([moved, done, moved | dict(bytes=5120.0)]).splitlines()[2:]
+    assert rows[0] == "| a | 1 | 10.0 µs | 269 MB | 4,000 GB/s | 93% |"
+    assert rows[1] == "| b | 2 | 10.0 µs | 275 GFLOP | 395 TFLOP/s | 50% |"
+    assert rows[2].split(" | ")[3] == "5.12 kB"
+
+
+def test_kernel_rows_are_consistent() -> None:
+    for row in load("h200_kernels.json"):
+        scale, amount = (1e6, row["flops"]) if row["unit"] == "TFLOP/s" else (1e3, row["bytes"])
+        assert amount == pytest.approx(row["rate"] * row["us"] * scale, rel=1e-6), row

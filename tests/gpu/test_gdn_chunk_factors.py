@@ -14,7 +14,8 @@ from tests.kernels.cases import Case, error_ratio, gdn_case
 from tests.kernels.test_triton_gdn_stages import as_problem, exact_factors
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import CAPABILITY, HopperGdn, find_hopper_gdn
+from vllm.kernels.cuda_library import HOPPER
+from vllm.kernels.hopper_gdn import HopperGdn, find_hopper_gdn
 from vllm.kernels.hopper_gdn_factors import chunk_factors, takes_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import gdn_gates
@@ -29,10 +30,10 @@ SPLIT_ERROR = 1e-4
 
 @pytest.fixture(autouse=True, scope="module")
 def _built() -> None:
-    if torch.cuda.get_device_capability() != CAPABILITY:
-        pytest.skip(f"the kernel needs compute capability {CAPABILITY}")
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"the kernel needs compute capability {HOPPER}")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
-    assert find_hopper_gdn(CAPABILITY) is not None
+    assert find_hopper_gdn(HOPPER) is not None
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import test_decode_ring
 from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn, strided, widen
 from tests.kernels.test_decode_ring import Layers, both_ways, rings, run, two_layers
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.decode_ring import GatedNorm, RingMemory, RingShape
-from vllm.kernels.hopper_gdn import CAPABILITY, find_hopper_gdn
-from vllm.kernels.hopper_gdn_decode import hopper_decode, takes_decode
+from vllm.kernels.hopper_gdn import find_hopper_gdn
+from vllm.kernels.hopper_gdn_decode import MAX_SLOTS, claims, hopper_decode, takes_decode
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.skinny import find_skinny_ops
 
@@ -28,9 +30,9 @@ HEADS = (MODEL, SHARD, (3, 3, 128, 128))
 
 @pytest.fixture(scope="module")
 def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != CAPABILITY:
-        pytest.skip(f"the kernel needs compute capability {CAPABILITY}")
-    hopper = find_hopper_gdn(CAPABILITY)
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"the kernel needs compute capability {HOPPER}")
+    hopper = find_hopper_gdn(HOPPER)
     assert hopper is not None and hopper.decode is not None, "build the CUDA ops first"
     return CudaKernels(hopper=hopper)
 
@@ -151,6 +153,42 @@ def test_bits_do_not_depend_on_the_batch(kernels: CudaKernels, state_dtype: torc
             assert torch.equal(few[name][used], whole[name][used])
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "missing"),
+    [(70, [0, 3, 69]), (70, [*range(50, 70)]), (400, [5, *range(390, 400)]), (40, [*range(40)])],
+)
+def test_rows_without_a_block_are_left_alone(
+    kernels: CudaKernels, num_seqs: int, missing: list[int]
+) -> None:
+    """Wherever they are, also beyond one look at all rows' indices; the others' bits stay."""
+    case = gdn_decode_case(num_seqs, SHARD, BF16, "cuda")
+    all_rows, some = copied(case), copied(case)
+    some["state_indices"] = case["state_indices"].clone()
+    some["state_indices"][missing] = -1
+    kernels.gdn_decode(**all_rows)
+    kernels.gdn_decode(**some)
+    kept = torch.ones(num_seqs, dtype=torch.bool, device="cuda")
+    kept[missing] = False
+    assert torch.equal(some["out"][kept], all_rows["out"][kept])
+    assert some["out"][~kept].isnan().all()
+    used, skipped = case["state_indices"][kept].long(), case["state_indices"][~kept].long()
+    for name in ("ssm_state", "conv_state"):
+        assert torch.equal(some[name][used], all_rows[name][used])
+        assert torch.equal(some[name][skipped], case[name][skipped])
+    assert not claims(case["out"].device).any()
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_the_largest_ring_fits(
+    kernels: CudaKernels, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where shared memory holds fewer items at a time: the same bits, over many items."""
+    monkeypatch.setattr(test_decode_ring, "SLOTS", MAX_SLOTS)
+    heads = (4, 16, 128, 128)
+    layers = two_layers(140, heads, BF16, "cuda", state_dtype=state_dtype)
+    assert both_ways(kernels, layers, heads, steps=MAX_SLOTS + 3)
+
+
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -163,7 +201,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
     kernels: CudaKernels, num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step reads the projection of what the one before wrote, and may start before it."""
-    skinny = find_skinny_ops(CAPABILITY)
+    skinny = find_skinny_ops(HOPPER)
     assert skinny is not None
     cases = [gdn_decode_case(num_seqs, MODEL, BF16, "cuda") for _ in range(6)]
     cases = [case | dict(state_indices=cases[0]["state_indices"]) for case in cases]

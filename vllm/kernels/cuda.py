@@ -8,22 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels import cuda_fp8
+from vllm.kernels.composed import ComposedLinears
+from vllm.kernels.hopper_attention import ShortAttentionOp
 from vllm.kernels.hopper_gdn import HopperGdn
-from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
+from vllm.kernels.linear_ops import LinearOps
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.skinny import SkinnyOps, can_add, can_normalise, is_skinny
+from vllm.kernels.swiglu import SwigluOp, takes_swiglu
 from vllm.kernels.triton import activation, attention, cache, fused_fp8, gdn, norm, rope
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefill
 
 
-class CudaKernels:
+class CudaKernels(ComposedLinears):
     """Every op is one to three launches whose grids follow from host integers alone.
 
-    `skinny` multiplies few tokens where `is_skinny`; without it cuBLAS does. `hopper` holds the
-    stages of the gated delta rule that are not Triton's.
+    `skinny` multiplies few tokens where `is_skinny`, `narrow` and `wide` more of them where they
+    `take` them; otherwise cuBLAS does. `hopper` holds the stages of the gated delta rule that are
+    not Triton's. `swiglu` makes gate, up projection and SiLU one launch where `takes_swiglu`.
     """
 
-    def __init__(self, skinny: SkinnyOps | None = None, hopper: HopperGdn | None = None) -> None:
+    def __init__(
+        self,
+        skinny: SkinnyOps | None = None,
+        hopper: HopperGdn | None = None,
+        swiglu: SwigluOp | None = None,
+        short_attention: ShortAttentionOp | None = None,
+        narrow: LinearOps | None = None,
+        wide: LinearOps | None = None,
+    ) -> None:
         self._skinny = skinny
+        self._linears = [ops for ops in (narrow, wide) if ops is not None]
+        self._swiglu = swiglu
+        self.paged_attention = attention.AttentionOps(short_attention).paged_attention
         delta_rule = gdn.GdnOps(hopper)
         self.gdn_prefill = delta_rule.gdn_prefill
         self.gdn_decode = delta_rule.gdn_decode
@@ -40,28 +56,40 @@ class CudaKernels:
     qk_norm_rope_cache = staticmethod(rope.qk_norm_rope_cache)
     write_kv_cache = staticmethod(cache.write_kv_cache)
     write_rows = staticmethod(cache.write_rows)
-    paged_attention = staticmethod(attention.paged_attention)
     gdn_commit = staticmethod(gdn.gdn_commit)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._skinny is not None and is_skinny(x, weight):
             return self._skinny.linear(x, weight, bias, _overlaps())
+        ops = self._linear_ops(x, weight, bias)
+        if ops is not None:
+            return ops.linear(x, weight, _overlaps())
         return nn.functional.linear(x, weight, bias)
 
+    def _linear_ops(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOps | None:
+        """Those that stand in for cuBLAS, if any."""
+        return next((ops for ops in self._linears if ops.takes(x, weight, bias)), None)
+
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.linear_silu_and_mul`; one launch for few tokens, else two."""
+        """See `Kernels.linear_silu_and_mul`; one launch where an op takes them, else two."""
         if self._skinny is not None and is_skinny(x, weight):
             return self._skinny.linear_silu_and_mul(x, weight, bias, _overlaps())
-        return self.silu_and_mul(nn.functional.linear(x, weight, bias))
+        if self._swiglu is not None and takes_swiglu(x, weight, bias):
+            return self._swiglu(x, weight, _overlaps())
+        return super().linear_silu_and_mul(x, weight, bias)
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> ResidualStream:
-        """See `Kernels.linear_add`; few tokens are added where the matmul writes them."""
-        if self._skinny is not None and is_skinny(x, weight) and can_add(residual, x):
+        """See `Kernels.linear_add`; added where a matmul of ours writes it."""
+        addable = can_add(residual, x)
+        if addable and self._skinny is not None and is_skinny(x, weight):
             out = self._skinny.linear(x, weight, bias, _overlaps(), residual=residual)
             return ResidualStream(out)
-        return ResidualStream(residual, self.linear(x, weight, bias))
+        ops = self._linear_ops(x, weight, bias) if addable else None
+        if ops is not None:
+            return ResidualStream(ops.linear(x, weight, _overlaps(), residual=residual))
+        return super().linear_add(x, weight, bias, residual)
 
     def norm_linear(
         self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
@@ -70,8 +98,7 @@ class CudaKernels:
         skinny, x = self._skinny_of_norm(stream, norm, weight), stream.residual
         if skinny is not None:
             return skinny.linear(x, weight, bias, _overlaps(), norm=norm), x
-        normed, total = normalise(self, stream, norm)
-        return self.linear(normed, weight, bias), total
+        return super().norm_linear(stream, norm, weight, bias)
 
     def norm_linear_silu_and_mul(
         self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
@@ -80,8 +107,7 @@ class CudaKernels:
         skinny, x = self._skinny_of_norm(stream, norm, weight), stream.residual
         if skinny is not None:
             return skinny.linear_silu_and_mul(x, weight, bias, _overlaps(), norm=norm), x
-        normed, total = normalise(self, stream, norm)
-        return self.linear_silu_and_mul(normed, weight, bias), total
+        return super().norm_linear_silu_and_mul(stream, norm, weight, bias)
 
     def _skinny_of_norm(
         self, stream: ResidualStream, norm: Norm, weight: Tensor

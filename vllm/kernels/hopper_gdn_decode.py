@@ -7,6 +7,8 @@ row's bits follow from that row alone, and its states' updates are those of `gdn
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,12 @@ def _dense(strides: tuple[int, ...], inner: tuple[int, ...], step: int = 4) -> b
     return strides[0] % step == 0 and strides[1:] == (*inner, 1)
 
 
+@cache
+def claims(device: torch.device) -> Tensor:
+    """`[1]` int32, zero between launches; launches of one stream share it."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def hopper_decode(
     qkv: Tensor,
     a: Tensor,
@@ -108,6 +116,7 @@ def hopper_decode(
         None if ring is None else ring.decays,
         None if norm is None else norm.gate,
         None if norm is None else norm.weight,
+        claims(qkv.device),
         0.0 if norm is None else norm.eps,
         HEAD_DIM**-0.5,
         num_k_heads,

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.platforms.cuda_first_use import use_on_a_thread
 from vllm.platforms.interface import Platform, PlatformEnum
 
 if TYPE_CHECKING:
@@ -115,11 +115,22 @@ class CudaPlatform(Platform):
     @cached_property
     def kernels(self) -> Kernels:
         from vllm.kernels.cuda import CudaKernels
+        from vllm.kernels.hopper_attention import find_hopper_attention
         from vllm.kernels.hopper_gdn import find_hopper_gdn
+        from vllm.kernels.narrow import find_narrow_ops
         from vllm.kernels.skinny import find_skinny_ops
+        from vllm.kernels.swiglu import find_swiglu
+        from vllm.kernels.wide import find_wide_ops
 
         capability = self.get_device_capability()
-        return CudaKernels(find_skinny_ops(capability), find_hopper_gdn(capability))
+        return CudaKernels(
+            find_skinny_ops(capability),
+            find_hopper_gdn(capability),
+            find_swiglu(capability),
+            short_attention=find_hopper_attention(capability),
+            narrow=find_narrow_ops(capability),
+            wide=find_wide_ops(capability),
+        )
 
     def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
         """Compute capability, e.g. `(9, 0)`."""
@@ -140,10 +151,8 @@ class CudaPlatform(Platform):
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
-    def prepare_compiler(self) -> None:
-        from vllm.kernels.triton.compile_ahead import hash_compiler
-
-        threading.Thread(target=hash_compiler, name="hash-compiler", daemon=True).start()
+    def prepare_device(self) -> None:
+        use_on_a_thread(torch.device(self.device_type, 0))
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

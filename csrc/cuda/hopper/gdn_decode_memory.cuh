@@ -13,24 +13,35 @@ namespace vllm_cuda::gdn_decode {
 constexpr int kConsumers = 8, kPreparers = 4;  // warps
 constexpr int kThreads = 32 * (kConsumers + kPreparers);
 constexpr int kMaxStages = 8;
-constexpr int kBuffers = 4;  // items in work
+// Bytes of states on their way to each warp. More would not be faster, and all other loads would
+// wait behind them: 64 KB for each multiprocessor take 1.1 us at an H200's memory speed.
+constexpr int kAhead = 8192;
+constexpr int kBuffers = 3;  // items in work
+constexpr int kLag = 1;      // items between fetching the inputs of one and computing on them
 
 struct Header {
   int index;    // the sequence's block, negative: nothing to do
   int pending;  // tokens to replay
   int commit;   // whether to write the state
   int slot;     // of the ring, where this token goes otherwise
+  int seq, key_head;
+  int more;     // whether the CTA has an item after this one
+  int unused;
 };
 
 // What the tokens of one item (a sequence's key head and the value heads of its group) are made of.
 struct Buffer {
   float *keys, *errors, *q, *k, *v, *out, *decays;
-  float2* gates;  // decay, beta
-  Header* header;
+  float2* gates;         // decay, beta
+  uint2* inputs;         // of the convolution: [part, 4, lane], the newest last
+  uint2* z;              // gates of the norm: [head, lane]
+  uint32_t* gate_words;  // what each value head's decay and beta are made of: A_log, dt_bias, a, b
+  Header* headers;       // each preparing warp's own; the first is the consumers', too
 
   __host__ __device__ static int bytes(int group, int slots) {
     const int rows = slots * (1 + group) + 2 + 2 * group;
-    return 4 * rows * kHeadDim + round_up(4 * slots * group) + round_up(8 * group) + 16;
+    return 4 * rows * kHeadDim + round_up(4 * slots * group) + round_up(8 * group) +
+           8 * 32 * (4 * (2 + group) + group) + 16 * kMaxGroup + 32 * kPreparers;
   }
   __host__ __device__ static constexpr int round_up(int bytes) { return (bytes + 15) & ~15; }
 
@@ -43,7 +54,19 @@ struct Buffer {
     out = v + group * kHeadDim;
     decays = out + group * kHeadDim;
     gates = reinterpret_cast<float2*>(decays + round_up(4 * slots * group) / 4);
-    header = reinterpret_cast<Header*>(reinterpret_cast<char*>(gates) + round_up(8 * group));
+    inputs = reinterpret_cast<uint2*>(reinterpret_cast<char*>(gates) + round_up(8 * group));
+    z = inputs + 32 * 4 * (2 + group);
+    gate_words = reinterpret_cast<uint32_t*>(z + 32 * group);
+    headers = reinterpret_cast<Header*>(gate_words + 4 * kMaxGroup);
+  }
+};
+
+struct Buffers {
+  const GdnDecodeArgs& args;
+  char* base;
+  int bytes;  // of each
+  __device__ Buffer operator[](int i) const {
+    return Buffer(base + i * bytes, args.group, args.slots);
   }
 };
 
@@ -59,22 +82,28 @@ struct Place {
   }
 };
 
+// Of every stage: its tile is here. Of every buffer: its header is, its ring's entries are, its
+// vectors are, the consumers are done with it.
 struct Barriers {
-  uint64_t *tiles, *ring, *vectors, *done;
-  static constexpr int bytes = 8 * (kConsumers * kMaxStages + 3 * kBuffers);
+  uint64_t *tiles, *known, *ring, *vectors, *done;
+  static constexpr int bytes = 8 * (kConsumers * kMaxStages + 4 * kBuffers);
 
   __device__ explicit Barriers(char* base) {
     tiles = reinterpret_cast<uint64_t*>(base);
-    ring = tiles + kConsumers * kMaxStages;
+    known = tiles + kConsumers * kMaxStages;
+    ring = known + kBuffers;
     vectors = ring + kBuffers;
     done = vectors + kBuffers;
   }
   // By all threads of the CTA.
   __device__ void init() const {
     const int i = threadIdx.x;
-    static_assert(kConsumers * kMaxStages + 3 * kBuffers <= kThreads);
+    static_assert(kConsumers * kMaxStages + 4 * kBuffers <= kThreads);
     if (tiles + i < done + kBuffers) {
-      const int arrivals = tiles + i < vectors ? 1 : tiles + i < done ? kPreparers : kConsumers;
+      const int arrivals = tiles + i < ring      ? 1
+                           : tiles + i < vectors ? 1 + 32  // the copies of all lanes
+                           : tiles + i < done    ? kPreparers
+                                                 : kConsumers;
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(tiles + i)),
                    "r"(arrivals));
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -82,11 +111,12 @@ struct Barriers {
   }
 };
 
-// Barriers, every consumer's stages, buffers.
+// Barriers, a word for each warp, every consumer's stages, buffers.
 struct Layout {
-  int stages, buffers, buffer_bytes;
+  int words, stages, buffers, buffer_bytes;
   __host__ __device__ Layout(const GdnDecodeArgs& args, int stage_bytes, int count)
-      : stages((Barriers::bytes + 127) & ~127),
+      : words(Barriers::bytes),
+        stages((words + kThreads / 8 + 127) & ~127),
         buffers(stages + count * kConsumers * stage_bytes),
         buffer_bytes(Buffer::bytes(args.group, args.slots)) {}
   __host__ __device__ int bytes(int items) const {
@@ -116,6 +146,25 @@ __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uin
       : "memory");
 }
 
+// Asynchronous; a thread's own, in groups of those since the last `end_group`.
+template <int BYTES>
+__device__ inline void copy_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+               "n"(BYTES)
+               : "memory");
+}
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ inline void wait_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// Once this thread's copies so far are complete.
+__device__ inline void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
+
 __device__ inline float warp_sum(float value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
@@ -128,7 +177,8 @@ __device__ inline float4 widen(uint2 words) {
                      __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000u));
 }
 __device__ inline uint2 narrow(float4 x) {
-  const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
+  const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y);
+  const __nv_bfloat162 high = __floats2bfloat162_rn(x.z, x.w);
   uint2 words;
   words.x = *reinterpret_cast<const uint32_t*>(&low);
   words.y = *reinterpret_cast<const uint32_t*>(&high);

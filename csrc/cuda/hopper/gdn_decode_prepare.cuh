@@ -1,43 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// The preparing warps of the decode step: what comes before the recurrence (convolution, l2 norms,
-// gates, the ring's entries) and after it (the gated norm), one item ahead of the states.
+// What a preparing warp of the decode step does for an item: before the recurrence the convolution,
+// l2 norms, gates and the ring's entries, after it the gated norm.
 #pragma once
 
-#include "gdn_decode_memory.cuh"
+#include "gdn_decode_items.cuh"
 
 namespace vllm_cuda::gdn_decode {
 
-// A sequence's key head and its group of value heads, and how many of them the CTA has left. They
-// follow each other sequence by sequence, so that a CTA's differ in what is pending.
-struct Item {
-  int seq, key_head, left;
-
-  // All items in `parts` that differ by one at most.
-  __device__ Item(const GdnDecodeArgs& args, int part, int parts) {
-    const int items = args.n * args.k_heads, size = items / parts, larger = items % parts;
-    const int first = part * size + min(part, larger);
-    seq = first % args.n;
-    key_head = first / args.n;
-    left = size + (part < larger);
-  }
-  __device__ void advance(int n) {
-    --left;
-    if (++seq == n) {
-      seq = 0;
-      ++key_head;
-    }
-  }
+// A convolution's weights for four channels.
+struct Taps {
+  uint4 words[2];
+  uint2 bias;
 };
 
 struct Preparer {
+  static constexpr int PARTS = (2 + kMaxGroup + kPreparers - 1) / kPreparers;  // of a warp
   const GdnDecodeArgs& args;
-  const Barriers& barriers;
   int warp, lane;
   float4 weight;  // of the norm, this lane's
+  Taps taps[PARTS];
+  int tapped;  // the key head they are for
 
-  __device__ Preparer(const GdnDecodeArgs& args_, const Barriers& barriers_)
-      : args(args_), barriers(barriers_), warp(threadIdx.x / 32 - kConsumers),
-        lane(threadIdx.x % 32), weight{} {
+  __device__ explicit Preparer(const GdnDecodeArgs& args_)
+      : args(args_), warp(threadIdx.x / 32 - kConsumers), lane(threadIdx.x % 32), weight{}, taps{},
+        tapped(-1) {
     if (args.gate == nullptr) return;
     weight = args.norm_weight_is_float ? static_cast<const float4*>(args.norm_weight)[lane]
                                        : widen(static_cast<const uint2*>(args.norm_weight)[lane]);
@@ -52,11 +38,37 @@ struct Preparer {
                                  : 2 * args.k_heads + key_head * args.group + part - 2;
     return head * kHeadDim + 4 * lane;
   }
+  template <typename F>
+  __device__ void each_part(F f) const {
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const int part = warp + i * kPreparers;
+      if (part < 2 + args.group) f(i, part);
+    }
+  }
 
-  // The ring's pending entries, and the header, for the consumers.
-  __device__ void announce(int key_head, const Header& header, int64_t slots, const Buffer& to,
-                           uint64_t* barrier) const {
+  __device__ void load_taps(int key_head) {
+    if (key_head == tapped) return;
+    tapped = key_head;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const int part = warp + i * kPreparers;
+      if (part >= 2 + args.group) continue;
+      const int c = channel(part, key_head);
+      const auto* words =
+          reinterpret_cast<const uint4*>(static_cast<const uint2*>(args.conv_weight) + c);
+      taps[i].words[0] = words[0];
+      taps[i].words[1] = words[1];
+      if (args.conv_bias == nullptr) continue;
+      taps[i].bias = static_cast<const uint2*>(args.conv_bias)[c / 4];
+    }
+  }
+
+  // The ring's pending entries, for the consumers.
+  __device__ void announce(const Header& header, const Buffer& to, uint64_t* barrier) const {
+    const int key_head = header.key_head;
     const int heads = args.k_heads * args.group, all = args.group * kHeadDim;
+    const int64_t slots = header.slot - header.pending;
     if (lane < header.pending) {
       const float* keys = args.keys + ((slots + lane) * args.k_heads + key_head) * kHeadDim;
       bulk_copy(to.keys + lane * kHeadDim, keys, 4 * kHeadDim, barrier);
@@ -65,49 +77,96 @@ struct Preparer {
     }
     const float* decays = args.decays + slots * heads + key_head * args.group;
     for (int i = lane; i < header.pending * args.group; i += 32) {
-      to.decays[i] = decays[i / args.group * heads + i % args.group];
+      copy_word<4>(to.decays + i, decays + i / args.group * heads + i % args.group);
     }
-    if (lane == 0) *to.header = header;
-    __syncwarp();
+    arrive_after_copies(barrier);
     if (lane == 0) arrive_expecting(barrier, header.pending * 4 * (kHeadDim + all));
   }
 
-  // What a channel's convolution needs but for the new input, and what a head's gates need.
-  struct Fetched {
-    uint2 rows[3];  // oldest first
-    uint4 taps[2];
-    uint2 bias;
-  };
-  __device__ Fetched fetch(int index, int c) const {
-    Fetched fetched{};
-    const auto* state = conv_rows(index, c);
-    const auto* weights = static_cast<const uint2*>(args.conv_weight) + c;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      fetched.rows[i] = *reinterpret_cast<const uint2*>(state + i * channels());
-    }
-    fetched.taps[0] = *reinterpret_cast<const uint4*>(weights);
-    fetched.taps[1] = *reinterpret_cast<const uint4*>(weights + 2);
-    if (args.conv_bias != nullptr) fetched.bias = static_cast<const uint2*>(args.conv_bias)[c / 4];
-    return fetched;
-  }
   __device__ __nv_bfloat16* conv_rows(int index, int c) const {
     return static_cast<__nv_bfloat16*>(args.conv_state) + index * args.conv_stride + c;
   }
-  __device__ uint2 input(int seq, int c) const {
-    const auto* qkv = static_cast<const __nv_bfloat16*>(args.qkv) + seq * args.qkv_stride + c;
-    return *reinterpret_cast<const uint2*>(qkv);
+
+  // Starts fetching what no kernel ahead writes of an item.
+  __device__ void fetch_early(const Header& header, const Buffer& to, uint64_t* ring) const {
+    if (warp == 0) announce(header, to, ring);
+    if (header.index < 0) return;
+    if (gating() && lane < args.group) {
+      const int head = header.key_head * args.group + lane;
+      copy_word<4>(to.gate_words + 4 * lane, args.A_log + head);
+      copy_word<4>(to.gate_words + 4 * lane + 1, args.dt_bias + head);
+    }
+    each_part([&](int, int part) {
+      const auto* rows = conv_rows(header.index, channel(part, header.key_head));
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        copy_word<8>(to.inputs + (part * 4 + i) * 32 + lane, rows + i * channels());
+      }
+    });
+  }
+  // And the rest of it.
+  __device__ void fetch_late(const Header& header, const Buffer& to) const {
+    if (header.index < 0) return;
+    const int64_t seq = header.seq;
+    const auto* qkv = static_cast<const __nv_bfloat16*>(args.qkv) + seq * args.qkv_stride;
+    each_part([&](int, int part) {
+      copy_word<8>(to.inputs + (part * 4 + 3) * 32 + lane, qkv + channel(part, header.key_head));
+    });
+    if (warp < args.group && args.gate != nullptr) {
+      const auto* z = static_cast<const __nv_bfloat16*>(args.gate) + seq * args.gate_stride;
+      const int head = header.key_head * args.group + warp;
+      copy_word<8>(to.z + warp * 32 + lane, z + head * kHeadDim + 4 * lane);
+    }
+    if (gating() && lane < args.group) {
+      uint32_t* words = to.gate_words + 4 * lane;
+      copy_word<4>(words + 2, word_of(gate_input(args.a, args.a_stride, header)));
+      copy_word<4>(words + 3, word_of(gate_input(args.b, args.b_stride, header)));
+    }
   }
 
-  __device__ void convolve(int part, int c, const Fetched& fetched, uint2 x, int key_head,
-                           const Header& header, const Buffer& to) const {
-    const Four taps[4] = {widen(make_uint2(fetched.taps[0].x, fetched.taps[0].y)),
-                          widen(make_uint2(fetched.taps[0].z, fetched.taps[0].w)),
-                          widen(make_uint2(fetched.taps[1].x, fetched.taps[1].y)),
-                          widen(make_uint2(fetched.taps[1].z, fetched.taps[1].w))};
-    const Four inputs[4] = {widen(fetched.rows[0]), widen(fetched.rows[1]), widen(fetched.rows[2]),
-                            widen(x)};
-    Four y = widen(fetched.bias);
+  // Whether this warp makes the gates, one value head in a lane.
+  __device__ bool gating() const { return warp == kPreparers - 1; }
+  __device__ const __nv_bfloat16* gate_input(const void* of, int64_t stride,
+                                             const Header& header) const {
+    const auto* row = static_cast<const __nv_bfloat16*>(of) + header.seq * stride;
+    return row + header.key_head * args.group + lane;
+  }
+  // The four aligned bytes that an element lies in.
+  __device__ static const void* word_of(const __nv_bfloat16* at) {
+    return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3});
+  }
+  __device__ static float element_of(uint32_t word, const __nv_bfloat16* at) {
+    return __uint_as_float(reinterpret_cast<uintptr_t>(at) & 2 ? word & 0xffff0000u : word << 16);
+  }
+  // Of the group's value head `lane`.
+  __device__ void make_gates(const Header& header, const Buffer& to) const {
+    const uint4 words = *reinterpret_cast<const uint4*>(to.gate_words + 4 * lane);
+    const float a = element_of(words.z, gate_input(args.a, args.a_stride, header));
+    const float b = element_of(words.w, gate_input(args.b, args.b_stride, header));
+    make_gates(header, to, __uint_as_float(words.x), __uint_as_float(words.y), a, b);
+  }
+  __device__ void make_gates(const Header& header, const Buffer& to, float A_log, float dt_bias,
+                             float a, float b) const {
+    const float x = a + dt_bias;
+    // log(1 + exp(x)), accurate where it is tiny: slow decays live there.
+    const float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+    const float decay = expf(-expf(A_log) * softplus);
+    to.gates[lane] = make_float2(decay, sigmoid(b));
+    if (!header.commit) {
+      const int head = header.key_head * args.group + lane;
+      args.decays[int64_t(header.slot) * args.k_heads * args.group + head] = decay;
+    }
+  }
+
+  // `words`: the inputs, the newest last.
+  __device__ void convolve(int part, const Header& header, const Taps& with,
+                           const uint2 (&words)[4], const Buffer& to) const {
+    const Four taps[4] = {widen(make_uint2(with.words[0].x, with.words[0].y)),
+                          widen(make_uint2(with.words[0].z, with.words[0].w)),
+                          widen(make_uint2(with.words[1].x, with.words[1].y)),
+                          widen(make_uint2(with.words[1].z, with.words[1].w))};
+    const Four inputs[4] = {widen(words[0]), widen(words[1]), widen(words[2]), widen(words[3])};
+    Four y = widen(with.bias);
     float squares = 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -124,97 +183,40 @@ struct Preparer {
     const float4 result = y.vector();
     *reinterpret_cast<float4*>(to.q + part * kHeadDim + 4 * lane) = result;
     if (part == 1 && !header.commit) {
-      float* key = args.keys + (int64_t(header.slot) * args.k_heads + key_head) * kHeadDim;
-      *reinterpret_cast<float4*>(key + 4 * lane) = result;
+      const int64_t slot = int64_t(header.slot) * args.k_heads + header.key_head;
+      *reinterpret_cast<float4*>(args.keys + slot * kHeadDim + 4 * lane) = result;
     }
-    auto* state = conv_rows(header.index, c);
-    const uint2 shifted[3] = {fetched.rows[1], fetched.rows[2], x};
+    auto* state = conv_rows(header.index, channel(part, header.key_head));
 #pragma unroll
-    for (int i = 0; i < 3; ++i) *reinterpret_cast<uint2*>(state + i * channels()) = shifted[i];
+    for (int i = 0; i < 3; ++i) *reinterpret_cast<uint2*>(state + i * channels()) = words[i + 1];
   }
 
-  // Of value head `head`, the group's `lane`.
-  __device__ void gates(int head, float A_log, float x, float b, const Header& header,
-                        const Buffer& to) const {
-    // log(1 + exp(x)), accurate where it is tiny: slow decays live there.
-    const float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-    const float decay = expf(-expf(A_log) * softplus);
-    to.gates[lane] = make_float2(decay, sigmoid(b));
-    if (!header.commit) {
-      args.decays[int64_t(header.slot) * args.k_heads * args.group + head] = decay;
-    }
-  }
-
-  __device__ static void wait_once(bool& waited) {
-    if (!waited) wait_for_predecessors();
-    waited = true;
-  }
-
-  // q, k, v and gates. What no kernel ahead writes is fetched before they are complete.
-  __device__ void make_vectors(const Item& item, const Header& header, const Buffer& to,
-                               bool& waited) const {
-    const int seq = item.seq, head = item.key_head * args.group + lane;
-    const bool gating = warp == kPreparers - 1 && lane < args.group;
-    float A_log = 0, dt_bias = 0;
-    if (gating) A_log = args.A_log[head], dt_bias = args.dt_bias[head];
-    int part = warp, c = channel(part, item.key_head);
-    Fetched fetched{};
-    if (part < 2 + args.group) fetched = fetch(header.index, c);
-    wait_once(waited);
-    __nv_bfloat16 a{}, b{};
-    if (gating) {
-      a = static_cast<const __nv_bfloat16*>(args.a)[seq * args.a_stride + head];
-      b = static_cast<const __nv_bfloat16*>(args.b)[seq * args.b_stride + head];
-    }
-    while (part < 2 + args.group) {
-      convolve(part, c, fetched, input(seq, c), item.key_head, header, to);
-      part += kPreparers;
-      c = channel(part, item.key_head);
-      if (part < 2 + args.group) fetched = fetch(header.index, c);
-    }
-    if (gating) gates(head, A_log, to_float(a) + dt_bias, to_float(b), header, to);
-  }
-
-  // Fills `to`, for the consumers.
-  __device__ void prepare(const Item& item, const Buffer& to, int buffer, bool& waited) const {
-    const int seq = item.seq, key_head = item.key_head;
-    Header header{args.indices[seq], 0, 1, 0};
-    int4 step = make_int4(0, 0, 1, 0);
-    if (args.steps != nullptr) step = reinterpret_cast<const int4*>(args.steps)[seq];
-    int64_t slots = 0;
-    if (args.steps != nullptr && header.index >= 0) {
-      slots = int64_t(step.x) * args.slots;
-      header.pending = step.y;
-      header.commit = step.z;
-      header.slot = static_cast<int>(slots) + step.y;
-    }
-    if (warp == 0) announce(key_head, header, slots, to, barriers.ring + buffer);
+  // q, k, v and gates for the consumers, once they are fetched.
+  __device__ void make_vectors(const Header& header, const Buffer& to, uint64_t* vectors) const {
     if (header.index >= 0) {
-      make_vectors(item, header, to, waited);
-    } else {
-      wait_once(waited);
+      each_part([&](int i, int part) {
+        uint2 words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = to.inputs[(part * 4 + j) * 32 + lane];
+        convolve(part, header, taps[i], words, to);
+      });
+      if (gating() && lane < args.group) make_gates(header, to);
     }
     __syncwarp();
-    if (lane == 0) arrive(barriers.vectors + buffer);
+    if (lane == 0) arrive(vectors);
   }
 
   // The gated norm of this warp's head, once the recurrence is `done`.
-  __device__ void finish(const Item& item, const Buffer& from, uint64_t* done,
+  __device__ void finish(const Header& header, const Buffer& from, uint64_t* done,
                          uint32_t phase) const {
-    const int seq = item.seq, head = item.key_head * args.group + warp;
-    const bool mine = warp < args.group && args.indices[seq] >= 0;
-    uint2 gate = make_uint2(0, 0);
-    if (mine && args.gate != nullptr) {
-      const auto* z = static_cast<const __nv_bfloat16*>(args.gate) + seq * args.gate_stride;
-      gate = *reinterpret_cast<const uint2*>(z + head * kHeadDim + 4 * lane);
-    }
     wait_parity(done, phase);
-    if (!mine) return;
+    const int seq = header.seq, head = header.key_head * args.group + warp;
+    if (warp >= args.group || header.index < 0) return;
     float4 o = *reinterpret_cast<const float4*>(from.out + warp * kHeadDim + 4 * lane);
     if (args.gate != nullptr) {
       const float squares = warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w);
       const float norm = rsqrtf(squares / kHeadDim + args.eps);
-      const float4 z = widen(gate);
+      const float4 z = widen(from.z[warp * 32 + lane]);
       o = make_float4(gated(o.x, norm, weight.x, z.x), gated(o.y, norm, weight.y, z.y),
                       gated(o.z, norm, weight.z, z.z), gated(o.w, norm, weight.w, z.w));
     }
@@ -228,29 +230,5 @@ struct Preparer {
     return normed * z * sigmoid(z);
   }
 };
-
-// Items are prepared while the consumers work on those before them.
-__device__ inline void run_preparers(const Preparer& self, Item item, char* buffers,
-                                     int buffer_bytes) {
-  const GdnDecodeArgs& args = self.args;
-  const auto buffer = [&](int i) {
-    return Buffer(buffers + i * buffer_bytes, args.group, args.slots);
-  };
-  bool waited = false;
-  Item ahead = item;
-  int next = 0;
-  const auto prepare = [&] {
-    if (ahead.left == 0) return;
-    self.prepare(ahead, buffer(next), next, waited);
-    ahead.advance(args.n);
-    next = next + 1 == kBuffers ? 0 : next + 1;
-  };
-  for (int i = 0; i < kBuffers - 1; ++i) prepare();
-  for (Place place; item.left > 0; item.advance(args.n), place.advance()) {
-    // Into the buffer of the item before this one, which is finished.
-    prepare();
-    self.finish(item, buffer(place.index), self.barriers.done + place.index, place.phase);
-  }
-}
 
 }  // namespace vllm_cuda::gdn_decode

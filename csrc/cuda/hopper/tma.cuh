@@ -42,4 +42,18 @@ __device__ inline void store_transposed(void* row, uint32_t a, uint32_t b, uint3
                : "memory");
 }
 
+// Two or four 8 x 8 tiles of 16-bit elements; lanes 8 i to 8 i + 7 name the rows of tile i.
+__device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ inline void store_matrices(void* row, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
+                   shared_address(row)),
+               "r"(a), "r"(b)
+               : "memory");
+}
+
 }  // namespace vllm_cuda

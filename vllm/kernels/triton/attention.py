@@ -6,18 +6,24 @@ The query heads of one kv head share a tile: row `r` is token `r // GROUP`, head
 keys are loaded once per group. Short queries go to `decode_attention`.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.hopper_attention import ShortAttentionOp, takes_attention
 from vllm.kernels.triton.activation import gated
-from vllm.kernels.triton.configs import device_configs, pick
-from vllm.kernels.triton.decode_attention import (
+from vllm.kernels.triton.attention_tile import (
     LOG2_E,
-    decode_attention,
-    decode_tile,
-    num_splits,
+    first_key,
+    fold,
+    keys_and_values,
+    strides_of,
+    visible,
 )
+from vllm.kernels.triton.configs import device_configs, pick
+from vllm.kernels.triton.decode_attention import decode_attention, decode_tile, num_splits
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 from vllm.utils.math_utils import next_power_of_2
@@ -27,48 +33,22 @@ SHORT_ROWS = 64
 
 @triton.jit
 def _stream_keys(
-    q, peak, total, acc, table, cache, position, first, last, limit, scale, stride_block,
+    q, peak, total, acc, table, cache, position, lowest, first, last, limit, scale, stride_block,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Fold keys `[first, last)` into the running softmax; keys from `limit` on are not read."""
-    d = tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
-        else:
-            block = tl.load(table + n // BLOCK_SIZE)
-        row = block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * SLOT
-        k_ptr = cache + row[:, None] + d[None, :]
-        v_ptr = k_ptr + BLOCK_SIZE * SLOT
-        if MASKED or HEAD_DIM != BLOCK_D:
-            live = n < limit
-            if MASKED and WINDOW > 0:
-                # Blocks that slid out may be another group's by now: not even 0 times a value.
-                live &= n > tl.min(position) - WINDOW
-            inside = live[:, None] & (d < HEAD_DIM)[None, :]
-            k = tl.load(k_ptr, mask=inside, other=0.0)
-            v = tl.load(v_ptr, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_ptr)
-            v = tl.load(v_ptr)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = keys_and_values(
+            table, cache, n, limit, lowest, stride_block, q.dtype,
+            MASKED, WINDOW, BLOCK_SIZE, SLOT, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            visible = n[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible &= n[None, :] > position[:, None] - WINDOW
-            score = tl.where(visible, score, float("-inf"))
+            score = tl.where(visible(n, position, WINDOW), score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
-        shift = new_peak
-        if MASKED:
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.math.exp2(score * scale - shift[:, None])
-        fade = tl.math.exp2(peak - shift)
-        total = total * fade + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        peak = new_peak
+        peak, total, acc = fold(score * scale, v, new_peak, peak, total, acc, MASKED)
     return peak, total, acc
 
 
@@ -127,9 +107,7 @@ def _attention_kernel(
     lowest = seq_len - query_len + q_tile * block_q
     position = seq_len - query_len + token
     limit = tl.minimum(lowest + block_q, seq_len)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    first = first_key(lowest, WINDOW, BLOCK_N)
 
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -140,11 +118,11 @@ def _attention_kernel(
     if WINDOW == 0:
         middle = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, limit), first)
         peak, total, acc = _stream_keys(
-            q, peak, total, acc, table, cache, position, first, middle, limit, scale,
+            q, peak, total, acc, table, cache, position, lowest, first, middle, limit, scale,
             stride_block, False, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     peak, total, acc = _stream_keys(
-        q, peak, total, acc, table, cache, position, middle, limit, limit, scale,
+        q, peak, total, acc, table, cache, position, lowest, middle, limit, limit, scale,
         stride_block, True, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
@@ -157,6 +135,62 @@ def _attention_kernel(
 
 
 _attention = Launcher(_attention_kernel)
+
+
+@dataclass(frozen=True)
+class AttentionOps:
+    """The op with a choice of kernels: `short` for what it takes, else Triton's."""
+
+    short: ShortAttentionOp | None
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int | None,
+        out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        gate: Tensor | None = None,
+    ) -> None:
+        """See `Kernels.paged_attention`."""
+        batch = (query, kv_cache, block_table, seq_lens, query_start_loc)
+        num_seqs = len(seq_lens)
+        if num_seqs == 0 or len(query) == 0:
+            return
+        chip = device_configs(query.device).multiprocessors
+        if self.short is not None and takes_attention(
+            query, kv_cache, num_seqs, max_query_len, out, gate, chip
+        ):
+            self.short(
+                *batch,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                scale=scale * k_scale,
+                v_scale=v_scale,
+                sliding_window=sliding_window,
+                out=out,
+                gate=gate,
+            )
+            return
+        paged_attention(
+            *batch,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            scale=scale,
+            sliding_window=sliding_window,
+            out=out,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            gate=gate,
+        )
 
 
 def paged_attention(
@@ -210,7 +244,6 @@ def paged_attention(
         return
     tile = pick(configs.attention_prefill_fp32 if wide else configs.attention_prefill, head_dim)
     block_m = max(tile.rows, next_power_of_2(group))
-    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
     _attention[(num_tiles(tokens, num_seqs, block_m // group), num_kv_heads)](
         query,
         kv_cache,
@@ -222,13 +255,7 @@ def paged_attention(
         num_seqs,
         scale * k_scale * LOG2_E,
         v_scale,
-        query.stride(0),
-        query.stride(1),
-        kv_cache.stride(0),
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        *gate_strides,
+        *strides_of(query, kv_cache, block_table, out, gate),
         HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

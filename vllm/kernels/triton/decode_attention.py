@@ -20,12 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.triton.activation import gated
+from vllm.kernels.triton.attention_tile import (
+    LOG2_E,
+    first_key,
+    fold,
+    keys_and_values,
+    strides_of,
+    visible,
+)
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.tiles import Configs, Tile, pick
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
-LOG2_E = 1.4426950408889634
 SPLIT_KEYS = 64
 #: numbers that a thread holds of the shares it joins
 JOINED_PER_THREAD = 64
@@ -39,14 +46,6 @@ def _shares(first, limit, splits, split_keys, BLOCK_N: tl.constexpr):
     wanted = tl.minimum(tl.cdiv(limit - first, split_keys), splits)
     size = tl.cdiv(tl.cdiv(limit - first, tl.maximum(wanted, 1)), BLOCK_N) * BLOCK_N
     return size, tl.cdiv(limit - first, size)
-
-
-@triton.jit
-def _first_key(lowest, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tile of the lowest query position starts to look."""
-    if WINDOW > 0:
-        return tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    return lowest * 0
 
 
 @triton.jit
@@ -141,7 +140,7 @@ def _decode_kernel(
     if (seq_len == 0) | (query_len <= 0):
         return
     lowest = seq_len - query_len
-    first = _first_key(lowest, WINDOW, BLOCK_N)
+    first = first_key(lowest, WINDOW, BLOCK_N)
     last = seq_len
     if SPLIT:
         size, used = _shares(first, seq_len, splits, split_keys, BLOCK_N)
@@ -166,29 +165,15 @@ def _decode_kernel(
     cache = cache_ptr + kv_head * HEAD_DIM
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
-        live = n < last
-        block = tl.load(table + n // BLOCK_SIZE, mask=live, other=0)
-        place = block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * slot
-        if WINDOW > 0:
-            # Blocks that slid out may be another group's by now: not even 0 times a value.
-            live &= n > lowest - WINDOW
-        there = live[:, None] & (d < HEAD_DIM)[None, :]
-        k_ptr = cache + place[:, None] + d[None, :]
-        k = tl.load(k_ptr, mask=there, other=0.0)
-        v = tl.load(k_ptr + BLOCK_SIZE * slot, mask=there, other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = keys_and_values(
+            table, cache, n, last, lowest, stride_block, q.dtype,
+            True, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        visible = (n[None, :] <= position[:, None]) & (n < last)[None, :]
-        if WINDOW > 0:
-            visible &= n[None, :] > position[:, None] - WINDOW
-        score = tl.where(visible, score, float("-inf"))
+        seen = visible(n, position, WINDOW) & (n < last)[None, :]
+        score = tl.where(seen, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.math.exp2(score - shift[:, None])
-        fade = tl.math.exp2(peak - shift)
-        total = total * fade + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        peak = new_peak
+        peak, total, acc = fold(score, v, new_peak, peak, total, acc, True)
 
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     if SPLIT:
@@ -289,7 +274,6 @@ def decode_attention(
         shape = (tokens, num_heads, splits)
         part = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
     _decode[(num_kv_heads, num_seqs, splits)](
         query,
         kv_cache,
@@ -305,13 +289,7 @@ def decode_attention(
         SPLIT_KEYS,
         scale * LOG2_E,
         v_scale,
-        query.stride(0),
-        query.stride(1),
-        kv_cache.stride(0),
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        *gate_strides,
+        *strides_of(query, kv_cache, block_table, out, gate),
         HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch of a matmul of many tokens: tensor maps, the shape, the grid.
+#pragma once
+
+#include <algorithm>
+
+#include "hopper/matmul.cuh"
+#include "hopper/tensor_map.h"
+#include "launch.h"
+#include "matmul.h"
+
+namespace vllm_cuda::matmul {
+
+inline int divide_up(int x, int y) { return (x + y - 1) / y; }
+
+template <typename S>
+const char* encode_maps(Maps& maps, const MatmulArgs& args, int box) {
+  const Matrix x{args.x, args.m, args.k, args.x_stride};
+  const Matrix weight{args.weight, int64_t{S::GATED ? 2 : 1} * args.n, args.k, args.k};
+  const Matrix out{args.out, args.m, args.n, args.n};
+  const Box outputs{64, S::WIDTH, S::SWIZZLED};
+  if (const char* error = encode_map(maps.x, x, {box, kColumns, true})) return error;
+  if (const char* error = encode_map(maps.weight, weight, {S::HALF, kColumns, true})) return error;
+  if (args.residual != nullptr) {
+    const Matrix residual{args.residual, args.m, args.n, args.n};
+    if (const char* error = encode_map(maps.residual, residual, outputs)) return error;
+  }
+  return encode_map(maps.out, out, outputs);
+}
+
+template <typename S>
+const char* launch_shape(const MatmulArgs& args, const MatmulLaunch& launch) {
+  static_assert(sizeof(Shared<S>) <= kMaxSharedBytes);
+  Maps maps{};
+  // Rows beyond the last token cost time as well.
+  const int box = 8 * divide_up(std::min(args.m, S::TOKENS), 8 * S::COLUMNS);
+  if (const char* wrong = encode_maps<S>(maps, args, box)) return wrong;
+  int ctas = 0;
+  const cudaError_t error = multiprocessors(launch.device, ctas);
+  if (error != cudaSuccess) return describe(error);
+  Grid grid;
+  grid.rows = divide_up(args.m, S::TOKENS * S::ROWS);
+  grid.columns = divide_up(args.n, S::OUTPUTS * S::COLUMNS);
+  grid.group = launch.group;
+  grid.apart = S::GATED ? args.n : S::HALF;
+  grid.box = box;
+  grid.adds = args.residual != nullptr;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = S::CLUSTER;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = S::CLUSTER * std::min(ctas / S::CLUSTER, grid.rows * grid.columns);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = sizeof(Shared<S>);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = attributes;
+  config.numAttrs = launch.overlap ? 2 : 1;
+  return describe(
+      cudaLaunchKernelEx(&config, matmul_kernel<S>, maps, grid, divide_up(args.k, kColumns)));
+}
+
+// Compiled shapes, in an order that Python knows. All are loaded at the first launch, so that none
+// is while a graph is captured.
+template <typename... S>
+struct Shapes {
+  static const char* launch(const MatmulArgs& args, const MatmulLaunch& launch) {
+    using Launch = const char* (*)(const MatmulArgs&, const MatmulLaunch&);
+    static constexpr Launch kLaunches[] = {launch_shape<S>...};
+    if (launch.variant < 0 || launch.variant >= static_cast<int>(sizeof...(S))) {
+      return "unknown variant";
+    }
+    cudaError_t error = cudaSuccess;
+    const auto allow = [&](cudaError_t next) { error = error == cudaSuccess ? next : error; };
+    (allow(allow_shared_memory<matmul_kernel<S>>(launch.device)), ...);
+    if (error != cudaSuccess) return describe(error);
+    return kLaunches[launch.variant](args, launch);
+  }
+};
+
+}  // namespace vllm_cuda::matmul
