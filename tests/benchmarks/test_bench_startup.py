@@ -161,7 +161,7 @@ def test_an_engine_writes_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = read_events(path.read_text())
     began = [event.name for event in found if event.begins]
     engine = ["init device", "build model", "load weights", "memory profile", "arena", "warm-up"]
-    assert began == ["import", "config", "tokenizer", *engine]
+    assert began == ["import", "config", "import front end", "tokenizer", *engine]
     assert [event.name for event in found if not event.begins] == began
 
 

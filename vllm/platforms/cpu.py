@@ -95,8 +95,8 @@ class CpuPlatform(Platform):
     def set_device(self, device: torch.device) -> None:
         """There is one CPU device."""
 
-    def prepare_compiler(self) -> None:
-        """There is none: these kernels are compiled with the package."""
+    def prepare_device(self) -> None:
+        """Nothing to do."""
 
     def empty_cache(self) -> None:
         """The CPU allocator keeps no cache."""

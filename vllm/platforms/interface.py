@@ -89,8 +89,8 @@ class Platform(ABC):
     def set_device(self, device: torch.device) -> None: ...
 
     @abstractmethod
-    def prepare_compiler(self) -> None:
-        """Begin what the compiler of kernels does once per process, beside other work."""
+    def prepare_device(self) -> None:
+        """Begin what the first use of the first device takes, beside other work."""
 
     @abstractmethod
     def empty_cache(self) -> None:

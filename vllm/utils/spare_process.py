@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core's process, started before there is a configuration for it.
 
-It imports what a core needs and initialises the device, for seconds, while its parent imports what
-a front end needs and reads the configuration. This module imports nothing heavy, so that the
-process can be the first thing of a start.
+It imports what a core needs and initialises the device while its parent imports what a front end
+needs and reads the configuration. torch and transformers, which both need, take seconds: a process
+that is forked has them from its parent, one that is spawned imports them at the same time. This
+module imports nothing heavy, so that a process can be spawned as the first thing of a start.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.gc_paused import gc_paused
+from vllm.utils.heavy_imports import import_heavy_modules
+from vllm.utils.short_turns import short_turns
 from vllm.utils.start_method import start_method
 
 if TYPE_CHECKING:
@@ -65,8 +68,11 @@ def prestarted() -> Iterator[None]:
     is there already."""
     global _spare
     if _spare is None:
+        if start_method() == "fork":
+            import_heavy_modules()
         _spare = SpareProcess()
     try:
+        import_heavy_modules()
         yield
     finally:
         if (unused := take()) is not None:
@@ -84,10 +90,14 @@ def take() -> SpareProcess | None:
 
 
 def _run(work: Connection, ready: Connection, parent_pid: int) -> None:
+    from vllm.kernels.triton.compiler_start import start_on_a_thread
     from vllm.platforms.cuda_driver import initialise_on_a_thread
 
-    initialise_on_a_thread()
-    with gc_paused():
+    # Asking for the platform would wait for the driver.
+    if initialise_on_a_thread() is not None:
+        start_on_a_thread()
+    with gc_paused(), short_turns():
+        import_heavy_modules()
         from vllm.v1.engine.core_proc import run_engine_core
 
     run_engine_core(work, ready, parent_pid)

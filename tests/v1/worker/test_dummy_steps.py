@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.tiny_models import tiny_model
 from vllm import LLM
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker import warm_up
+from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.warm_up import DummyBatch, run_batch
+from vllm.v1.worker.worker import Worker
 
 
 def test_each_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,4 +30,34 @@ def test_each_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     llm.collective_rpc(lambda worker: run_batch(worker.model_runner, batch))
     # A prefill and a decode.
     assert len(waits) == 2
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_rehearsal_runs_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama's layers are all alike: the first, which has no branch to add, and another one."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = LLM(str(tiny_model("llama")), max_model_len=64, kv_cache_memory_bytes=2**22)
+    batch = DummyBatch(2, 3, 0, SamplingParams(temperature=0.0, max_tokens=2), decode=False)
+    monkeypatch.setattr(warm_up, "_batches", lambda runner: [batch])
+
+    def layers_run(worker: Worker, step: Callable[[ModelRunner], None]) -> list[int]:
+        runner = worker.model_runner
+        ran: list[int] = []
+        assert isinstance(runner.model, DecoderForCausalLM)
+        layers = list(runner.model.model.layers)
+
+        def note(module: nn.Module, args: object, output: object) -> None:
+            if module in layers:
+                ran.append(layers.index(module))
+
+        # A hook on one layer would make it a kind of its own.
+        with register_module_forward_hook(note):
+            step(runner)
+        return ran
+
+    def both(worker: Worker) -> tuple[list[int], list[int]]:
+        rehearsed = layers_run(worker, lambda runner: warm_up._rehearse(runner, True))
+        return rehearsed, layers_run(worker, lambda runner: run_batch(runner, batch))
+
+    assert llm.collective_rpc(both) == [([0, 1], [0, 1, 2, 3])]
     llm.llm_engine.engine_core.shutdown()

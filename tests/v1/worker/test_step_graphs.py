@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,13 +50,25 @@ class Steps:
         self.value = 0
         self.prepared: list[int] = []
         self.ran: list[int] = []
-        self.graphs = GraphSet(sizes, self.prepare, self.tape.new_graph, split=split)
+        self.brief = False
+        self.ran_briefly: list[int] = []
+        self.graphs = GraphSet(
+            sizes, self.prepare, self.tape.new_graph, split=split, briefly=self.briefly
+        )
+
+    @contextmanager
+    def briefly(self) -> Iterator[None]:
+        self.brief = True
+        yield
+        self.brief = False
 
     def prepare(self, size: int) -> Callable[[], Tensor]:
         self.prepared.append(size)
 
         def run() -> Tensor:
             self.ran.append(size)
+            if self.brief:
+                self.ran_briefly.append(size)
             out = torch.zeros(size, 1)
             self.tape.launch(lambda: out.fill_(self.value + size))
             return out
@@ -140,6 +153,7 @@ def test_coarse_sizes_run_once_before_their_capture() -> None:
     for size in capture_order([1, 2, 3, 4, 6]):
         steps.graphs.capture(size)
     assert steps.ran == [6, 6, 4, 4, 2, 2, 1, 1, 3]
+    assert steps.ran_briefly == [6, 4, 2, 1], "what is captured is the whole step"
 
 
 def test_capture_order_serves_every_batch_early() -> None:

@@ -7,6 +7,7 @@ Routes are imported while the engine starts, so this module imports none of them
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -59,3 +60,6 @@ def run_server(namespace: argparse.Namespace) -> int:
 def _import_application() -> None:
     with gc_paused():
         importlib.import_module(_APPLICATION)
+    # Looking at all that is imported takes a quarter of a second: now, while the engine starts.
+    gc.collect()
+    gc.freeze()

@@ -10,7 +10,6 @@ compile is in its memory, not only on disk.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +19,13 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime.cache import triton_key
 
 from vllm.kernels.triton import compile_log
+from vllm.kernels.triton.compiler_start import hash_compiler
+from vllm.kernels.triton.launcher_modules import begin_launcher
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
-
-_hashing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -63,26 +61,21 @@ def noted_launches() -> Iterator[list[Variant]]:
         variants += noted.values()
 
 
-def hash_compiler() -> None:
-    """Let Triton compute its hash of itself, which is part of the name of every kernel on disk.
-
-    It reads hundreds of megabytes, outside of Python; threads that need it at once would each do
-    so.
-    """
-    with _hashing:
-        triton_key()
-
-
-def prepare(one: Variant, device: torch.device) -> None:
-    """Compile a kernel and load it onto the device.
+def prepare(one: Variant, device: torch.device) -> Any | None:
+    """Compile a kernel and load it onto the device; returns it if it is left to be loaded, when no
+    other thread loads one.
 
     Its launcher is a C function that the host's compiler makes, for longer than many a kernel;
     Triton makes it, and loads the kernel, when `run` is first asked for.
     """
     hash_compiler()
     kernel = one.compile(one.specialization)
-    if device.type == "cuda":
-        _ = kernel.run
+    if device.type != "cuda":
+        return None
+    if not begin_launcher(kernel.src.signature):
+        return kernel
+    _ = kernel.run
+    return None
 
 
 def _use(device: torch.device) -> None:
@@ -107,14 +100,19 @@ class ParallelCompilation:
     def wait(self) -> None:
         """Block until every kernel can be launched; raises what the compiler raised."""
         try:
-            for future in self._pending:
-                future.result()
+            left = [future.result() for future in self._pending]
         finally:
             self._threads.shutdown(cancel_futures=True)
+        for kernel in left:
+            if kernel is not None:
+                _ = kernel.run
         self._log()
 
     def settle(self) -> None:
-        """Block until everything is compiled or has failed; who launches a failure sees it."""
+        """Block until everything is compiled or has failed; who launches a failure sees it.
+
+        Kernels that are left to be loaded are so by their first launch.
+        """
         self._threads.shutdown()
         self._log()
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from triton import knobs
 
+from vllm.kernels.triton.launcher_modules import begin_launcher
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -46,6 +48,8 @@ def install() -> None:
         )
         with _lock:
             _compilations.append(one)
+        if not one.ahead:  # it is about to be launched
+            begin_launcher(event["src"].signature)
 
     knobs.compilation.listener = listen
 

@@ -8,12 +8,14 @@ Either way the sum is a tensor that nothing overwrites: capturing the residual s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layer_kinds import repeated_layers
 from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -22,7 +24,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
+from vllm.model_executor.models.interfaces import (
+    EagleModelMixin,
+    LeavesOutLayers,
+    SupportsEagle3,
+)
 from vllm.model_executor.models.utils import LayerFactory, make_layers, maybe_prefix
 from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
 from vllm.sequence import IntermediateTensors
@@ -83,6 +89,8 @@ class DecoderModel(nn.Module, EagleModelMixin):
             config.num_hidden_layers, layer_fn, prefix=maybe_prefix(prefix, "layers")
         )
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
+        #: layers that steps skip: see `LeavesOutLayers`
+        self.left_out: frozenset[int] = frozenset()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """`[tokens] -> [tokens, hidden]`."""
@@ -106,17 +114,18 @@ class DecoderModel(nn.Module, EagleModelMixin):
             assert input_ids is not None, "give input_ids or inputs_embeds"
             inputs_embeds = self.embed_input_ids(input_ids)
         aux: list[Tensor] = []
-        stream = ResidualStream(inputs_embeds)
+        stream, total = ResidualStream(inputs_embeds), inputs_embeds
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            stream, total = layer(positions, stream)
+            if index not in self.left_out:
+                stream, total = layer(positions, stream)
             self._maybe_add_hidden_state(aux, index, total, None)
         hidden, total = self.norm.enter(stream)
         self._maybe_add_hidden_state(aux, len(self.layers), total, None)
         return (hidden, aux) if self.aux_hidden_state_layers else hidden
 
 
-class DecoderForCausalLM(nn.Module, SupportsEagle3):
+class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
     """A `DecoderModel` with an output head; families set the class data and `_init_model`."""
 
     #: `(parameter, checkpoint name, shard id)`: see `AutoWeightsLoader`
@@ -196,6 +205,19 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3):
         weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
         loader = AutoWeightsLoader(self, fused=self.fused_names, skip_prefixes=unused)
         return loader.load_weights(weights, mapper=self.weights_mapper)
+
+    def repeated_layers(self) -> frozenset[int]:
+        """See `LeavesOutLayers`."""
+        return repeated_layers(list(self.model.layers))
+
+    @contextmanager
+    def leaving_out(self, layers: frozenset[int]) -> Iterator[None]:
+        """See `LeavesOutLayers`."""
+        before, self.model.left_out = self.model.left_out, layers
+        try:
+            yield
+        finally:
+            self.model.left_out = before
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         num_layers = self.config.num_hidden_layers

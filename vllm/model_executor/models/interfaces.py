@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -74,6 +75,18 @@ class SupportsPP:
     """Can run as pipeline stages."""
 
     supports_pp: ClassVar[Literal[True]] = True
+
+
+class LeavesOutLayers:
+    """Can run steps whose outcome nobody needs without the layers that launch what others do."""
+
+    @abstractmethod
+    def repeated_layers(self) -> frozenset[int]:
+        """The layers that launch nothing but what others do, as the model is now."""
+
+    @abstractmethod
+    def leaving_out(self, layers: frozenset[int]) -> AbstractContextManager[None]:
+        """Inside the block a step does not run these."""
 
 
 class EagleModelMixin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,10 @@ def capture_order(sizes: list[int]) -> list[int]:
 
 
 class GraphSet:
-    """Graphs of steps of `sizes` (ascending) tokens; with `split`, in pieces at graph breaks."""
+    """Graphs of steps of `sizes` (ascending) tokens; with `split`, in pieces at graph breaks.
+
+    Inside `briefly()` a step launches every kernel, but not for every layer.
+    """
 
     def __init__(
         self,
@@ -50,8 +54,10 @@ class GraphSet:
         new_graph: Callable[[], Graph],
         *,
         split: bool,
+        briefly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._prepare = prepare
+        self._briefly = briefly
         self._new_graph = new_graph
         self._split = split
         self._run_before = frozenset(coarse_sizes(sizes))
@@ -77,13 +83,14 @@ class GraphSet:
     def capture(self, size: int) -> None:
         """Capture a pending size.
 
-        A coarse one runs once before: kernels are then compiled, and what outlives a step
+        A coarse one runs once before, briefly: kernels are then compiled, and what outlives a step
         (libraries' handles, counters) is made outside of any graph. Sizes between them need
         nothing new.
         """
         run = self._prepare(size)
         if size in self._run_before:
-            run()
+            with self._briefly():
+                run()
         pieces, output = capture(run, self._new_graph, split=self._split)
         self._captured[size] = CapturedStep(pieces, alias_memory(output))
         self.pending.remove(size)

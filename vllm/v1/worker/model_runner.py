@@ -8,8 +8,10 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,7 +23,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.models.interfaces import VllmModel
+from vllm.model_executor.models.interfaces import LeavesOutLayers, VllmModel
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,10 +34,6 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
-from vllm.v1.sample.adjustments import Adjustments
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import sample
-from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.structured_output.masks import StepMasks
 from vllm.v1.worker.arena import Arena
@@ -52,6 +50,7 @@ from vllm.v1.worker.staging import Uploads
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
+from vllm.v1.worker.step_sampler import StepSampler
 
 logger = init_logger(__name__)
 
@@ -84,16 +83,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.max_rows, self.max_tokens, device, self.depth, self.uploads
         )
         self.scorer = PromptScorer(self.vocab_size)
+        self.sampler = StepSampler(self.vocab_size, device)
         self._prompts: dict[str, Prompt] = {}
-        self.adjustments: dict[str, Adjustments] = {}
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.sanitizer: Sanitizer | None = None
         self.deferred: DeferredCommit | None = None
-        self._sampling_key: list[str] | None = None
-        self._sampling: SamplingMetadata | None = None
 
     # ---- start-up ------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         if self.deferred is None:
             self.deferred = DeferredCommit.create(
-                self.vllm_config, self.layers, config, self.device, self.depth
+                self.vllm_config, self.layers, config, self.device, self.depth, self.uploads
             )
         if self.deferred is not None:
             self.deferred.bind(self.block_tables)
@@ -153,6 +150,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             builder = backend.get_builder_cls()(
                 group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
             )
+            if self.uploads is not None:
+                builder.share_uploads(self.uploads)
             self.groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
         self.metadata = StepMetadata(
             self.groups, self.block_tables, self.layers, self.model_config.max_model_len
@@ -162,8 +161,17 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
-        steps = PaddedSteps(self.inputs, self.metadata, self._forward, self.compute_logits)
+        steps = PaddedSteps(
+            self.inputs, self.metadata, self._forward, self.compute_logits, self.brief_steps()
+        )
         self.graphs = steps.graphs(plan)
+
+    def brief_steps(self) -> Callable[[], AbstractContextManager[None]]:
+        """For blocks in which steps launch every kernel, but not for every layer: what they compute
+        is nobody's. Holds for the model and the memory that there are now."""
+        if not isinstance(self.model, LeavesOutLayers):
+            return nullcontext
+        return partial(self.model.leaving_out, self.model.repeated_layers())
 
     def drop_graphs(self) -> bool:
         """Free the graphs, whose addresses are about to change; whether there were any."""
@@ -319,28 +327,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     def _sample(
         self, order: StepOrder, inputs: StepInputs, logits: Tensor, step_masks: StepMasks | None
     ) -> SamplerOutput | None:
-        if not len(order.sampling):
-            return None
-        adjusted = [
-            (row, self.adjustments[state.req_id], state.num_output_tokens)
-            for row, state in enumerate(order.sampled.states if self.adjustments else ())
-            if state.req_id in self.adjustments
-        ]
-        metadata = self._sampling_metadata(order)
-        masks = None
-        if step_masks is not None:
-            masks = TokenMasks.upload(step_masks, order.sampled.req_ids, self.device)
-        sampled = sample(logits, metadata, inputs.sample_positions, adjusted, masks)
-        self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
+        sampled = self.sampler.sample(order, logits, inputs.sample_positions, step_masks)
+        if sampled is not None:
+            self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
         return sampled
-
-    def _sampling_metadata(self, order: StepOrder) -> SamplingMetadata:
-        key = order.sampled.req_ids
-        if self._sampling is None or key != self._sampling_key:
-            params = [state.sampling_params for state in order.sampled.states]
-            self._sampling = SamplingMetadata.build(params, self.vocab_size, self.device)
-            self._sampling_key = key
-        return self._sampling
 
     # ---- the persistent batch ------------------------------------------------------------------
 
@@ -387,14 +377,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         params = prompt.sampling_params
         state = self.batch.add(req_id, token_ids, prompt.num_tokens, params, num_computed_tokens)
         self.block_tables.set_row(state.row, block_ids)
-        if Adjustments.needed(params):
-            self.adjustments[req_id] = Adjustments(
-                params, state.token_ids, prompt.num_tokens, self.vocab_size, self.device
-            )
+        self.sampler.add(state)
 
     def _remove(self, req_id: str) -> None:
         state = self.batch.remove(req_id)
         if state is not None and self.deferred is not None:
             self.deferred.leave(state.row)
-        self.adjustments.pop(req_id, None)
-        self._sampling_key = None
+        self.sampler.remove(req_id)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from vllm.v1.worker.step_metadata import StepMetadata
 
 class PaddedSteps:
     """Makes steps without a real token. `forward`: a step's hidden states `[tokens, hidden]`;
-    `head`: their logits."""
+    `head`: their logits; inside `briefly()` layers that launch what others do are left out."""
 
     def __init__(
         self,
@@ -28,9 +29,10 @@ class PaddedSteps:
         metadata: StepMetadata,
         forward: Callable[[StepInputs], Tensor],
         head: Callable[[Tensor], Tensor],
+        briefly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._inputs, self._metadata = inputs, metadata
-        self._forward, self._head = forward, head
+        self._forward, self._head, self._briefly = forward, head, briefly
 
     def tokens(self, size: int, num_reqs: int = 0) -> Callable[[], Tensor]:
         """Uploads a step of `size` tokens; the result runs it and returns the hidden states."""
@@ -53,8 +55,9 @@ class PaddedSteps:
         if not plan.sizes:
             return StepGraphs()
         new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
+        graph_set = partial(GraphSet, new_graph=new_graph, briefly=self._briefly)
         return StepGraphs(
-            GraphSet(plan.decode_sizes, self.decodes, new_graph, split=False),
-            GraphSet(plan.piecewise_sizes, self.tokens, new_graph, split=True),
+            graph_set(plan.decode_sizes, self.decodes, split=False),
+            graph_set(plan.piecewise_sizes, self.tokens, split=True),
             plan.max_prefills,
         )

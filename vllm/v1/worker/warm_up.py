@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm import decisions
+from vllm.kernels.chunks import CHUNK
 from vllm.kernels.scan_segments import WORTH_CUTTING
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.model_runner import ModelRunner
     from vllm.v1.worker.step_graphs import StepGraphs
 
-#: tokens per warm-up prompt: one chunk of the gated delta rule, which is also its output tile
-_CHUNK = 64
 #: sequences that occupy every multiprocessor of any supported GPU
 _MANY = 64
 #: sequences for which decode attention takes its other tiles, with 4 or 8 key heads
@@ -142,8 +141,9 @@ def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
 
 
 def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
-    for batch in _batches(runner):
-        run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
+    with runner.brief_steps()():
+        for batch in _batches(runner):
+            run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
     if runner.deferred is not None:
         runner.deferred.rehearse()
     run_common_samplers(runner)
@@ -156,9 +156,9 @@ def _batches(runner: ModelRunner) -> Iterator[DummyBatch]:
     longest = _longest(runner)
     room = runner.model_config.max_model_len - 1
     many = min(runner.max_rows, _MANY, runner.max_tokens)
-    yield DummyBatch(1, min(_CHUNK, longest), 0, _GREEDY)
+    yield DummyBatch(1, min(CHUNK, longest), 0, _GREEDY)
     yield DummyBatch(1, min(2, longest), 0, _FILTERED)
-    yield DummyBatch(many, max(1, min(_CHUNK, runner.max_tokens // many, longest)), 0, _GREEDY)
+    yield DummyBatch(many, max(1, min(CHUNK, runner.max_tokens // many, longest)), 0, _GREEDY)
     yield DummyBatch(many, 1, 0, _FILTERED)
     for count in _COUNTS:
         yield DummyBatch(min(count, runner.max_rows, runner.max_tokens), 1, 0, _GREEDY)
