@@ -90,14 +90,23 @@ def _served(serve: dict[str, Any]) -> list[tuple[str, str, str, list[float], boo
 
 
 def fp8() -> str:
-    """The same workloads with `quantization="fp8"`, beside bf16."""
-    served = _served(load("h200_fp8.json"))
-    wide = {name: values[-1] for name, _, _, values, _ in _served(load("h200_serve.json"))}
-    rows = ["| workload | fp8 weights | bf16 | ratio |", "|---|---|---|---|"]
-    rows += [
-        compared(what, unit, values[-1], wide[name], higher)
-        for name, what, unit, values, higher in served
+    """The same workloads with `quantization="fp8"`, and with `kv_cache_dtype="fp8"`, beside
+    bf16."""
+    weights, cache = (
+        {name: values[-1] for name, _, _, values, _ in _served(load(file))}
+        for file in ("h200_fp8.json", "h200_fp8_cache.json")
+    )
+    rows = [
+        "| workload | bf16 | fp8 weights | ratio | fp8 cache | ratio |",
+        "|---|---|---|---|---|---|",
     ]
+    for name, what, unit, values, higher in _served(load("h200_serve.json")):
+        wide, digits = values[-1], 0 if values[-1] >= 1000 else 2
+        cells = [f"{wide:,.{digits}f} {unit}"]
+        for narrow in (weights[name], cache[name]):
+            ratio = narrow / wide if higher else wide / narrow
+            cells += [f"{narrow:,.{digits}f} {unit}", f"{ratio:.2f} ×"]
+        rows.append(f"| {what} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -396,7 +396,7 @@ def defers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("defers")
-@pytest.mark.parametrize(("asked", "chosen"), [(None, 8), (3, 3), (16, 16), (1, 1)])
+@pytest.mark.parametrize(("asked", "chosen"), [(None, 6), (3, 3), (16, 16), (1, 1)])
 def test_deferred_commit(tmp_path: Path, asked: int | None, chosen: int) -> None:
     cache = CacheConfig(deferred_commit_tokens=asked)
     VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
@@ -441,7 +441,7 @@ def test_extraction_leaves_deferred_commit_on(tmp_path: Path) -> None:
         speculative_config=extraction(model),
         kv_transfer_config=KVTransferConfig(**TRANSFER),  # type: ignore[arg-type]
     )
-    assert config.cache_config.commit_interval == 8
+    assert config.cache_config.commit_interval == 6
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 17])

@@ -25,7 +25,7 @@ _SSM_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
 }
 
 #: longer rings gain nothing: replaying costs what writing saves (docs/state_memory.md)
-_DEFERRED_TOKENS = 8
+_DEFERRED_TOKENS = 6
 
 
 def resolve(config: VllmConfig) -> None:
