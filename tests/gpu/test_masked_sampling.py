@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -47,7 +45,7 @@ def test_texts_follow_their_constraints(async_scheduling):
 def test_masked_sampling_never_waits_for_the_device(temperature):
     device, vocab = torch.device("cuda"), 150_001
     words = torch.randint(-(2**31), 2**31 - 1, (8, -(-vocab // 32)), dtype=torch.int32)
-    step = SimpleNamespace(req_ids=[f"r{i}" for i in range(8)], wait=words.numpy)
+    masked = [f"r{i}" for i in range(8)]
     params = SamplingParams(temperature=temperature, seed=1)
     metadata = SamplingMetadata.build([params] * 16, vocab, device)
     logits = torch.randn(16, vocab, device=device)
@@ -56,7 +54,8 @@ def test_masked_sampling_never_waits_for_the_device(temperature):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        masks = TokenMasks.upload(step, [f"r{15 - i}" for i in range(16)], device)
+        rows = [f"r{15 - i}" for i in range(16)]
+        masks = TokenMasks.upload(words.numpy(), masked, rows, device)
         chosen = sample(logits, metadata, positions, [], masks).sampled_token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")

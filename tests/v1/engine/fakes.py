@@ -34,6 +34,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.structured_output.masks import MaskQueue
 
 VOCAB_SIZE = 1000
 EOS = 7
@@ -240,6 +241,7 @@ class FakeExecutor(Executor):
         if "fail_at_start" in self.faults:
             raise RuntimeError(self.faults["fail_at_start"])
         self.worker = FakeWorker()
+        self.masks = MaskQueue()
         self.num_steps = 0
         self.is_shut_down = False
         self._pool = ThreadPoolExecutor(1)
@@ -258,6 +260,9 @@ class FakeExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._pool.submit(self._execute, scheduler_output)
+
+    def send_token_masks(self, words: np.ndarray) -> None:
+        self.masks.send(words)
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.num_steps += 1
@@ -294,4 +299,5 @@ class FakeExecutor(Executor):
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self.masks.close()
         self._pool.shutdown()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -46,8 +44,7 @@ def test_dummy_allows_all() -> None:
 
 def test_upload_finds_the_rows() -> None:
     words = torch.arange(2 * num_mask_words(40), dtype=torch.int32).reshape(2, -1)
-    step = SimpleNamespace(req_ids=["b", "d"], wait=words.numpy)
-    masks = TokenMasks.upload(step, ["a", "b", "c", "d"], CPU)  # type: ignore[arg-type]
+    masks = TokenMasks.upload(words.numpy(), ["b", "d"], ["a", "b", "c", "d"], CPU)
     assert masks.rows.tolist() == [1, 3] and torch.equal(masks.words, words)
 
 

@@ -7,8 +7,9 @@ split, preempted, stopped or aborted around it: one wrong or late mask changes t
 
 from __future__ import annotations
 
+import pickle
 import random
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, FinishReason, StopRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output.masks import ReceiveMasks
 
 MAX_LEN = 128
 CONSTRAINTS = [
@@ -44,14 +46,18 @@ CONSTRAINTS = [
 class MaskedWorker(FakeWorker):
     """Samples constrained requests from their masks, others as before."""
 
-    masks: dict[str, np.ndarray]
+    def __init__(self, receive_masks: ReceiveMasks) -> None:
+        super().__init__()
+        self.receive_masks = receive_masks
+        self.masks: dict[str, np.ndarray] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.masks = {}
-        if output.token_masks is not None:
-            req_ids, words = output.token_masks.req_ids, output.token_masks.wait()
-            self.masks = dict(zip(req_ids, words, strict=True))
-        return super().execute(output)
+        if output.masked_req_ids:
+            words = self.receive_masks()
+            self.masks = dict(zip(output.masked_req_ids, words, strict=True))
+        # The message is complete without the masks, and holds nothing of this process.
+        return super().execute(pickle.loads(pickle.dumps(output)))
 
     def _run(self, req_id, count, output, result):
         state = self.requests[req_id]
@@ -66,7 +72,7 @@ class MaskedWorker(FakeWorker):
 class MaskedExecutor(FakeExecutor):
     def __init__(self, vllm_config):
         super().__init__(vllm_config)
-        self.worker = MaskedWorker()
+        self.worker = MaskedWorker(self.masks.receive)
 
 
 class Core:
@@ -265,6 +271,8 @@ def test_shutdown_frees_a_launch_that_waits_for_its_masks():
     params = SamplingParams(max_tokens=8, structured_outputs=CONSTRAINTS[0])
     core.add("r", [50, 51], params, done(CONSTRAINTS[0]))
     output = core.core.scheduler.schedule()
-    core.core._in_flight.append((output, core.core._launch(output)))
+    step = core.core._launch(output)
     core.core.shutdown()
     assert core.core.executor.is_shut_down
+    with pytest.raises(CancelledError):
+        step.result.result(10)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import decisions, envs
@@ -38,6 +39,7 @@ from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.masks import StepMasks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +47,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
+
+
+@dataclass
+class StepInFlight:
+    """A launched step; `masks` until they are sent, None where nobody follows a grammar."""
+
+    output: SchedulerOutput
+    result: Future[ModelRunnerOutput]
+    masks: StepMasks | None
 
 
 class EngineCore:
@@ -61,7 +72,7 @@ class EngineCore:
         self.vllm_config = vllm_config
         self._model_config = vllm_config.model_config
         self.executor = executor_class(vllm_config)
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._last_step_computed = False
         try:
             kv_cache_config = self._initialize_kv_caches()
@@ -200,18 +211,18 @@ class EngineCore:
         self.late_captures.between_steps()
         if len(self._in_flight) < self._depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self._in_flight.append((output, self._launch(output)))
-            self._fill_token_masks()
+            self._in_flight.append(self._launch(output))
+            self._send_token_masks()
             self._last_step_computed = output.total_num_scheduled_tokens > 0
             if self._last_step_computed and len(self._in_flight) < self._depth:
                 return {}
         if not self._in_flight:
             return {}
-        output, future = self._in_flight.popleft()
-        result = future.result(timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        produced = self.scheduler.update_from_output(output, result)
+        step = self._in_flight.popleft()
+        result = step.result.result(timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        produced = self.scheduler.update_from_output(step.output, result)
         self._publish_events()
-        self._fill_token_masks()
+        self._send_token_masks()
         return produced
 
     def _publish_events(self) -> None:
@@ -221,12 +232,18 @@ class EngineCore:
         if events:
             self._event_publisher.publish(EventBatch(time.time(), events))
 
-    def _fill_token_masks(self) -> None:
+    def _send_token_masks(self) -> None:
         """For the oldest step in flight: all tokens before it are known, so its masks are exact."""
-        if self._in_flight and (masks := self._in_flight[0][0].token_masks) is not None:
-            masks.fill()
+        if self._in_flight and (masks := self._in_flight[0].masks) is not None:
+            self.executor.send_token_masks(masks.filled())
+            self._in_flight[0].masks = None
 
-    def _launch(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def _launch(self, output: SchedulerOutput) -> StepInFlight:
+        constrained = self.scheduler.constrained_requests(output) if output.masked_req_ids else []
+        masks = StepMasks(constrained) if constrained else None
+        return StepInFlight(output, self._execute(output), masks)
+
+    def _execute(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         if (
             output.total_num_scheduled_tokens
             or output.finished_req_ids
@@ -267,9 +284,6 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop scheduler, connector and workers; safe to call twice."""
-        for output, _ in self._in_flight:
-            if output.token_masks is not None:
-                output.token_masks.cancel()
         self._grammars.shutdown()
         self.scheduler.shutdown()
         if self._event_publisher is not None:

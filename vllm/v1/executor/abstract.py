@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -54,6 +56,11 @@ class Executor(ABC):
         """Queue one step."""
 
     @abstractmethod
+    def send_token_masks(self, words: np.ndarray) -> None:
+        """Give the oldest step that waits for masks its own: `[rows, words]` int32, see
+        `vllm.v1.structured_output.masks`. A step's result comes after its masks were sent."""
+
+    @abstractmethod
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -69,4 +76,4 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the workers; safe to call twice."""
+        """Stop the workers, giving up steps that wait for masks; safe to call twice."""

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.worker import Worker
 
 
@@ -27,7 +30,8 @@ class UniProcExecutor(Executor):
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._closed = False
-        self.worker = Worker(vllm_config)
+        self._masks = MaskQueue()
+        self.worker = Worker(vllm_config, self._masks.receive)
         # Device state (current device, stream, thread counts) belongs to the launching thread.
         self._call(self.worker.init_device)
         self._call(self.worker.load_model)
@@ -49,6 +53,9 @@ class UniProcExecutor(Executor):
         launched = self._launcher.submit(self.worker.execute_model, scheduler_output)
         return self._collector.submit(_collect, launched)
 
+    def send_token_masks(self, words: np.ndarray) -> None:
+        self._masks.send(words)
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -67,6 +74,7 @@ class UniProcExecutor(Executor):
         if self._closed:
             return
         self._closed = True
+        self._masks.close()
         try:
             self._launcher.submit(self.worker.shutdown).result()
         except RuntimeError:

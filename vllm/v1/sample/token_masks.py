@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.v1.structured_output.mask_words import num_mask_words
-from vllm.v1.structured_output.masks import StepMasks
 
 _BITS = 32
 #: Logit of a barred token: never sampled beside an allowed one, yet above the -inf of a banned
@@ -29,12 +29,17 @@ class TokenMasks:
 
     @classmethod
     def upload(
-        cls, step: StepMasks, row_req_ids: Sequence[str], device: torch.device
+        cls,
+        masks: np.ndarray,
+        masked_req_ids: Sequence[str],
+        row_req_ids: Sequence[str],
+        device: torch.device,
     ) -> TokenMasks:
-        """Wait (on the host) for the step's masks; `row_req_ids`: the request of each row."""
+        """`masks [m, words]` int32 of the requests `masked_req_ids`; `row_req_ids`: the request of
+        each row of the logits."""
         row_of = {req_id: row for row, req_id in enumerate(row_req_ids)}
-        rows = torch.tensor([row_of[req_id] for req_id in step.req_ids], dtype=torch.int64)
-        words = torch.from_numpy(step.wait())
+        rows = torch.tensor([row_of[req_id] for req_id in masked_req_ids], dtype=torch.int64)
+        words = torch.from_numpy(masks)
         if device.type == "cpu":
             return cls(rows, words)
         return cls(

@@ -34,8 +34,9 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
+from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.structured_output.masks import StepMasks
+from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.block_tables import BlockTables
@@ -66,7 +67,12 @@ class Prompt:
 class ModelRunner(KVConnectorModelRunnerMixin):
     """Owns the model, its state arena and the requests of one device."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        receive_masks: ReceiveMasks = no_masks,
+    ) -> None:
         assert vllm_config.model_config is not None
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -84,6 +90,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         self.scorer = PromptScorer(self.vocab_size)
         self.sampler = StepSampler(self.vocab_size, device)
+        self._receive_masks = receive_masks
         self._prompts: dict[str, Prompt] = {}
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
@@ -260,7 +267,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             hidden, logits = self._run_model(order, inputs, replay)
             if sanitizer is not None:
                 sanitizer.observe(hidden, logits)
-            sampled = self._sample(order, inputs, logits, scheduler_output.token_masks)
+            sampled = self._sample(order, inputs, logits, scheduler_output.masked_req_ids)
         if sanitizer is not None:
             sanitizer.end_step(order, inputs, kv_connector_output)
         # A graph that gives logits is of decodes, which score no prompt position.
@@ -325,9 +332,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return self.compute_logits(hidden.index_select(0, inputs.sample_indices))
 
     def _sample(
-        self, order: StepOrder, inputs: StepInputs, logits: Tensor, step_masks: StepMasks | None
+        self, order: StepOrder, inputs: StepInputs, logits: Tensor, masked_req_ids: list[str]
     ) -> SamplerOutput | None:
-        sampled = self.sampler.sample(order, logits, inputs.sample_positions, step_masks)
+        masks = None
+        if masked_req_ids:
+            req_ids = order.sampled.req_ids
+            masks = TokenMasks.upload(self._receive_masks(), masked_req_ids, req_ids, self.device)
+        sampled = self.sampler.sample(order, logits, inputs.sample_positions, masks)
         if sampled is not None:
             self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
         return sampled

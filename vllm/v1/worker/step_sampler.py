@@ -11,7 +11,6 @@ from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.structured_output.masks import StepMasks
 from vllm.v1.worker.input_batch import RequestState, SampledRequests, StepOrder
 
 
@@ -40,7 +39,7 @@ class StepSampler:
         self._key = None
 
     def sample(
-        self, order: StepOrder, logits: Tensor, positions: Tensor, step_masks: StepMasks | None
+        self, order: StepOrder, logits: Tensor, positions: Tensor, masks: TokenMasks | None
     ) -> SamplerOutput | None:
         """Tokens of the requests that sample, from `logits [n, vocab]` for `positions [n]`; None if
         there are none."""
@@ -51,9 +50,6 @@ class StepSampler:
             for row, state in enumerate(order.sampled.states if self._adjustments else ())
             if state.req_id in self._adjustments
         ]
-        masks = None
-        if step_masks is not None:
-            masks = TokenMasks.upload(step_masks, order.sampled.req_ids, self._device)
         return sample(logits, self._metadata_of(order.sampled), positions, adjusted, masks)
 
     def _metadata_of(self, sampled: SampledRequests) -> SamplingMetadata:

@@ -26,6 +26,7 @@ from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.sleep import Sleeper
 from vllm.v1.worker.warm_up import find_kernels, profile_peak_bytes, warm_up
@@ -40,13 +41,14 @@ logger = init_logger(__name__)
 class Worker:
     """Runs on the thread that owns the device."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, receive_masks: ReceiveMasks = no_masks) -> None:
         load_general_plugins()
         assert vllm_config.model_config is not None
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.cache_config = vllm_config.cache_config
         self.parallel_config = vllm_config.parallel_config
+        self._receive_masks = receive_masks
         self.rank = 0
         self.local_rank = 0
         self.extension = self._make_extension()
@@ -71,7 +73,7 @@ class Worker:
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
             self._log_compilations()
         torch.manual_seed(self.model_config.seed)
-        self.model_runner = ModelRunner(self.vllm_config, self.device)
+        self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
         self.sleeper = Sleeper(self.model_runner)
 
     def load_model(self) -> None:

@@ -40,6 +40,10 @@ class SchedulerInterface(ABC):
         """Choose the next step's work; its tokens count as computed from here on."""
 
     @abstractmethod
+    def constrained_requests(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        """The requests of `masked_req_ids`; called before the next `schedule`."""
+
+    @abstractmethod
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
-    from vllm.v1.structured_output.masks import StepMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +104,11 @@ class SchedulerOutput:
 
     `num_scheduled_tokens`: request id -> tokens this step. A request samples a token in this step
     iff `num_computed_tokens + num_scheduled_tokens >= ` all its tokens known or in flight; the
-    scheduler states it in `sampling_req_ids`, nobody recomputes it. `token_masks` constrain those
-    of them that follow a grammar; they are filled in after the launch. `preempted_req_ids` lost
-    their blocks or part of their computed tokens; workers drop them (they come back in
-    `resumed_req_ids`, possibly of the same step). `copies_before` are made before the forward pass,
+    scheduler states it in `sampling_req_ids`, nobody recomputes it. `masked_req_ids`: those of them
+    that follow a grammar; their masks are a second message, which follows the step (see
+    `vllm.v1.structured_output.masks`). `preempted_req_ids` lost their blocks or part of their
+    computed tokens; workers drop them (they come back in `resumed_req_ids`, possibly of the same
+    step). `copies_before` are made before the forward pass,
     `copies_after` after it. `block_log` (only with `--sanitize`): what happened to blocks since the
     last step, in order; it contains `copies_before`.
 
@@ -133,7 +133,7 @@ class SchedulerOutput:
     copies_after: list[BlockCopy] = field(default_factory=list)
     block_log: list[BlockOperation] | None = None
     kv_connector_metadata: KVConnectorMetadata | None = None
-    token_masks: StepMasks | None = None
+    masked_req_ids: list[str] = field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

@@ -13,7 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output.masks import StepMasks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -341,7 +340,10 @@ class Scheduler(SchedulerResults):
             self._decodes.advance()
             constrained = self._decodes.constrained
             output.sampling_req_ids = self._decodes.sampling_req_ids
-        output.token_masks = StepMasks(constrained) if constrained else None
+        output.masked_req_ids = [request.request_id for request in constrained]
+
+    def constrained_requests(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        return [self.requests[req_id] for req_id in scheduler_output.masked_req_ids]
 
     @staticmethod
     def _advance_each(step: StepPlan, sampling: set[str]) -> list[Request]:
