@@ -203,22 +203,28 @@ def test_stop_strings(
     stops = [next(c for c in text[4:] if c.isascii() and c.isprintable()) for text in texts]
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", multiprocess)
     llm = make_engine("llama", max_model_len=352, num_gpu_blocks_override=num_pages)
-    params = [
-        SamplingParams(
-            max_tokens=48,
-            temperature=0,
-            ignore_eos=True,
-            stop=stop,
-            extra_args={"kv_transfer_params": {"include_output_tokens": True}},
-        )
-        for stop in stops
-    ]
-    outputs = llm.generate(as_prompts(batch), params, use_tqdm=False)
-    for output, text, stop in zip(outputs, texts, stops, strict=True):
-        [completion] = output.outputs
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-        assert completion.text == text[: text.index(stop)]
-        check("llama", output)
+    lengths = [48] * len(batch)
+    for _ in range(3):  # then with an own end one or two tokens after the stop string
+        params = [
+            SamplingParams(
+                max_tokens=length,
+                temperature=0,
+                ignore_eos=True,
+                stop=stop,
+                extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+            )
+            for length, stop in zip(lengths, stops, strict=True)
+        ]
+        outputs = llm.generate(as_prompts(batch), params, use_tqdm=False)
+        for output, text, stop in zip(outputs, texts, stops, strict=True):
+            [completion] = output.outputs
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+            assert completion.text == text[: text.index(stop)]
+            check("llama", output)
+        lengths = [
+            len(output.outputs[0].token_ids) + 1 + (index + lengths[0]) % 2
+            for index, output in enumerate(outputs)
+        ]
 
 
 def test_engine_in_its_own_process(

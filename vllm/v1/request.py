@@ -125,12 +125,15 @@ class Request:
         #: what constrains the output, None for free text
         self.grammar: RequestGrammar | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
+        #: whether the front end may still find a stop string, which would end it earlier
+        self.may_stop_earlier = False
         if sampling_params is not None:
             assert sampling_params.max_tokens is not None
             self.limit_output(sampling_params.max_tokens)
             self.stop_ids = _stop_ids(sampling_params, eos_token_id)
             extra = sampling_params.extra_args or {}
             self.kv_transfer_params = extra.get("kv_transfer_params")
+            self.may_stop_earlier = bool(sampling_params.stop)
         self._block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
         self._prefix_hashes: dict[int, BlockHash] = {}

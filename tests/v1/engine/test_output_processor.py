@@ -79,6 +79,35 @@ def test_stop_string_waits_for_the_core_when_a_connector_has_a_say(tokenizer):
     assert not processor.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("text", ["the quick brown fox", "the quick red fox"])
+def test_own_end_in_the_core_is_answered_with_the_last_token_of_the_reply(tokenizer, text):
+    """One message may hold tokens after the stop string, or no stop string at all."""
+    ids = tokenizer.encode(text)
+    processor = OutputProcessor(tokenizer, core_sees_stops=True)
+    add(processor, stop=["brown"], max_tokens=len(ids))
+    processed = send(processor, ids, finish_reason=FinishReason.LENGTH, awaits_stop=True)
+    assert not processed.request_outputs and not processed.aborts
+    [stop] = processed.stops
+    [final] = send(
+        processor, [], finish_reason=FinishReason.LENGTH, kv_transfer_params={"path": "x"}
+    ).request_outputs
+    [completion] = final.outputs
+    assert len(completion.token_ids) == stop.num_output_tokens
+    assert final.kv_transfer_params == {"path": "x"}
+    if "brown" in text:
+        assert stop.num_output_tokens < len(ids) and completion.finish_reason == "stop"
+    else:
+        assert stop.num_output_tokens == len(ids) and completion.finish_reason == "length"
+
+
+def test_own_end_after_a_stop_string_is_not_answered_again(tokenizer):
+    processor = OutputProcessor(tokenizer, core_sees_stops=True)
+    add(processor, stop=["brown"], max_tokens=100)
+    assert len(send(processor, tokenizer.encode("brown")).stops) == 1
+    last = send(processor, [7], finish_reason=FinishReason.LENGTH, awaits_stop=True)
+    assert not last.stops and not last.request_outputs
+
+
 def test_error_after_a_stop_string_is_an_error(tokenizer):
     processor = OutputProcessor(tokenizer, core_sees_stops=True)
     add(processor, stop=["brown"], max_tokens=100)

@@ -48,7 +48,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class StopRequest(msgspec.Struct, array_like=True):
-    """The front end found a stop string: the request ends after `num_output_tokens`."""
+    """The request ends after `num_output_tokens`: the front end found a stop string there, or has
+    looked for one up to the request's own end."""
 
     request_id: str
     num_output_tokens: int
@@ -88,6 +89,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     times: tuple[float, float] | None = None
     #: sent with the first token of a request that asked for it
     cache_report: CacheReport | None = None
+    #: the request reached its own end, and its last message follows the front end's `StopRequest`
+    awaits_stop: bool = False
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):

@@ -124,6 +124,10 @@ class OutputProcessor:
         if iteration is not None:
             iteration.add_tokens(state.stats, num_new, timestamp, output.times)
         finish_reason, stop_reason, stop = output.finish_reason, output.stop_reason, state.stop
+        if output.awaits_stop:
+            if stop is None or num_new:  # else the core hears of the stop already
+                processed.stops.append(StopRequest(output.request_id, state.num_tokens))
+            return
         if finish_reason is None and stop is None and not state.is_due():
             return
         if stop is not None and finish_reason is not FinishReason.ERROR:

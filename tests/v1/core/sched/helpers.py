@@ -83,7 +83,7 @@ class Driver:
         for item in received:
             assert item.request_id not in self.finished, "output after the last one"
             self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
-            if item.finish_reason is not None:
+            if item.finish_reason is not None and not item.awaits_stop:
                 self.finished[item.request_id] = item
         return received
 

@@ -134,7 +134,7 @@ class SchedulerResults(SchedulerState):
     ) -> EngineCoreOutput:
         request_id = request.request_id
         if finished:
-            output = finish_output(request, self._finish(request))
+            output = self._finish_or_wait(request)
             output.new_token_ids = new_tokens
         else:
             output = EngineCoreOutput(request_id, new_tokens)
@@ -147,6 +147,16 @@ class SchedulerResults(SchedulerState):
             if len(request.output_token_ids) == len(new_tokens):
                 output.times = (request.queued_time, request.first_scheduled_time)
                 output.cache_report = request.cache_report
+        return output
+
+    def _finish_or_wait(self, request: Request) -> EngineCoreOutput:
+        """Finish a request that reached its own end, unless the front end has to be heard first."""
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        if self.transfer is None or failed or not request.may_stop_earlier:
+            return finish_output(request, self._finish(request))
+        self.awaiting_stop.add(request.request_id)
+        output = finish_output(request, None)
+        output.awaits_stop = True
         return output
 
     # ---- transfers -----------------------------------------------------------------------------

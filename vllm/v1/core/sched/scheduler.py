@@ -144,7 +144,9 @@ class Scheduler(SchedulerResults):
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         skipped: list[Request] = []
-        while self.waiting and step.token_budget > 0 and len(self.running) < self.max_num_seqs:
+        # Workers still keep a row for each request that awaits its stop.
+        max_running = self.max_num_seqs - len(self.awaiting_stop)
+        while self.waiting and step.token_budget > 0 and len(self.running) < max_running:
             request = self.waiting.peek()
             admission = self._admit(request, step)
             if admission is _Admission.NO_ROOM:

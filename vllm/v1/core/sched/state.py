@@ -58,6 +58,9 @@ class SchedulerState(SchedulerInterface):
 
     `running` is ordered by claim (admission, or priority): the request to preempt is its last.
     `requests` also holds finished ones whose blocks a transfer still needs.
+
+    With a connector, a request with stop strings that reaches its own end waits in `awaiting_stop`:
+    only the front end sees stop strings, and the connector gets no token that the reply leaves out.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class SchedulerState(SchedulerInterface):
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
         self.running: list[Request] = []
+        self.awaiting_stop: set[str] = set()
         self.finished_req_ids: set[str] = set()
         self.preempted_req_ids: set[str] = set()
         #: running requests whose computed tokens were taken back: workers must rebuild them
@@ -172,30 +176,43 @@ class SchedulerState(SchedulerInterface):
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
         known = (self.requests.get(request_id) for request_id in dict.fromkeys(request_ids))
-        ending = [request for request in known if request is not None and not request.is_finished]
-        for request in ending:
+        queued, ending = [], []
+        for request in known:
+            if request is None:
+                continue
+            if not request.is_finished:
+                queued.append(request)
+            elif request.request_id not in self.awaiting_stop:
+                continue
             request.status = finished_status
-        self._leave_queues(ending)
+            ending.append(request)
+        self._leave_queues(queued)
         for request in ending:
             self._finish(request)
 
     def stop_request(self, request_id: str, num_output_tokens: int) -> None:
         request = self.requests.get(request_id)
-        if request is None or request.is_finished:
+        if request is None or (request.is_finished and request_id not in self.awaiting_stop):
             return
-        if request.status is not RequestStatus.RUNNING:
+        request.may_stop_earlier = False
+        at_own_end = request.is_finished
+        num_rows = request.num_prompt_tokens + num_output_tokens - 1
+        if not at_own_end and request.num_computed_tokens < num_rows:
             # Preempted: a connector may want the state that went with its blocks. It is computed
             # again, up to the last token, which is sampled again.
             self._drop_in_flight_tokens(request)
             request.truncate_output(num_output_tokens - 1)
             request.limit_output(num_output_tokens)
+            if request.status is RequestStatus.RUNNING:
+                self._rewound.add(request_id)
             return
-        request.truncate_output(num_output_tokens)
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        request.status = RequestStatus.FINISHED_STOPPED
-        self._leave_queues([request])
-        params = self._finish(request)
-        self._late_outputs[request.client_index].append(finish_output(request, params))
+        if num_output_tokens < request.num_output_tokens or not at_own_end:
+            request.truncate_output(num_output_tokens)
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+            request.status = RequestStatus.FINISHED_STOPPED
+        if not at_own_end:
+            self._leave_queues([request])
+        self._finish_late(request)
 
     def _leave_queues(self, requests: list[Request]) -> None:
         """Take finished requests out of `running` and, if they were there, `waiting`."""
@@ -210,6 +227,7 @@ class SchedulerState(SchedulerInterface):
         """Tell workers and connector of a finished request and free its blocks unless a transfer
         needs them; returns the connector's parameters for the client."""
         self.finished_req_ids.add(request.request_id)
+        self.awaiting_stop.discard(request.request_id)
         self._rewound.discard(request.request_id)
         keep, params = False, None
         if self.transfer is not None:
@@ -230,6 +248,10 @@ class SchedulerState(SchedulerInterface):
         request.status = RequestStatus.FINISHED_ERROR
         request.error = reason
         self._leave_queues([request])
+        self._finish_late(request)
+
+    def _finish_late(self, request: Request) -> None:
+        """Finish a request outside a step's results; its last message goes out with the next."""
         params = self._finish(request)
         self._late_outputs[request.client_index].append(finish_output(request, params))
 
