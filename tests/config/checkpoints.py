@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny `config.json` directories, without weights."""
+"""Tiny `config.json` directories, without weights, and configs of them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from vllm.config import ModelConfig, SpeculativeConfig
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -45,3 +47,13 @@ def write_config(directory: Path, family: str = "llama", **changes: Any) -> str:
     kept = {key: value for key, value in raw.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(kept))
     return str(directory)
+
+
+def extraction(model: ModelConfig) -> SpeculativeConfig:
+    """Capture of layers 1 and 4."""
+    return SpeculativeConfig(
+        method="extract_hidden_states",
+        num_speculative_tokens=1,
+        draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
+        target_model_config=model,
+    )

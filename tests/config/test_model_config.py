@@ -15,7 +15,6 @@ import torch
 from tests.config.checkpoints import HYBRID, write_config
 from vllm import decisions
 from vllm.config import ModelConfig, ParallelConfig
-from vllm.config.model_rules import check_architecture
 from vllm.exceptions import VLLMValidationError
 
 
@@ -206,30 +205,6 @@ def test_broken_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(VLLMValidationError, match="generation_config.json"):
         ModelConfig(path).get_diff_sampling_param()
-
-
-def test_quantisation_comes_from_the_checkpoint_or_the_flag(tmp_path: Path, llama: str) -> None:
-    path = write_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    assert ModelConfig(path).quantization == "fp8"
-    assert ModelConfig(llama, quantization="fp8").quantization == "fp8"
-    assert ModelConfig(llama).quantization is None
-    with pytest.raises(
-        VLLMValidationError, match="awq: not supported.*checkpoints: fp8.*load: fp8"
-    ):
-        ModelConfig(llama, quantization="awq")
-    with pytest.raises(VLLMValidationError, match="--quantization awq.*quantised as fp8"):
-        ModelConfig(path, quantization="awq")
-    stored = {"quant_method": "gptq"}
-    with pytest.raises(VLLMValidationError, match="--quantization gptq: not supported"):
-        ModelConfig(write_config(tmp_path, quantization_config=stored))
-
-
-def test_unknown_architecture_lists_the_known_ones() -> None:
-    with pytest.raises(VLLMValidationError, match="Foo.*not supported; supported: A, B"):
-        check_architecture(["Foo"], "m", lambda: ["B", "A"])
-    with pytest.raises(VLLMValidationError, match="names no `architectures`"):
-        check_architecture([], "m", lambda: ["A"])
-    check_architecture(["Foo", "A"], "m", lambda: ["A"])
 
 
 @pytest.mark.parametrize(

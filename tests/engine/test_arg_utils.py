@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import FLAG_SPECS, AsyncEngineArgs, EngineArgs
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.cuda import CudaPlatform, GpuFacts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -339,9 +340,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
 
 
 def test_class_marker_makes_a_model_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import model as model_module
-
-    monkeypatch.setattr(model_module, "class_is_hybrid", lambda names: True)
+    monkeypatch.setattr(ModelRegistry, "is_hybrid_model", lambda names: True)
     assert EngineArgs(model=write_config(tmp_path)).create_model_config().is_hybrid
 
 

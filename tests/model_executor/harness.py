@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
+from vllm.engine.resolve import resolve
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -52,10 +53,8 @@ def make_config(path: Path, **fields: Any) -> VllmConfig:
         model=str(path), dtype=torch.float32, max_model_len=MAX_MODEL_LEN, enforce_eager=True
     )
     cache = CacheConfig(block_size=BLOCK_SIZE)
-    return VllmConfig(
-        model_config=model,
-        cache_config=cache,
-        load_config=LoadConfig(**fields),
+    return resolve(
+        VllmConfig(model_config=model, cache_config=cache, load_config=LoadConfig(**fields))
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pickle
@@ -14,8 +13,6 @@ from pydantic import BeforeValidator, ValidatorFunctionWrapHandler, WrapValidato
 from vllm import decisions
 from vllm.config.base import FlagKind, config, option
 from vllm.config.model_rules import (
-    check_architecture,
-    class_is_hybrid,
     resolve_dtype,
     resolve_max_model_len,
     shared_sliding_window,
@@ -167,7 +164,6 @@ class ModelConfig:
         if self.hf_config is None:
             self._load_hf_config()
         self.refresh_hf_config(self.hf_config)
-        self._check_quantization()
         if self.hf_text_config is not self.hf_config or self.limit_mm_per_prompt:
             decisions.record("multimodal input", "none", "only the text part is served")
         self.dtype = resolve_dtype(self.dtype, self.model, self.hf_config, self.hf_text_config)
@@ -208,22 +204,6 @@ class ModelConfig:
         self.hf_config = hf_config
         self.hf_text_config = get_hf_text_config(hf_config)
         self.model_arch_config = convert(hf_config, self.hf_text_config)
-
-    def _check_quantization(self) -> None:
-        from vllm.model_executor.layers.quantization.registry import make_quantization_config
-
-        found = make_quantization_config(self)
-        if found is not None:
-            self.quantization = self.quantization or found.name
-
-    def verify_architecture(self) -> None:
-        """Raise `VLLMValidationError` listing the known architectures if no model class fits.
-
-        A class marked as hybrid makes the model hybrid, whatever its config says.
-        """
-        check_architecture(self.architectures, self.model)
-        if not self.is_hybrid and class_is_hybrid(self.architectures):
-            self.model_arch_config = dataclasses.replace(self.model_arch_config, is_hybrid=True)
 
     def __copy__(self) -> ModelConfig:
         twin = type(self).__new__(type(self))

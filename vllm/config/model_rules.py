@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices a model config makes by itself: dtype, length, architecture."""
+"""Choices a model config makes by itself: dtype, length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,41 +94,6 @@ def resolve_max_model_len(wanted: int | None, arch: ModelArchConfig) -> int:
     why = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1; outputs beyond the model's limit may be wrong"
     decisions.record("max_model_len", wanted, why, derived)
     return wanted
-
-
-def _registered_architectures() -> Sequence[str]:
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    return list(ModelRegistry.get_supported_archs())
-
-
-def check_architecture(
-    architectures: Sequence[str],
-    model: str,
-    supported: Callable[[], Sequence[str]] = _registered_architectures,
-) -> None:
-    """Raise unless one of `architectures` is served; the message lists those that are."""
-    if not architectures:
-        raise VLLMValidationError(
-            f"config.json of {model!r} names no `architectures`; set them with --hf-overrides",
-            parameter="model",
-            value=model,
-        )
-    known = supported()
-    if not any(name in known for name in architectures):
-        raise VLLMValidationError(
-            f"architecture {', '.join(architectures)} of {model!r} is not supported; supported: "
-            + ", ".join(sorted(known)),
-            parameter="model",
-            value=model,
-        )
-
-
-def class_is_hybrid(architectures: Sequence[str]) -> bool:
-    """Whether the model class is marked as having recurrent layers."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    return bool(ModelRegistry.is_hybrid_model(architectures))
 
 
 def shared_sliding_window(text_config: PretrainedConfig) -> int | None:

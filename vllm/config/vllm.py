@@ -21,6 +21,7 @@ from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_outputs import StructuredOutputsConfig
+from vllm.exceptions import VLLMValidationError
 
 
 def _short_id() -> str:
@@ -31,8 +32,8 @@ def _short_id() -> str:
 class VllmConfig:
     """Structured settings and plugins.
 
-    Holds all configs of one engine. Choices that follow from several of them are made at
-    construction, each a decision record.
+    Holds all configs of one engine. `vllm.engine.resolve` makes the choices that follow from
+    several of them, each a decision record.
     """
 
     # None only in tests of parts that need no model; not in the type, which every part reads.
@@ -108,7 +109,37 @@ class VllmConfig:
     instance_id: str = option(default_factory=_short_id, flag=False, help="Name of this engine.")
     quant_config: Any = option(default=None, flag=False, help="Quantisation of the weights.")
 
-    def __post_init__(self) -> None:
-        from vllm.config.resolve import resolve
+    is_resolved: bool = option(
+        default=False,
+        flag=False,
+        help="Whether `vllm.engine.resolve` made the choices that depend on the model class, the "
+        "device and the connector.",
+    )
 
-        resolve(self)
+    def __post_init__(self) -> None:
+        level = self.optimization_level
+        if not 0 <= level <= 3:
+            raise VLLMValidationError(
+                f"-O {level}: the optimization level must be 0, 1, 2 or 3",
+                "optimization_level",
+                level,
+            )
+        self._adopt_attention_config()
+        if self.model_config is not None:
+            self.scheduler_config.max_model_len = self.model_config.max_model_len
+            if self.cache_config.sliding_window is None:
+                self.cache_config.sliding_window = self.model_config.get_sliding_window()
+
+    def _adopt_attention_config(self) -> None:
+        """The two spellings of the attention backend become one."""
+        asked = self.attention_config.backend if self.attention_config else None
+        if asked is None:
+            return
+        if self.attention_backend not in (None, asked):
+            raise VLLMValidationError(
+                f"--attention-backend {self.attention_backend} and --attention-config backend "
+                f"{asked} differ; give one of them",
+                parameter="attention_backend",
+                value=asked,
+            )
+        self.attention_backend = asked

@@ -27,7 +27,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.base import build, check_keys
-from vllm.config.hybrid_manager import resolve_hybrid_manager
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
@@ -130,13 +129,15 @@ class EngineArgs(_Fields):
 
     def create_model_config(self) -> ModelConfig:
         """Read the checkpoint's config and check that its architecture is served."""
+        from vllm.engine.resolve import check_architecture
+
         values = self._values(ModelConfig)
         if values.get("tokenizer") is None:
             values.pop("tokenizer", None)
         if values.get("max_model_len") is None:
             values.pop("max_model_len", None)
         config = ModelConfig(**values)
-        config.verify_architecture()
+        check_architecture(config)
         return config
 
     @startup_phase(FIRST_OF_ENGINE)
@@ -144,6 +145,9 @@ class EngineArgs(_Fields):
         self, usage_context: UsageContext = UsageContext.UNKNOWN_CONTEXT
     ) -> VllmConfig:
         """The complete, resolved configuration; every automatic choice is recorded."""
+        # Parsing flags needs no layers, connectors and devices.
+        from vllm.engine.resolve import resolve
+
         envs.warn_unknown_variables()
         model = self.create_model_config()
         parallel = ParallelConfig(**self._values(ParallelConfig))
@@ -175,7 +179,7 @@ class EngineArgs(_Fields):
             kv_transfer_config=transfer,
             speculative_config=speculative,
         )
-        return VllmConfig(**values)
+        return resolve(VllmConfig(**values))
 
     def _cache_config(self, model: ModelConfig) -> CacheConfig:
         values = self._values(CacheConfig)
@@ -195,6 +199,7 @@ class EngineArgs(_Fields):
         speculative: SpeculativeConfig | None,
         usage: UsageContext,
     ) -> SchedulerConfig:
+        from vllm.engine.resolve import resolve_hybrid_manager
         from vllm.platforms import current_platform
 
         values = self._values(SchedulerConfig)

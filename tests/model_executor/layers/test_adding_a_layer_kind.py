@@ -14,6 +14,7 @@ from tests.tiny_models import tiny_model
 from vllm import ModelRegistry
 from vllm.compilation.graph_break import graph_break
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.engine.resolve import resolve
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
@@ -99,7 +100,7 @@ def harness() -> Harness:
         enforce_eager=True,
         hf_overrides={"architectures": ["AverageForCausalLM"]},
     )
-    config = VllmConfig(model_config=model, load_config=LoadConfig(load_format="dummy"))
+    config = resolve(VllmConfig(model_config=model, load_config=LoadConfig(load_format="dummy")))
     return Harness(tiny_model("llama"), config=config)
 
 

@@ -14,6 +14,7 @@ from tests.model_executor.harness import MAX_MODEL_LEN, Chunk, Harness
 from tests.tiny_models import hf_reference_generate, hf_reference_logits, tiny_model
 from vllm import ModelRegistry
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.engine.resolve import resolve
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -88,7 +89,7 @@ def config_of(path: Path, architecture: str) -> VllmConfig:
         enforce_eager=True,
         hf_overrides={"architectures": [architecture]},
     )
-    return VllmConfig(model_config=model, load_config=LoadConfig())
+    return resolve(VllmConfig(model_config=model, load_config=LoadConfig()))
 
 
 @pytest.fixture

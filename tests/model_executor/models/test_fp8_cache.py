@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.model_executor.harness import Chunk, Harness, make_config
 from vllm import decisions
 from vllm.config import CacheConfig, VllmConfig
+from vllm.engine.resolve import resolve
 from vllm.kernels.fp8 import FP8, to_fp8
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.naive_attention import write_slots
@@ -35,8 +36,10 @@ def fp8_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(path: Path, dtype: str) -> VllmConfig:
     plain = make_config(path)
     cache: Any = CacheConfig(block_size=16, cache_dtype=dtype)  # type: ignore[arg-type]
-    return VllmConfig(
-        model_config=plain.model_config, cache_config=cache, load_config=plain.load_config
+    return resolve(
+        VllmConfig(
+            model_config=plain.model_config, cache_config=cache, load_config=plain.load_config
+        )
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.model_executor.harness import Chunk, Harness, make_config
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.engine.resolve import resolve
 from vllm.kernels import fp8
 
 pytestmark = pytest.mark.parity
@@ -116,7 +117,9 @@ def quantised_at_load(path: Path) -> VllmConfig:
         enforce_eager=True,
         quantization="fp8",
     )
-    return VllmConfig(model_config=model, cache_config=plain.cache_config, load_config=LoadConfig())
+    return resolve(
+        VllmConfig(model_config=model, cache_config=plain.cache_config, load_config=LoadConfig())
+    )
 
 
 @pytest.mark.parametrize("family", ["llama3_rope", "qwen3_5"])

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import decisions
-from vllm.config.resolve import resolve
+from vllm.engine.resolve import resolve
 from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name

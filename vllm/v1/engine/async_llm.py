@@ -82,6 +82,11 @@ class AsyncLLM:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig, disable_log_stats: bool = False) -> AsyncLLM:
+        """`vllm_config` is resolved in place unless it is already."""
+        from vllm.engine.resolve import resolve
+
+        if not vllm_config.is_resolved:
+            resolve(vllm_config)
         return cls(vllm_config, log_stats=not disable_log_stats)
 
     @classmethod

@@ -66,6 +66,11 @@ class LLMEngine:
     def from_vllm_config(
         cls, vllm_config: VllmConfig, disable_log_stats: bool = False
     ) -> LLMEngine:
+        """`vllm_config` is resolved in place unless it is already."""
+        from vllm.engine.resolve import resolve
+
+        if not vllm_config.is_resolved:
+            resolve(vllm_config)
         return cls(vllm_config, log_stats=not disable_log_stats)
 
     @classmethod

@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices that follow from several configs together; each one is a decision record."""
+"""Choices that follow from several configs, the model class, the device and the KV connector.
+
+The config package knows none of those; this module asks them. Each choice is a decision record.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
 
 from vllm import decisions
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config import CUDAGraphMode, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.quantization.registry import (
+    make_quantization_config,
+    stored_quantization,
+)
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.utils import startup_phases
-
-if TYPE_CHECKING:
-    from vllm.config.vllm import VllmConfig
+from vllm.utils.torch_utils import dtype_name
 
 _GRAPHS_OF_LEVEL = {
     0: CUDAGraphMode.NONE,
@@ -28,69 +39,93 @@ _SSM_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
 _DEFERRED_TOKENS = 6
 
 
-def resolve(config: VllmConfig) -> None:
-    """Check the configs against each other and fill what depends on several."""
-    _adopt_attention_config(config)
-    _adopt_model_length(config)
-    _apply_model_rules(config)
-    _resolve_quantization(config)
-    _check_convolution_dtype(config)
-    _resolve_recurrent_dtypes(config)
-    _resolve_deferred_commit(config)
-    _resolve_prefill_split(config)
+def resolve(config: VllmConfig) -> VllmConfig:
+    """Check the configs against each other and fill what depends on several; returns `config`.
+
+    Raises `VLLMValidationError` for what cannot be honoured.
+    """
+    if config.model_config is not None:
+        rules = MODELS_CONFIG_MAP.get(config.model_config.architecture)
+        if rules is not None:
+            rules.verify_and_update_config(config)
+        _resolve_quantization(config)
+        if config.model_config.is_hybrid:
+            _check_convolution_dtype(config)
+            _resolve_recurrent_dtypes(config)
+            _resolve_deferred_commit(config)
+            _resolve_prefill_split(config)
     _resolve_speculation(config)
-    _resolve_hybrid_manager(config)
+    _check_hybrid_manager(config)
     _resolve_graphs(config)
+    config.is_resolved = True
+    return config
 
 
-def _adopt_attention_config(config: VllmConfig) -> None:
-    """The two spellings of the attention backend become one."""
-    asked = config.attention_config.backend if config.attention_config else None
-    if asked is None:
-        return
-    if config.attention_backend not in (None, asked):
+def check_architecture(model: ModelConfig) -> None:
+    """Raise `VLLMValidationError` listing the known architectures if no model class fits.
+
+    A class marked as hybrid makes the model hybrid, whatever its config says.
+    """
+    names = model.architectures
+    if not names:
         raise VLLMValidationError(
-            f"--attention-backend {config.attention_backend} and --attention-config backend "
-            f"{asked} differ; give one of them",
-            parameter="attention_backend",
-            value=asked,
+            f"config.json of {model.model!r} names no `architectures`; set them with "
+            "--hf-overrides",
+            parameter="model",
+            value=model.model,
         )
-    config.attention_backend = asked
+    known = ModelRegistry.get_supported_archs()
+    if not known.intersection(names):
+        raise VLLMValidationError(
+            f"architecture {', '.join(names)} of {model.model!r} is not supported; supported: "
+            + ", ".join(sorted(known)),
+            parameter="model",
+            value=model.model,
+        )
+    if not model.is_hybrid and ModelRegistry.is_hybrid_model(names):
+        model.model_arch_config = dataclasses.replace(model.model_arch_config, is_hybrid=True)
 
 
-def _adopt_model_length(config: VllmConfig) -> None:
-    model = config.model_config
-    if model is None:
-        return
-    config.scheduler_config.max_model_len = model.max_model_len
-    if config.cache_config.sliding_window is None:
-        config.cache_config.sliding_window = model.get_sliding_window()
+def resolve_hybrid_manager(
+    disable: bool | None,
+    transfer: KVTransferConfig | None,
+    supports_groups: Callable[[KVTransferConfig], bool] = KVConnectorFactory.supports_hma_config,
+) -> bool:
+    """The resolved value of `--disable-hybrid-kv-cache-manager`.
+
+    An explicit "keep it on" together with a connector that handles only one cache group raises
+    `VLLMValidationError`; without an explicit wish the manager is then off, and that is recorded.
+    """
+    if disable:
+        return True
+    if transfer is None or not transfer.is_kv_transfer_instance or supports_groups(transfer):
+        return False
+    reason = f"connector {transfer.kv_connector} handles a single cache group only"
+    if disable is False:
+        raise VLLMValidationError(
+            f"--no-disable-hybrid-kv-cache-manager: {reason}; leave the flag out or use a "
+            "connector that subclasses SupportsHMA",
+            parameter="disable_hybrid_kv_cache_manager",
+            value=False,
+        )
+    decisions.record("hybrid_kv_cache_manager", "off", reason, "on")
+    return True
 
 
 def _resolve_quantization(config: VllmConfig) -> None:
     """How weights are quantised; the layers read it when the model is built."""
-    from vllm.model_executor.layers.quantization.registry import (
-        make_quantization_config,
-        stored_quantization,
-    )
-
-    if config.model_config is None:
-        return
-    config.quant_config = make_quantization_config(config.model_config)
-    if stored_quantization(config.model_config):
+    model = config.model_config
+    config.quant_config = make_quantization_config(model)
+    if config.quant_config is not None:
+        model.quantization = config.quant_config.name
+    if stored_quantization(model):
         why = "the checkpoint's quantization_config"
         decisions.record("quantization", config.quant_config.name, why)
 
 
 def _check_convolution_dtype(config: VllmConfig) -> None:
-    from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import dtype_name
-
-    model, asked = config.model_config, config.cache_config.mamba_cache_dtype
-    if model is None or not model.is_hybrid or asked == "auto":
-        return
-    of_model = dtype_name(model.dtype)
-    if asked != of_model and not current_platform.converts_conv_state:
+    asked, of_model = config.cache_config.mamba_cache_dtype, dtype_name(config.model_config.dtype)
+    if asked not in ("auto", of_model) and not current_platform.converts_conv_state:
         raise VLLMValidationError(
             f"--mamba-cache-dtype {asked}: on this device the convolution's state has the dtype "
             f"of the model, {of_model}; leave it out or add --dtype {asked}",
@@ -101,7 +136,7 @@ def _check_convolution_dtype(config: VllmConfig) -> None:
 
 def _resolve_recurrent_dtypes(config: VllmConfig) -> None:
     model, cache = config.model_config, config.cache_config
-    if model is None or not model.is_hybrid or cache.mamba_ssm_cache_dtype != "auto":
+    if cache.mamba_ssm_cache_dtype != "auto":
         return
     stated = getattr(model.hf_text_config, "mamba_ssm_dtype", None)
     name = str(stated).removeprefix("torch.") if stated is not None else "float32"
@@ -119,9 +154,7 @@ def _resolve_recurrent_dtypes(config: VllmConfig) -> None:
 
 def _resolve_deferred_commit(config: VllmConfig) -> None:
     """How often recurrent state is written back; 1 where something looks at it in every step."""
-    model, cache = config.model_config, config.cache_config
-    if model is None or not model.is_hybrid:
-        return
+    cache = config.cache_config
     asked = cache.deferred_commit_tokens
     reason = "--deferred-commit-tokens 1" if asked == 1 else _commit_at_once(config)
     cache.commit_interval = 1 if reason else asked or _DEFERRED_TOKENS
@@ -132,9 +165,6 @@ def _resolve_deferred_commit(config: VllmConfig) -> None:
 
 def _commit_at_once(config: VllmConfig) -> str | None:
     """Why every decode step must write recurrent state, or None."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.platforms import current_platform
-
     if not current_platform.defers_commit:
         return f"{current_platform.device_type} kernels write it with every token"
     if config.cache_config.sanitize:
@@ -149,11 +179,7 @@ def _commit_at_once(config: VllmConfig) -> str | None:
 
 def _resolve_prefill_split(config: VllmConfig) -> None:
     """Whether long prompts may be scanned in segments, which costs the promise of equal bits."""
-    from vllm.platforms import current_platform
-
-    model, cache = config.model_config, config.cache_config
-    if model is None or not model.is_hybrid:
-        return
+    cache = config.cache_config
     asked = cache.recurrent_prefill_split
     if asked == "off":
         why = "--recurrent-prefill-split off"
@@ -193,7 +219,7 @@ def _resolve_speculation(config: VllmConfig) -> None:
         scheduler.max_num_batched_tokens = needed
 
 
-def _resolve_hybrid_manager(config: VllmConfig) -> None:
+def _check_hybrid_manager(config: VllmConfig) -> None:
     """Several cache geometries need the hybrid allocator; the arena has no other."""
     model = config.model_config
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model and model.is_hybrid:
@@ -207,13 +233,7 @@ def _resolve_hybrid_manager(config: VllmConfig) -> None:
 
 
 def _resolve_graphs(config: VllmConfig) -> None:
-    from vllm.platforms import current_platform
-
     compilation, level = config.compilation_config, config.optimization_level
-    if level not in _GRAPHS_OF_LEVEL:
-        raise VLLMValidationError(
-            f"-O {level}: the optimization level must be 0, 1, 2 or 3", "optimization_level", level
-        )
     wanted = compilation.cudagraph_mode or _GRAPHS_OF_LEVEL[level]
     chosen, why = wanted, ""
     if config.model_config is not None and config.model_config.enforce_eager:
@@ -240,14 +260,3 @@ def _resolve_graphs(config: VllmConfig) -> None:
             f"steps of up to {compilation.piecewise_capture_sizes[-1]} tokens",
             "launching larger steps takes the host less time than the device needs for them",
         )
-
-
-def _apply_model_rules(config: VllmConfig) -> None:
-    """Let the model family check or adjust the configs."""
-    if config.model_config is None:
-        return
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    rules = MODELS_CONFIG_MAP.get(config.model_config.architecture)
-    if rules is not None:
-        rules.verify_and_update_config(config)
