@@ -31,14 +31,12 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.hopper_attention import find_hopper_attention
 from vllm.kernels.hopper_gdn import find_hopper_gdn
-from vllm.kernels.narrow import find_narrow_ops
 from vllm.kernels.scan_segments import ScanCuts
 from vllm.kernels.skinny import find_skinny_ops
 from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
 from vllm.kernels.triton.token_adjust import change_logits
 from vllm.kernels.triton.token_filter import kept_tokens
 from vllm.kernels.triton.token_logprobs import ranked_logprobs
-from vllm.kernels.wide import find_wide_ops
 from vllm.utils.math_utils import cdiv
 
 GB_PER_S = 4300.0
@@ -68,8 +66,6 @@ kernels = CudaKernels(
     find_skinny_ops(CAPABILITY),
     find_hopper_gdn(CAPABILITY),
     short_attention=find_hopper_attention(CAPABILITY),
-    narrow=find_narrow_ops(CAPABILITY),
-    wide=find_wide_ops(CAPABILITY),
 )
 
 

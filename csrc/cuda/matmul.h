@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host interface of the matmuls of many tokens.
+// Host interface of the gated matmul of many tokens.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,9 @@
 namespace vllm_cuda {
 
 struct MatmulArgs {
-  const void* x;         // [m, k], rows x_stride elements apart, 16-byte aligned
-  const void* weight;    // [n, k] dense; gated [2 n, k], the gate's n rows first
-  const void* residual;  // [m, n] dense or null: added to the rounded products
-  void* out;             // [m, n] dense
+  const void* x;       // [m, k], rows x_stride elements apart, 16-byte aligned
+  const void* weight;  // [2 n, k] dense, the gate's n rows first
+  void* out;           // [m, n] dense
   int64_t x_stride;
   int m, n, k;
 };
@@ -23,8 +22,7 @@ struct MatmulLaunch {
   void* stream;
 };
 
-// Queue the kernel on the stream; return what went wrong, or null.
+// Queues the kernel on the stream; returns what went wrong, or null.
 const char* launch_swiglu(const MatmulArgs& args, const MatmulLaunch& launch);
-const char* launch_wide_linear(const MatmulArgs& args, const MatmulLaunch& launch);
 
 }  // namespace vllm_cuda

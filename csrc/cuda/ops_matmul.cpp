@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.vllm_cuda.wide_linear and swiglu: matmuls of many tokens, plain and gated.
+// torch.ops.vllm_cuda.swiglu: gate, up projection and SiLU of many tokens.
 #include <stdexcept>
 
 #include "matmul.h"
@@ -20,32 +20,20 @@ void check_matrix(const char* name, const Tensor& matrix) {
   }
 }
 
-void check_residual(const Tensor& residual, int64_t m, int64_t n) {
-  check_matrix("residual", residual);
-  if (residual.size(0) != m || residual.size(1) != n || !residual.is_contiguous()) {
-    reject("residual", residual, "be dense [tokens, n]");
-  }
+[[noreturn]] void fail(const char* why) {
+  throw std::runtime_error(std::string("vllm_cuda: swiglu: ") + why);
 }
 
-using Launcher = const char* (*)(const MatmulArgs&, const MatmulLaunch&);
-
-// An output follows from `rows` rows of the weight.
-Tensor matmul(const char* op, Launcher launcher, int64_t rows, const Tensor& x,
-              const Tensor& weight, const OptTensor& residual, bool overlap, int64_t variant,
+// The gate's rows of the weight come first.
+Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t variant,
               int64_t group) {
   check_matrix("x", x);
   check_matrix("weight", weight);
-  if (weight.size(1) != x.size(1) || !weight.is_contiguous() || weight.size(0) % (8 * rows) != 0) {
-    reject("weight", weight,
-           "be dense with x's k and rows for outputs of a multiple of 8, " + std::to_string(rows) +
-               " for each");
+  if (weight.size(1) != x.size(1) || !weight.is_contiguous() || weight.size(0) % 16 != 0) {
+    reject("weight", weight, "be dense with x's k and two rows each for a multiple of 8 outputs");
   }
-  const int64_t m = x.size(0), n = weight.size(0) / rows;
-  if (residual) check_residual(*residual, m, n);
-  const auto fail = [op](const char* why) {
-    throw std::runtime_error(std::string("vllm_cuda: ") + op + ": " + why);
-  };
   if (group < 1 || group >= kMost) fail("a group has at least one row of tiles");
+  const int64_t m = x.size(0), n = weight.size(0) / 2;
   Tensor out = empty(m, n, x);
   if (m == 0 || n == 0) return out;
   const int32_t device = x.get_device_index();
@@ -53,7 +41,6 @@ Tensor matmul(const char* op, Launcher launcher, int64_t rows, const Tensor& x,
   MatmulArgs args{};
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();
-  args.residual = residual ? residual->data_ptr() : nullptr;
   args.out = out.data_ptr();
   args.x_stride = x.stride(0);
   args.m = static_cast<int>(m);
@@ -65,20 +52,8 @@ Tensor matmul(const char* op, Launcher launcher, int64_t rows, const Tensor& x,
   launch.group = static_cast<int>(group);
   launch.device = device;
   launch.stream = current_stream(device);
-  const char* error = launcher(args, launch);
-  if (error != nullptr) fail(error);
+  if (const char* error = launch_swiglu(args, launch)) fail(error);
   return out;
-}
-
-Tensor wide_linear(const Tensor& x, const Tensor& weight, OptTensor residual, bool overlap,
-                   int64_t variant, int64_t group) {
-  return matmul("wide_linear", launch_wide_linear, 1, x, weight, residual, overlap, variant, group);
-}
-
-// The gate's rows of the weight come first.
-Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t variant,
-              int64_t group) {
-  return matmul("swiglu", launch_swiglu, 2, x, weight, {}, overlap, variant, group);
 }
 
 }  // namespace
@@ -86,13 +61,9 @@ Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t varia
 }  // namespace vllm_cuda
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
-  m.def(
-      "wide_linear(Tensor x, Tensor weight, Tensor? residual, bool overlap, int variant, int group)"
-      " -> Tensor");
   m.def("swiglu(Tensor x, Tensor weight, bool overlap, int variant, int group) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {
-  m.impl("wide_linear", TORCH_BOX(&vllm_cuda::wide_linear));
   m.impl("swiglu", TORCH_BOX(&vllm_cuda::swiglu));
 }

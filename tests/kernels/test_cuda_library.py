@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from vllm import decisions
-from vllm.kernels import cuda_library, hopper_attention, hopper_gdn, narrow, skinny, swiglu, wide
+from vllm.kernels import cuda_library, hopper_attention, hopper_gdn, skinny, swiglu
 
 NOT_BUILT = "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"
 #: the finder, what it decides, what it is instead of, whether Hopper alone has the kernels
 CHOICES = [
     pytest.param(skinny.find_skinny_ops, skinny.WHAT, "cuBLAS", False, id="skinny"),
-    pytest.param(narrow.find_narrow_ops, narrow.WHAT, "cuBLAS", True, id="narrow"),
-    pytest.param(wide.find_wide_ops, wide.WHAT, "cuBLAS", True, id="wide"),
     pytest.param(hopper_gdn.find_hopper_gdn, hopper_gdn.WHAT, "Triton", True, id="gdn"),
     pytest.param(
         hopper_attention.find_hopper_attention,

@@ -11,7 +11,6 @@ from vllm.kernels import cuda_fp8
 from vllm.kernels.composed import ComposedLinears
 from vllm.kernels.hopper_attention import ShortAttentionOp
 from vllm.kernels.hopper_gdn import HopperGdn
-from vllm.kernels.linear_ops import LinearOps
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.skinny import SkinnyOps, can_add, can_normalise, is_skinny
 from vllm.kernels.swiglu import SwigluOp, takes_swiglu
@@ -22,9 +21,9 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefi
 class CudaKernels(ComposedLinears):
     """Every op is one to three launches whose grids follow from host integers alone.
 
-    `skinny` multiplies few tokens where `is_skinny`, `narrow` and `wide` more of them where they
-    `take` them; otherwise cuBLAS does. `hopper` holds the stages of the gated delta rule that are
-    not Triton's. `swiglu` makes gate, up projection and SiLU one launch where `takes_swiglu`.
+    `skinny` multiplies few tokens where `is_skinny`, cuBLAS others. `hopper` holds the stages of
+    the gated delta rule that are not Triton's. `swiglu` makes gate, up projection and SiLU one
+    launch where `takes_swiglu`.
     """
 
     def __init__(
@@ -33,11 +32,8 @@ class CudaKernels(ComposedLinears):
         hopper: HopperGdn | None = None,
         swiglu: SwigluOp | None = None,
         short_attention: ShortAttentionOp | None = None,
-        narrow: LinearOps | None = None,
-        wide: LinearOps | None = None,
     ) -> None:
         self._skinny = skinny
-        self._linears = [ops for ops in (narrow, wide) if ops is not None]
         self._swiglu = swiglu
         self.paged_attention = attention.AttentionOps(short_attention).paged_attention
         delta_rule = gdn.GdnOps(hopper)
@@ -61,14 +57,7 @@ class CudaKernels(ComposedLinears):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._skinny is not None and is_skinny(x, weight):
             return self._skinny.linear(x, weight, bias, _overlaps())
-        ops = self._linear_ops(x, weight, bias)
-        if ops is not None:
-            return ops.linear(x, weight, _overlaps())
         return nn.functional.linear(x, weight, bias)
-
-    def _linear_ops(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOps | None:
-        """Those that stand in for cuBLAS, if any."""
-        return next((ops for ops in self._linears if ops.takes(x, weight, bias)), None)
 
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear_silu_and_mul`; one launch where an op takes them, else two."""
@@ -82,13 +71,9 @@ class CudaKernels(ComposedLinears):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> ResidualStream:
         """See `Kernels.linear_add`; added where a matmul of ours writes it."""
-        addable = can_add(residual, x)
-        if addable and self._skinny is not None and is_skinny(x, weight):
+        if self._skinny is not None and is_skinny(x, weight) and can_add(residual, x):
             out = self._skinny.linear(x, weight, bias, _overlaps(), residual=residual)
             return ResidualStream(out)
-        ops = self._linear_ops(x, weight, bias) if addable else None
-        if ops is not None:
-            return ResidualStream(ops.linear(x, weight, _overlaps(), residual=residual))
         return super().linear_add(x, weight, bias, residual)
 
     def norm_linear(

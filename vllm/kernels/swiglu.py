@@ -23,11 +23,9 @@ WHAT = "gated matmuls of many tokens"
 #: elements of a 16-byte access
 ALIGNMENT = 8
 #: as many tokens are faster with every weight measured: `n` from 3,072, `k` from 1,024 to 4,096
-MANY_TOKENS = 2048
+MANY_TOKENS = 512
 OUTPUTS = 3072
 COLUMNS = (1024, 4096)
-#: with a weight `[2 n, k]` fewer are, too, from the first to the last number
-FEWER_TOKENS = {(9216, 2560): ((48, 128), (320, MANY_TOKENS - 1))}
 #: as measured on an H200 with so many multiprocessors, busy with outputs for this share at least
 MULTIPROCESSORS = 132
 LEAST_USE = 0.8
@@ -93,16 +91,11 @@ def swiglu(x: Tensor, weight: Tensor, overlap: bool) -> Tensor:
 
 def is_faster(m: int, n: int, k: int) -> bool:
     """Whether one launch takes `[m, k]` and `[2 n, k]` faster than cuBLAS and then Triton."""
-    if m >= MANY_TOKENS and n >= OUTPUTS and COLUMNS[0] <= k <= COLUMNS[1]:
-        measured = True
-    else:
-        measured = any(first <= m <= last for first, last in FEWER_TOKENS.get((n, k), ()))
-    if not measured:
+    if m < MANY_TOKENS or n < OUTPUTS or not COLUMNS[0] <= k <= COLUMNS[1]:
         return False
     shape = SHAPES[swiglu_launch(m, n, MULTIPROCESSORS)[0]]
     busy = shape.time(m, n, MULTIPROCESSORS) / shape.cost * MULTIPROCESSORS
-    # So few tokens that memory takes the time, not the tiles.
-    return m <= shape.tokens or m * n >= LEAST_USE * busy
+    return m * n >= LEAST_USE * busy
 
 
 def find_swiglu(capability: tuple[int, int]) -> SwigluOp | None:

@@ -117,10 +117,8 @@ class CudaPlatform(Platform):
         from vllm.kernels.cuda import CudaKernels
         from vllm.kernels.hopper_attention import find_hopper_attention
         from vllm.kernels.hopper_gdn import find_hopper_gdn
-        from vllm.kernels.narrow import find_narrow_ops
         from vllm.kernels.skinny import find_skinny_ops
         from vllm.kernels.swiglu import find_swiglu
-        from vllm.kernels.wide import find_wide_ops
 
         capability = self.get_device_capability()
         return CudaKernels(
@@ -128,8 +126,6 @@ class CudaPlatform(Platform):
             find_hopper_gdn(capability),
             find_swiglu(capability),
             short_attention=find_hopper_attention(capability),
-            narrow=find_narrow_ops(capability),
-            wide=find_wide_ops(capability),
         )
 
     def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:

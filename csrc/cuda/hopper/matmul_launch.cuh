@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch of a matmul of many tokens: tensor maps, the shape, the grid.
+// Launch of the gated matmul of many tokens: tensor maps, the shape, the grid.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,13 @@ inline int divide_up(int x, int y) { return (x + y - 1) / y; }
 template <typename S>
 const char* encode_maps(Maps& maps, const MatmulArgs& args, int box) {
   const Matrix x{args.x, args.m, args.k, args.x_stride};
-  const Matrix weight{args.weight, int64_t{S::GATED ? 2 : 1} * args.n, args.k, args.k};
+  const Matrix weight{args.weight, int64_t{2} * args.n, args.k, args.k};
   const Matrix out{args.out, args.m, args.n, args.n};
-  const Box outputs{64, S::WIDTH, S::SWIZZLED};
   if (const char* error = encode_map(maps.x, x, {box, kColumns, true})) return error;
-  if (const char* error = encode_map(maps.weight, weight, {S::HALF, kColumns, true})) return error;
-  if (args.residual != nullptr) {
-    const Matrix residual{args.residual, args.m, args.n, args.n};
-    if (const char* error = encode_map(maps.residual, residual, outputs)) return error;
+  if (const char* error = encode_map(maps.weight, weight, {S::OUTPUTS, kColumns, true})) {
+    return error;
   }
-  return encode_map(maps.out, out, outputs);
+  return encode_map(maps.out, out, {64, S::WIDTH, S::SWIZZLED});
 }
 
 template <typename S>
@@ -42,9 +39,8 @@ const char* launch_shape(const MatmulArgs& args, const MatmulLaunch& launch) {
   grid.rows = divide_up(args.m, S::TOKENS * S::ROWS);
   grid.columns = divide_up(args.n, S::OUTPUTS * S::COLUMNS);
   grid.group = launch.group;
-  grid.apart = S::GATED ? args.n : S::HALF;
+  grid.apart = args.n;
   grid.box = box;
-  grid.adds = args.residual != nullptr;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = S::CLUSTER;

@@ -18,39 +18,26 @@ constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kColumns = 64;  // of k, per stage
 
-// What becomes of the products.
-enum class Kind { kLinear, kGated };
-
-// A tile is TOKENS tokens (128 or 256) by OUTPUTS outputs, each of one row of the weight or of
-// two, the gate's and the up projection's. A cluster makes ROWS by COLUMNS tiles; what several of
-// its CTAs need is fetched once. A warpgroup holds HELD boxes of outputs on their way to memory, by
-// default all of a block's.
-template <Kind KIND, int TOKENS_, int OUTPUTS_, int STAGES_, int ROWS_, int COLUMNS_,
-          int HELD_ = 0>
+// A tile is TOKENS tokens (128 or 256) by OUTPUTS outputs, each of two rows of the weight, the
+// gate's and the up projection's. A cluster makes ROWS by COLUMNS tiles; what several of its CTAs
+// need is fetched once.
+template <int TOKENS_, int OUTPUTS_, int STAGES_, int ROWS_, int COLUMNS_>
 struct Shape {
-  static constexpr bool GATED = KIND == Kind::kGated;
   static constexpr int TOKENS = TOKENS_, OUTPUTS = OUTPUTS_, STAGES = STAGES_;
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, CLUSTER = ROWS * COLUMNS;
   static constexpr int BLOCKS = TOKENS / (64 * kConsumers);  // of 64 tokens, per warpgroup
   static constexpr int BOX = TOKENS / COLUMNS;               // tokens that a CTA fetches
   static constexpr int WRITERS = ROWS + COLUMNS - 1;         // CTAs that fill a stage
-  static constexpr int HALF = GATED ? OUTPUTS : OUTPUTS / 2;  // rows of the weight fetched at once
 
   // Outputs leave in boxes of 64 tokens and so many columns: swizzled, or of a length that spreads
   // rows over the banks.
   static constexpr int WIDTH = OUTPUTS % 64 == 0 ? 64 : OUTPUTS % 32 == 0 ? 32 : OUTPUTS;
   static constexpr bool SWIZZLED = WIDTH % 32 == 0;
   static constexpr int BOXES = OUTPUTS / WIDTH;
-  static constexpr int HELD = HELD_ == 0 ? BOXES : HELD_;
-  // All of a block's are written at once, or in rounds whose boxes take one of two slots in turn.
-  static constexpr int SLOTS = HELD == BOXES ? 1 : 2;
-  static constexpr int ROUND = HELD / SLOTS, ROUNDS = BOXES / ROUND;
-  static_assert(TOKENS % 128 == 0 && HALF % 8 == 0 && OUTPUTS % 8 == 0);
-  static_assert(BOX % 8 == 0 && BOX <= 256 && HALF <= 256);
+  static_assert(TOKENS % 128 == 0 && OUTPUTS % 8 == 0 && OUTPUTS <= 256);
+  static_assert(BOX % 8 == 0 && BOX <= 256);
   static_assert(SWIZZLED || WIDTH / 8 % 2 == 1);
-  static_assert(HELD % SLOTS == 0 && BOXES % ROUND == 0 && ROUNDS % SLOTS == 0);
-  static_assert((SLOTS == 1 && GATED) || ROUND * WIDTH % 16 == 0, "written in pairs of 8");
-  static_assert(ROWS == 1 || ROWS == 2, "each fetches one half of the weight's rows");
+  static_assert(ROWS == 1 || ROWS == 2, "each fetches the gate's rows or the up projection's");
 };
 
 // This CTA's place in its cluster.
@@ -87,28 +74,26 @@ struct Place {
 template <typename S>
 struct alignas(1024) Stage {
   __nv_bfloat16 x[S::TOKENS][kColumns];
-  __nv_bfloat16 weight[2][S::HALF][kColumns];  // gate, up; or one after the other
+  __nv_bfloat16 weight[2][S::OUTPUTS][kColumns];  // gate, up
 };
 
 template <typename S>
 struct Shared {
   Stage<S> stages[S::STAGES];
-  alignas(1024) __nv_bfloat16 out[kConsumers][S::HELD][64 * S::WIDTH];
+  alignas(1024) __nv_bfloat16 out[kConsumers][S::BOXES][64 * S::WIDTH];
   uint64_t barriers[2 * S::STAGES];
-  uint64_t residual[kConsumers][2 * S::SLOTS];
 };
 
 struct Maps {
-  CUtensorMap x, weight, residual, out;
+  CUtensorMap x, weight, out;
 };
 
 // Tiles of a cluster, in rows (tokens) and columns (outputs).
 struct Grid {
   int rows, columns;
   int group;  // rows that go through all columns together
-  int apart;  // rows of the weight from the first half of a tile's to the second
+  int apart;  // rows of the weight from the gate's of an output to the up projection's
   int box;    // tokens that a CTA fetches
-  bool adds;  // to a residual
 
   // First token and first output of this CTA's tile in the cluster's tile `index`.
   template <typename S>

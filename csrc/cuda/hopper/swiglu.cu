@@ -6,9 +6,7 @@ namespace vllm_cuda {
 
 namespace {
 
-using matmul::Kind;
-template <int TOKENS, int OUTPUTS, int STAGES, int ROWS, int COLUMNS>
-using Shape = matmul::Shape<Kind::kGated, TOKENS, OUTPUTS, STAGES, ROWS, COLUMNS>;
+using matmul::Shape;
 
 // Their places are known to `vllm/kernels/swiglu.py`.
 using Compiled =

@@ -53,19 +53,27 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define VLLM_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+// Operands of a product's assembly: the names of its results in the text, and the results.
+#define VLLM_R32                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                         \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define VLLM_R64 VLLM_R32                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"             \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define VLLM_R72 VLLM_R64                                                                        \
+  ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define VLLM_R128 VLLM_R72                                                                       \
+  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"             \
+  ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"         \
+  ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119" \
+  ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define VLLM_F8(d, i)                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define VLLM_F32(d, i) VLLM_F8(d, i), VLLM_F8(d, i + 8), VLLM_F8(d, i + 16), VLLM_F8(d, i + 24)
-#define VLLM_D32                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "     \
-  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define VLLM_D64                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "     \
-  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, " \
-  "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define VLLM_O32 VLLM_F32(d, 0)
+#define VLLM_O72 VLLM_F32(d, 0), VLLM_F32(d, 32), VLLM_F8(d, 64)
+#define VLLM_O128 VLLM_F32(d, 0), VLLM_F32(d, 32), VLLM_F32(d, 64), VLLM_F32(d, 96)
 
 // The left operand from registers: rows lane / 4 and + 8 of the warp's 16, columns
 // 2 * (lane % 4) + {0, 1} and + 8, packed in pairs, as results come out.
@@ -73,8 +81,8 @@ template <int TRANSPOSED>
 __device__ inline void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " VLLM_D32
-      ", {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" VLLM_R32
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
       : VLLM_F32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
@@ -83,48 +91,14 @@ template <int TRANSPOSED>
 __device__ inline void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " VLLM_D64
-      ", {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" VLLM_R64
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
       : VLLM_F32(d, 0), VLLM_F32(d, 32)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
 
-// Both operands from shared memory, N = 16 to 256 in steps of 16, and 88. VLLM_PRODUCT names N, its results
-// a thread, and the places of the operands after them.
-#define VLLM_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define VLLM_R16 VLLM_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define VLLM_R24 VLLM_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define VLLM_R32 VLLM_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define VLLM_R40 VLLM_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define VLLM_R44 VLLM_R40 ", %40, %41, %42, %43"
-#define VLLM_R48 VLLM_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define VLLM_R56 VLLM_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define VLLM_R64 VLLM_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define VLLM_R72 VLLM_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define VLLM_R80 VLLM_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define VLLM_R88 VLLM_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define VLLM_R96 VLLM_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define VLLM_R104 VLLM_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define VLLM_R112 VLLM_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define VLLM_R120 VLLM_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define VLLM_R128 VLLM_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define VLLM_O8 VLLM_F8(d, 0)
-#define VLLM_O16 VLLM_O8, VLLM_F8(d, 8)
-#define VLLM_O24 VLLM_O16, VLLM_F8(d, 16)
-#define VLLM_O32 VLLM_O24, VLLM_F8(d, 24)
-#define VLLM_O40 VLLM_O32, VLLM_F8(d, 32)
-#define VLLM_O44 VLLM_O40, VLLM_F4(d, 40)
-#define VLLM_O48 VLLM_O40, VLLM_F8(d, 40)
-#define VLLM_O56 VLLM_O48, VLLM_F8(d, 48)
-#define VLLM_O64 VLLM_O56, VLLM_F8(d, 56)
-#define VLLM_O72 VLLM_O64, VLLM_F8(d, 64)
-#define VLLM_O80 VLLM_O72, VLLM_F8(d, 72)
-#define VLLM_O88 VLLM_O80, VLLM_F8(d, 80)
-#define VLLM_O96 VLLM_O88, VLLM_F8(d, 88)
-#define VLLM_O104 VLLM_O96, VLLM_F8(d, 96)
-#define VLLM_O112 VLLM_O104, VLLM_F8(d, 104)
-#define VLLM_O120 VLLM_O112, VLLM_F8(d, 112)
-#define VLLM_O128 VLLM_O120, VLLM_F8(d, 120)
+// Both operands from shared memory. VLLM_PRODUCT names N, its results a thread, and the places of
+// the operands after them.
 #define VLLM_PRODUCT(N, RESULTS, A, B, ADD, TA, TB)                                          \
   template <int TRANSPOSED_A, int TRANSPOSED_B>                                              \
   __device__ inline void product(float (&d)[RESULTS], uint64_t a, uint64_t b, int add) {     \
@@ -134,63 +108,19 @@ __device__ inline void product(float (&d)[64], const uint32_t (&a)[4], uint64_t 
                  : VLLM_O##RESULTS                                                           \
                  : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));          \
   }
-VLLM_PRODUCT(16, 8, 8, 9, 10, 11, 12)
-VLLM_PRODUCT(32, 16, 16, 17, 18, 19, 20)
-VLLM_PRODUCT(48, 24, 24, 25, 26, 27, 28)
 VLLM_PRODUCT(64, 32, 32, 33, 34, 35, 36)
-VLLM_PRODUCT(80, 40, 40, 41, 42, 43, 44)
-VLLM_PRODUCT(88, 44, 44, 45, 46, 47, 48)
-VLLM_PRODUCT(96, 48, 48, 49, 50, 51, 52)
-VLLM_PRODUCT(112, 56, 56, 57, 58, 59, 60)
-VLLM_PRODUCT(128, 64, 64, 65, 66, 67, 68)
 VLLM_PRODUCT(144, 72, 72, 73, 74, 75, 76)
-VLLM_PRODUCT(160, 80, 80, 81, 82, 83, 84)
-VLLM_PRODUCT(176, 88, 88, 89, 90, 91, 92)
-VLLM_PRODUCT(192, 96, 96, 97, 98, 99, 100)
-VLLM_PRODUCT(208, 104, 104, 105, 106, 107, 108)
-VLLM_PRODUCT(224, 112, 112, 113, 114, 115, 116)
-VLLM_PRODUCT(240, 120, 120, 121, 122, 123, 124)
 VLLM_PRODUCT(256, 128, 128, 129, 130, 131, 132)
 #undef VLLM_PRODUCT
 
-#undef VLLM_F4
 #undef VLLM_F8
 #undef VLLM_F32
-#undef VLLM_D32
-#undef VLLM_D64
-#undef VLLM_R8
-#undef VLLM_O8
-#undef VLLM_R16
-#undef VLLM_O16
-#undef VLLM_R24
-#undef VLLM_O24
 #undef VLLM_R32
-#undef VLLM_O32
-#undef VLLM_R40
-#undef VLLM_O40
-#undef VLLM_R44
-#undef VLLM_O44
-#undef VLLM_R48
-#undef VLLM_O48
-#undef VLLM_R56
-#undef VLLM_O56
 #undef VLLM_R64
-#undef VLLM_O64
 #undef VLLM_R72
-#undef VLLM_O72
-#undef VLLM_R80
-#undef VLLM_O80
-#undef VLLM_R88
-#undef VLLM_O88
-#undef VLLM_R96
-#undef VLLM_O96
-#undef VLLM_R104
-#undef VLLM_O104
-#undef VLLM_R112
-#undef VLLM_O112
-#undef VLLM_R120
-#undef VLLM_O120
 #undef VLLM_R128
+#undef VLLM_O32
+#undef VLLM_O72
 #undef VLLM_O128
 
 }  // namespace vllm_cuda
