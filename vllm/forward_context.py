@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,27 +31,27 @@ class ForwardContext:
     only_decodes: bool = False
 
 
-_context: ForwardContext | None = None
+#: engines of one process may run their steps at the same time, on threads of their own
+_context: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
 
 
 def get_forward_context() -> ForwardContext:
     """The context of the running step; raises outside a step."""
-    if _context is None:
+    context = _context.get()
+    if context is None:
         raise RuntimeError("no forward context is set; layers run inside set_forward_context()")
-    return _context
+    return context
 
 
 def is_forward_context_available() -> bool:
-    return _context is not None
+    return _context.get() is not None
 
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make `context` visible to the layers for the duration of the block."""
-    global _context
-    previous = _context
-    _context = context
+    token = _context.set(context)
     try:
         yield context
     finally:
-        _context = previous
+        _context.reset(token)

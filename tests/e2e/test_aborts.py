@@ -126,7 +126,7 @@ def assert_nothing_is_left(llm: LLMEngine, path: Path) -> None:
     connector = scheduler.connector
     assert isinstance(connector, ExampleHiddenStatesConnector)
     assert not connector._scheduling._filenames and not connector._scheduling.has_pending
-    worker = get_kv_transfer_group()
+    [worker] = core.collective_rpc(lambda _: get_kv_transfer_group())
     assert isinstance(worker, ExampleHiddenStatesConnector) and worker._saver is not None
     worker._saver._pool.drain()
     assert not worker._saver._targets and not worker._saver._copying and not worker._saver._waiting

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, Protocol
 
@@ -20,19 +21,19 @@ class BreakRecorder(Protocol):
         ...
 
 
-_recorder: BreakRecorder | None = None
+_recorder: ContextVar[BreakRecorder | None] = ContextVar("break_recorder", default=None)
 
 
 def set_recorder(recorder: BreakRecorder | None) -> BreakRecorder | None:
     """Make breaks report to `recorder` (None: just run); returns the one before."""
-    global _recorder
-    previous, _recorder = _recorder, recorder
+    previous = _recorder.get()
+    _recorder.set(recorder)
     return previous
 
 
 def recording_piece() -> bool:
     """True while a graph between breaks is recorded: what depends on the batch may not run here."""
-    return _recorder is not None and is_capturing()
+    return _recorder.get() is not None and is_capturing()
 
 
 def graph_break(function: Callable[P, None]) -> Callable[P, None]:
@@ -46,7 +47,7 @@ def graph_break(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        recorder = _recorder
+        recorder = _recorder.get()
         if recorder is None:
             function(*args, **kwargs)
         else:

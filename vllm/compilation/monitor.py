@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a graph is being captured right now. Ask the function; never import the state."""
+"""Whether this thread captures a graph right now. Ask the function; never import the state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-_capturing = False
+_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 def is_capturing() -> bool:
     """True inside `capturing()`."""
-    return _capturing
+    return _capturing.get()
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """Mark a capture; RuntimeError when one is running already."""
-    global _capturing
-    if _capturing:
+    if _capturing.get():
         raise RuntimeError("a graph is being captured already")
-    _capturing = True
+    token = _capturing.set(True)
     try:
         yield
     finally:
-        _capturing = False
+        _capturing.reset(token)

@@ -3,39 +3,48 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from vllm.config.vllm import VllmConfig
 
 L = TypeVar("L")
-_current: VllmConfig | None = None
+_current: ContextVar[VllmConfig | None] = ContextVar("vllm_config", default=None)
 
 
 @contextmanager
 def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
-    """Make `vllm_config` the current one while a model is built."""
-    global _current
-    previous = _current
-    _current = vllm_config
+    """Make `vllm_config` the current one on this thread, above all while a model is built."""
+    token = _current.set(vllm_config)
     try:
         yield vllm_config
     finally:
-        _current = previous
+        _current.reset(token)
 
 
 def get_current_vllm_config() -> VllmConfig:
     """The current config; raises outside `set_current_vllm_config`."""
-    if _current is None:
+    current = _current.get()
+    if current is None:
         raise RuntimeError(
             "no current VllmConfig; models are built inside set_current_vllm_config()"
         )
-    return _current
+    return current
 
 
 def get_current_vllm_config_or_none() -> VllmConfig | None:
-    return _current
+    return _current.get()
+
+
+def with_own_layers(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy for one model: its table of layers is empty and nobody else's, the rest is shared."""
+    own = copy.copy(vllm_config)
+    own.compilation_config = copy.copy(vllm_config.compilation_config)
+    own.compilation_config.static_forward_context = {}
+    return own
 
 
 def get_layers_from_vllm_config(

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.config import set_current_vllm_config
+from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, DefersCommit
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
@@ -39,9 +38,8 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     kernel reads, heads that `tp_size` does not divide.
     """
     assert vllm_config.model_config is not None
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    layers = config.compilation_config.static_forward_context = {}
+    config = with_own_layers(vllm_config)
+    layers = config.compilation_config.static_forward_context
     meta = torch.device("meta")
     with (
         torch.no_grad(),

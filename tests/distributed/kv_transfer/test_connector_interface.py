@@ -206,7 +206,7 @@ def test_one_group_connector_and_several_groups() -> None:
         KVConnectorFactory.create_connector(VllmConfig(), KVConnectorRole.WORKER, one_group)
 
 
-def test_process_wide_connector(no_group: None) -> None:
+def test_connector_outside_of_workers(no_group: None) -> None:
     assert not has_kv_transfer_group() and not is_v1_kv_transfer_group()
     with pytest.raises(RuntimeError, match="no KV connector"):
         get_kv_transfer_group()

@@ -70,9 +70,9 @@ class Recorder(PlainConnector):
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     recorder = Recorder()
-    kv_transfer_state.connector = recorder
+    kv_transfer_state.current_slot().connector = recorder
     yield recorder
-    kv_transfer_state.connector = None
+    kv_transfer_state.current_slot().connector = None
 
 
 def step_output() -> SchedulerOutput:

@@ -103,7 +103,9 @@ def test_graphs_hold_rotation_unless_a_connector_loads_first(
         wait_for_layer_load=lambda name: calls.append("wait"),
         save_kv_layer=lambda *_: calls.append("save"),
     )
-    monkeypatch.setattr(kv_transfer_state, "connector", connector if connected else None)
+    monkeypatch.setattr(
+        kv_transfer_state.current_slot(), "connector", connector if connected else None
+    )
     kernels = SimpleNamespace(qk_norm_rope_cache=rotate)
     monkeypatch.setitem(vars(current_platform), "kernels", kernels)
     layer = Attention(4, 32, 1.0, 2, prefix="layer")

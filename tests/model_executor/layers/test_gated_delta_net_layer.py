@@ -169,7 +169,9 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
         gdn_prefill=lambda *_, **__: None,
         gated_rms_norm=lambda x, *_: tape.launch(lambda: calls.append("norm")),
     )
-    monkeypatch.setattr(kv_transfer_state, "connector", connector if connected else None)
+    monkeypatch.setattr(
+        kv_transfer_state.current_slot(), "connector", connector if connected else None
+    )
     layer = build("layer", 0, 1)
     layer.kv_cache = (torch.zeros(0), torch.zeros(0))
     monkeypatch.setitem(vars(current_platform), "kernels", kernels)

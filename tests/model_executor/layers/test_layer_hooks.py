@@ -38,7 +38,7 @@ class Recorder:
 def test_hooks_surround_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(tiny_model("qwen3_5"))
     recorder = Recorder(harness)
-    monkeypatch.setattr(kv_transfer_state, "connector", recorder)
+    monkeypatch.setattr(kv_transfer_state.current_slot(), "connector", recorder)
     harness.step([Chunk(0, 0, [1, 2, 3, 4, 5])])
     names = [f"model.layers.{i}.linear_attn" for i in range(3)] + ["model.layers.3.self_attn.attn"]
     assert recorder.calls == [
@@ -57,6 +57,6 @@ def test_plain_entry_calls_the_hooks_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return layer(q.to(harness.device), kv.to(harness.device), kv.to(harness.device))
 
     harness.model.forward = run
-    monkeypatch.setattr(kv_transfer_state, "connector", recorder)
+    monkeypatch.setattr(kv_transfer_state.current_slot(), "connector", recorder)
     assert harness.step([Chunk(0, 0, [1, 2, 3, 4, 5])]).shape == (5, 4 * 32)
     assert recorder.calls == [("wait", name, False), ("save", name, True)]

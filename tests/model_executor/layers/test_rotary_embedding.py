@@ -11,6 +11,7 @@ from transformers import LlamaConfig, Qwen3_5TextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 LLAMA3: dict[str, Any] = {
@@ -81,6 +82,8 @@ def test_table_is_shared_while_in_use() -> None:
     assert get_rope(16, 48, rope_parameters=dict(VARIANTS[0])) is first
     assert get_rope(16, 64, rope_parameters=VARIANTS[0]) is not first
     assert get_rope(16, 48, rope_parameters=VARIANTS[1]) is not first
+    with set_current_vllm_config(VllmConfig()):  # a model of another engine
+        assert get_rope(16, 48, rope_parameters=VARIANTS[0]) is not first
     table = weakref.ref(first.cos_sin_cache)
     del first
     gc.collect()

@@ -106,9 +106,9 @@ def connector_calls() -> Iterator[list[str]]:
 
     listener = Listener(VllmConfig(kv_transfer_config=plain()), None)  # type: ignore[arg-type]
     listener.bind_connector_metadata(KVConnectorMetadata())
-    kv_transfer_state.connector = listener
+    kv_transfer_state.current_slot().connector = listener
     yield calls
-    kv_transfer_state.connector = None
+    kv_transfer_state.current_slot().connector = None
 
 
 def make_proposer(ids: list[int], block_size: int = 16) -> ExtractHiddenStatesProposer:

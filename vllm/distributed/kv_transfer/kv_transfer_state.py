@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker-side connector of this process."""
+"""The worker-side connector of the engine at work.
+
+A process may run several engines. Each worker keeps its connector in a `ConnectorSlot` and makes it
+the current one while it is called; the functions here ask the current slot. Code that runs outside
+a worker's calls finds a slot of its own, which is empty unless it fills it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,47 +19,73 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-#: None without a connector; the layers' hooks test it on every call
-connector: KVConnectorBase_V1 | None = None
+
+@dataclass
+class ConnectorSlot:
+    """One engine's worker-side connector, None without; layers' hooks test it on every call."""
+
+    connector: KVConnectorBase_V1 | None = None
+
+
+_slot: ContextVar[ConnectorSlot] = ContextVar("kv_connector_slot")
+_outside = ConnectorSlot()
+
+
+def current_slot() -> ConnectorSlot:
+    """The slot of the engine at work."""
+    return _slot.get(_outside)
+
+
+@contextmanager
+def use_slot(slot: ConnectorSlot) -> Iterator[None]:
+    """Make `slot` the current one for the duration of the block, on this thread."""
+    token = _slot.set(slot)
+    try:
+        yield
+    finally:
+        _slot.reset(token)
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
-    """The worker's connector; raises when there is none."""
+    """The connector of the engine at work; RuntimeError when there is none."""
+    connector = current_slot().connector
     if connector is None:
-        raise RuntimeError("no KV connector: ensure_kv_transfer_initialized() has not made one")
+        raise RuntimeError(
+            "no KV connector: the engine at work has none, or no worker is being called"
+        )
     return connector
 
 
 def has_kv_transfer_group() -> bool:
-    return connector is not None
+    return current_slot().connector is not None
 
 
 def is_v1_kv_transfer_group(group: KVConnectorBase_V1 | None = None) -> bool:
-    """Whether `group` (default: the worker's connector) speaks the V1 interface."""
+    """Whether `group` (default: the current connector) speaks the V1 interface."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    return isinstance(connector if group is None else group, KVConnectorBase_V1)
+    return isinstance(current_slot().connector if group is None else group, KVConnectorBase_V1)
 
 
 def ensure_kv_transfer_initialized(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> None:
-    """Make the worker-side connector once, if the configuration names one."""
-    global connector
+    """Make the current slot's connector once, if the configuration names one."""
+    slot = current_slot()
     transfer = vllm_config.kv_transfer_config
-    if transfer is None or not transfer.is_kv_transfer_instance or connector is not None:
+    if transfer is None or not transfer.is_kv_transfer_instance or slot.connector is not None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    connector = KVConnectorFactory.create_connector(
+    slot.connector = KVConnectorFactory.create_connector(
         config=vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
     )
 
 
 def ensure_kv_transfer_shutdown() -> None:
-    """Shut the worker-side connector down; outstanding transfers are drained by it."""
-    global connector
-    current, connector = connector, None
-    if current is not None:
-        current.shutdown()
+    """Shut the current slot's connector down; outstanding transfers are drained by it."""
+    slot = current_slot()
+    connector, slot.connector = slot.connector, None
+    if connector is not None:
+        connector.shutdown()

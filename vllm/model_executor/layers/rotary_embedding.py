@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.config import get_current_vllm_config_or_none
+
 RopeParameters = Mapping[str, Any]
 
 
@@ -111,7 +113,7 @@ def get_rope(
     is_neox_style: bool = True,
     rope_parameters: RopeParameters | None = None,
 ) -> RotaryEmbedding:
-    """The rotary embedding of a config's `rope_parameters`, shared while a layer holds it.
+    """The rotary embedding of a config's `rope_parameters`, shared by the layers of one model.
 
     Raises ValueError for an unsupported rotation.
     """
@@ -119,7 +121,9 @@ def get_rope(
         raise ValueError("interleaved (GPT-J) rotation is not supported; only NeoX style is")
     parameters = {"rope_theta": 10000.0, **(rope_parameters or {})}
     device = torch.get_default_device()
-    key = json.dumps([head_size, max_position, parameters, str(device)], sort_keys=True)
+    # Another engine's table goes when that engine sleeps.
+    model = id(get_current_vllm_config_or_none())
+    key = json.dumps([model, head_size, max_position, parameters, str(device)], sort_keys=True)
     rope = _shared.get(key)
     if rope is None:
         rope = RotaryEmbedding(head_size, max_position, parameters)

@@ -70,7 +70,7 @@ NONE_HASH: BlockHash = BlockHash(os.urandom(32))
 
 
 def init_none_hash(hash_fn: HashFunction) -> None:
-    """Set `NONE_HASH` for a new engine; read it through the module afterwards."""
+    """Set `NONE_HASH` for a new engine; the hashers of earlier ones keep theirs."""
     global NONE_HASH
     seed = os.environ.get("PYTHONHASHSEED")
     NONE_HASH = BlockHash(os.urandom(32) if seed is None else hash_fn(seed))
@@ -208,13 +208,14 @@ class BlockHasher:
     def __init__(self, block_size: int, hash_fn: HashFunction) -> None:
         self.block_size = block_size
         self._hash_fn = hash_fn
+        self._root = NONE_HASH
 
     def __call__(self, request: Request) -> list[BlockHash]:
         size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
         start = len(hashes) * size
         if start + size > len(tokens):
             return []
-        parent = hashes[-1] if hashes else None
+        parent = hashes[-1] if hashes else self._root
         extra = need_extra_keys(request)
         new: list[BlockHash] = []
         mm_index = 0
@@ -231,7 +232,7 @@ class BlockHasher:
     def parent(self, request: Request, num_tokens: int) -> BlockHash:
         """Hash of the full blocks of the first `num_tokens` tokens."""
         num_blocks = num_tokens // self.block_size
-        return request.block_hashes[num_blocks - 1] if num_blocks else NONE_HASH
+        return request.block_hashes[num_blocks - 1] if num_blocks else self._root
 
     def prefix(self, request: Request, num_tokens: int) -> BlockHash:
         """Hash of exactly the first `num_tokens` tokens, which must be known."""

@@ -12,8 +12,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.sleep import ASLEEP
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.prometheus import REGISTRY
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import ModelConfig, VllmConfig
@@ -42,9 +44,11 @@ class FrontEnd:
         if self.asleep:
             raise EngineSleepingError(ASLEEP)
 
-    def make_stat_loggers(self) -> StatLoggerManager | None:
+    def make_stat_loggers(self, registry: CollectorRegistry = REGISTRY) -> StatLoggerManager | None:
         """After the core has started: some metrics show what it decided."""
-        return StatLoggerManager(self.vllm_config) if self.log_stats else None
+        if not self.log_stats:
+            return None
+        return StatLoggerManager(self.vllm_config, registry=registry)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
+
 from vllm import envs
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
@@ -59,7 +61,9 @@ class LLMEngine:
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self.processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        self._loggers = self._front_end.make_stat_loggers()
+        #: of this engine alone: nobody scrapes the metrics of an offline engine
+        self._metrics = CollectorRegistry()
+        self._loggers = self._front_end.make_stat_loggers(self._metrics)
         startup_phases.log_ledger()
 
     @classmethod
@@ -177,10 +181,10 @@ class LLMEngine:
         return self._front_end.require_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
-        """A snapshot of this process's metrics; `ValueError` when statistics are off."""
+        """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
         if self._loggers is None:
             raise ValueError("metrics are off; use disable_log_stats=False")
-        return get_metrics_snapshot()
+        return get_metrics_snapshot(self._metrics)
 
     def collective_rpc(
         self,

@@ -120,11 +120,14 @@ class StatLoggerManager:
     """All consumers of one front end."""
 
     def __init__(
-        self, vllm_config: VllmConfig, loggers: list[StatLoggerBase] | None = None
+        self,
+        vllm_config: VllmConfig,
+        loggers: list[StatLoggerBase] | None = None,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self.loggers: list[StatLoggerBase] = loggers or [
             LoggingStatLogger(),
-            PrometheusStatLogger(vllm_config),
+            PrometheusStatLogger(vllm_config, registry=registry),
         ]
 
     def record(

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,11 +13,9 @@ from torch import nn
 
 from vllm import decisions
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.current import with_own_layers
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_kv_transfer_shutdown
-from vllm.distributed.kv_transfer.kv_transfer_state import (
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-)
+from vllm.distributed.kv_transfer.kv_transfer_state import ConnectorSlot, use_slot
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -44,16 +43,23 @@ class Worker:
     def __init__(self, vllm_config: VllmConfig, receive_masks: ReceiveMasks = no_masks) -> None:
         load_general_plugins()
         assert vllm_config.model_config is not None
-        self.vllm_config = vllm_config
+        self.vllm_config = with_own_layers(vllm_config)
         self.model_config = vllm_config.model_config
         self.cache_config = vllm_config.cache_config
         self.parallel_config = vllm_config.parallel_config
         self._receive_masks = receive_masks
+        self._connector_slot = ConnectorSlot()
         self.rank = 0
         self.local_rank = 0
         self.extension = self._make_extension()
         self.kernel_plan: KernelPlan | None = None
         self.compilation: ParallelCompilation | None = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Make this engine's configuration and connector the current ones on this thread."""
+        with set_current_vllm_config(self.vllm_config), use_slot(self._connector_slot):
+            yield
 
     def _make_extension(self) -> Any:
         path = self.parallel_config.worker_extension_cls
@@ -78,7 +84,7 @@ class Worker:
 
     def load_model(self) -> None:
         """Build the model, then read its weights while its kernels compile."""
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             with startup_phase("build model"):
                 self.model_runner.build_model()
             self.compilation = self._compile_ahead()
@@ -139,20 +145,20 @@ class Worker:
 
     @startup_phase("arena")
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             self.model_runner.initialize_kv_cache(kv_cache_config)
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
-            if has_kv_transfer_group():
+            if (connector := self._connector_slot.connector) is not None:
                 # A recurrent layer has a tuple of tensors, as connectors expect.
                 caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
-                get_kv_transfer_group().register_kv_caches(caches)
+                connector.register_kv_caches(caches)
 
     @startup_phase("warm-up")
     def warm_up(self) -> None:
         if self.device.type != "cuda":
             return
         self._await_kernels()
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             warm_up(self.model_runner)
         self._report_unforeseen_kernels()
 
@@ -171,14 +177,15 @@ class Worker:
 
     def capture_next_graph(self) -> int:
         """Capture one of them; returns how many are left."""
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             self.model_runner.graphs.capture_next()
         return self.num_pending_graphs()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        return self.model_runner.execute_model(scheduler_output)
+        with self.at_work():
+            return self.model_runner.execute_model(scheduler_output)
 
     def call(
         self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,11 +194,12 @@ class Worker:
 
         Raises `VLLMValidationError` for a name that is none.
         """
-        if callable(method):
-            return method(self, *args, **kwargs)
-        for owner in (self, self.extension):
-            if owner is not None and method in dir(owner) and not method.startswith("_"):
-                return getattr(owner, method)(*args, **kwargs)
+        with self.at_work():
+            if callable(method):
+                return method(self, *args, **kwargs)
+            for owner in (self, self.extension):
+                if owner is not None and method in dir(owner) and not method.startswith("_"):
+                    return getattr(owner, method)(*args, **kwargs)
         raise VLLMValidationError(f"the worker has no method {method!r}", "method", method)
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
@@ -202,17 +210,18 @@ class Worker:
         return self.sleeper.sleep(level)
 
     def wake_up(self, tags: Collection[str]) -> None:
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             self.sleeper.wake_up(tags)
 
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""
-        with set_current_vllm_config(self.vllm_config):
+        with self.at_work():
             self.sleeper.reload_weights()
 
     def shutdown(self) -> None:
         """Drain the connector and free the device memory."""
-        ensure_kv_transfer_shutdown()
+        with self.at_work():
+            ensure_kv_transfer_shutdown()
         self.model_runner.close()
         gc.collect()
         if self.device.type == "cuda":
