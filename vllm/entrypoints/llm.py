@@ -114,7 +114,9 @@ class LLM(LLMRefusals):
         adapters = _per_prompt("lora_request", lora_request, len(items), LoRARequest)
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(items), int)
         ids: list[str] = []
-        batch = RequestBatch(self.llm_engine)
+        batch = RequestBatch(
+            self.llm_engine.vllm_config.scheduler_config, self.llm_engine.send_requests
+        )
         try:
             for item, param, adapter, rank in zip(items, params, adapters, priorities, strict=True):
                 ids.append(str(next(self._request_ids)))

@@ -90,9 +90,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _answer_selected_help(self, args: list[str]) -> None:
         for arg in self._before_dashes(args):
             if arg.startswith("--help="):
-                text = flag_help(self, arg.removeprefix("--help="))
+                topic = arg.removeprefix("--help=")
+                text = self.full_help() if topic == "all" else flag_help(self, topic)
                 if text is None:
-                    self.error(f"no help for {arg.removeprefix('--help=')!r}; try --help=all")
+                    self.error(f"no help for {topic!r}; try --help=all")
                 print(text)
                 self.exit()
 

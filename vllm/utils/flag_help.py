@@ -4,16 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-def flag_help(parser: FlexibleArgumentParser, topic: str) -> str | None:
-    """Help on `topic`: a group, a flag, `listgroup` or `all`; None if it is unknown."""
-    if topic == "all":
-        return parser.full_help()
+def flag_help(parser: argparse.ArgumentParser, topic: str) -> str | None:
+    """Help on `topic`: a group, a flag or `listgroup`; None if it is unknown."""
     if topic == "listgroup":
         return overview(parser)
     for group in parser._action_groups:

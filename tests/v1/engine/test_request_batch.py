@@ -21,7 +21,7 @@ def _step_sizes(engine):
 
 
 def _submit(engine, num_prompts, length=20, params=PARAMS):
-    batch = RequestBatch(engine)
+    batch = RequestBatch(engine.vllm_config.scheduler_config, engine.send_requests)
     for i in range(num_prompts):
         batch.add(engine.prepare_request(str(i), prompt_of(i, length), params))
     batch.send()

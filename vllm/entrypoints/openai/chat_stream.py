@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
@@ -12,31 +12,43 @@ from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.serving_chat import PlannedChat, ServingChat
+    from vllm.entrypoints.openai.chat_reply import ReplySplitter
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChatStream:
-    """Builds chunks as plain dicts: this runs once per token of every stream."""
+    """Builds chunks as plain dicts: this runs once per token of every stream.
+
+    `splitters`: per choice, what separates its text into reasoning, content and calls, if anything.
+    `echoed`: text that every choice begins with. `logprobs`: the object for new tokens.
+    """
 
     def __init__(
         self,
-        serving: ServingChat,
         request: ChatCompletionRequest,
+        request_id: str,
         model: str,
-        planned: PlannedChat,
+        *,
+        prompt_ids: list[int],
+        splitters: Sequence[ReplySplitter | None],
+        role: str,
+        echoed: str,
+        logprobs: Callable[[CompletionOutput], dict[str, Any] | None],
+        usage: StreamUsage,
     ) -> None:
-        self._serving = serving
         self._request = request
-        self._prompt_ids = planned.prompt.token_ids
-        self._splitters = [serving.splitter(request, planned) for _ in range(request.num_choices)]
+        self._prompt_ids = prompt_ids
+        self._splitters = splitters
+        self._role = role
+        self._echoed = echoed
+        self._logprobs = logprobs
+        self._usage = usage
         self._head = {
-            "id": planned.request_id,
+            "id": request_id,
             "object": "chat.completion.chunk",
             "created": now(),
             "model": model,
         }
-        self._usage = StreamUsage(serving, request, [len(self._prompt_ids)])
 
     async def events(
         self, source: AsyncGenerator[tuple[int, RequestOutput], None]
@@ -63,12 +75,12 @@ class ChatStream:
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """The chunk that names the role, and the echoed text if there is one."""
-        role = self._serving.role(self._request)
-        opening = self._chunk(index, {"role": role, "content": ""})
+        opening = self._chunk(index, {"role": self._role, "content": ""})
         if self._request.return_token_ids:
             opening["prompt_token_ids"] = self._prompt_ids
-        echoed = self._serving.echoed(self._request)
-        return [opening, self._chunk(index, {"content": echoed})] if echoed else [opening]
+        if self._echoed:
+            return [opening, self._chunk(index, {"content": self._echoed})]
+        return [opening]
 
     def _delta(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         """The chunk for new tokens; None while their text is kept back and nothing else is due."""
@@ -84,7 +96,7 @@ class ChatStream:
             return None
         chunk = self._chunk(completion.index, delta)
         choice = chunk["choices"][0]
-        choice["logprobs"] = self._serving.logprobs(self._request, completion)
+        choice["logprobs"] = self._logprobs(completion)
         if self._request.return_token_ids:
             choice["token_ids"] = list(completion.token_ids)
         if reason is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.chat_utils import message_text
@@ -34,6 +35,7 @@ from vllm.entrypoints.openai.serving_engine import (
     total_cached,
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
+from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
 
 if TYPE_CHECKING:
@@ -75,7 +77,18 @@ class ServingChat(OpenAIServing):
         self.parsers.check(planned.choice)
         source = self.generate([planned], request, context)
         if request.stream:
-            return ChatStream(self, request, model, planned).events(source)
+            stream = ChatStream(
+                request,
+                planned.request_id,
+                model,
+                prompt_ids=planned.prompt.token_ids,
+                splitters=[self.splitter(request, planned) for _ in range(request.num_choices)],
+                role=self.role(request),
+                echoed=self.echoed(request),
+                logprobs=partial(self.logprobs, request),
+                usage=StreamUsage(self, request, [len(planned.prompt.token_ids)]),
+            )
+            return stream.events(source)
         created = now()
         *_, output = [output async for _, output in source]
         prompt_ids = planned.prompt.token_ids

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-import vllm
 from vllm import envs
 from vllm.kernels.triton.compile_ahead import Variant
 from vllm.kernels.triton.configs import device_configs
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_PACKAGE = Path(vllm.__file__).parent
+_PACKAGE = Path(__file__).parents[2]
 #: what of the package decides which kernels are launched
 _CODE = (".py", ".so", ".json")
 #: fields that differ between starts of the same configuration

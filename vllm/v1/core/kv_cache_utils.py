@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, Protocol
 
 from vllm.utils.hashing import HashFunction
 from vllm.v1.core.arena_sizing import (
@@ -23,9 +23,6 @@ from vllm.v1.core.state_groups import (
     is_kv_cache_spec_uniform,
     unify_hybrid_kv_cache_specs,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 __all__ = [
     "NONE_HASH",
@@ -156,13 +153,26 @@ class KVCacheBlock:
         return f"KVCacheBlock(id={self.block_id}, group={self.group_id}, refs={self.ref_cnt})"
 
 
-def need_extra_keys(request: Request) -> bool:
+class HashedRequest(Protocol):
+    """What of a `Request` the hashes of its blocks depend on."""
+
+    cache_salt: str | None
+    lora_request: Any | None
+    mm_features: list[Any]
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def block_hashes(self) -> list[BlockHash]: ...
+
+
+def need_extra_keys(request: HashedRequest) -> bool:
     """Whether more than the tokens decides the content of this request's blocks."""
     return bool(request.lora_request or request.mm_features or request.cache_salt)
 
 
 def generate_block_hash_extra_keys(
-    request: Request, start: int, end: int, start_mm_idx: int = 0
+    request: HashedRequest, start: int, end: int, start_mm_idx: int = 0
 ) -> tuple[tuple[Any, ...] | None, int]:
     """What besides tokens decides the content of tokens `[start, end)`.
 
@@ -210,7 +220,7 @@ class BlockHasher:
         self._hash_fn = hash_fn
         self._root = NONE_HASH
 
-    def __call__(self, request: Request) -> list[BlockHash]:
+    def __call__(self, request: HashedRequest) -> list[BlockHash]:
         size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
         start = len(hashes) * size
         if start + size > len(tokens):
@@ -229,12 +239,12 @@ class BlockHasher:
             new.append(parent)
         return new
 
-    def parent(self, request: Request, num_tokens: int) -> BlockHash:
+    def parent(self, request: HashedRequest, num_tokens: int) -> BlockHash:
         """Hash of the full blocks of the first `num_tokens` tokens."""
         num_blocks = num_tokens // self.block_size
         return request.block_hashes[num_blocks - 1] if num_blocks else self._root
 
-    def prefix(self, request: Request, num_tokens: int) -> BlockHash:
+    def prefix(self, request: HashedRequest, num_tokens: int) -> BlockHash:
         """Hash of exactly the first `num_tokens` tokens, which must be known."""
         start = num_tokens - num_tokens % self.block_size
         parent = self.parent(request, num_tokens)

@@ -36,8 +36,8 @@ class GroupPages:
     def __init__(self, group_id: int, capacity: int) -> None:
         self.group_id = group_id
         self.capacity = capacity
-        self.pinned = PageBuckets()
-        self.resting = PageBuckets()
+        self.pinned: PageBuckets[Page] = PageBuckets()
+        self.resting: PageBuckets[Page] = PageBuckets()
         self.with_idle: OrderedDict[Page, None] = OrderedDict()
         self.idle: IdleQueue[KVCacheBlock] = IdleQueue()
         self.supply = 0

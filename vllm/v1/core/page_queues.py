@@ -6,35 +6,34 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from vllm.v1.core.page_pool import Page
+_Page = TypeVar("_Page")
 
 
-class PageBuckets:
+class PageBuckets(Generic[_Page]):
     """Pages with free blocks, found by how few are left."""
 
     __slots__ = ("_by_free", "_occupied")
 
     def __init__(self) -> None:
-        self._by_free: dict[int, OrderedDict[Page, None]] = {}
+        self._by_free: dict[int, OrderedDict[_Page, None]] = {}
         self._occupied = 0
 
-    def add(self, page: Page, num_free: int) -> None:
+    def add(self, page: _Page, num_free: int) -> None:
         bucket = self._by_free.get(num_free)
         if bucket is None:
             bucket = self._by_free[num_free] = OrderedDict()
         bucket[page] = None
         self._occupied |= 1 << num_free
 
-    def remove(self, page: Page, num_free: int) -> None:
+    def remove(self, page: _Page, num_free: int) -> None:
         bucket = self._by_free[num_free]
         del bucket[page]
         if not bucket:
             self._occupied ^= 1 << num_free
 
-    def fullest(self) -> Page | None:
+    def fullest(self) -> _Page | None:
         """A page with the fewest free blocks (at least one)."""
         if not self._occupied:
             return None

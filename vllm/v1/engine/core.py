@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+#: longest wait for transfers before sleeping, and the pause between looking
+_DRAIN_S = 10.0
+_TICK_S = 0.001
+
 logger = init_logger(__name__)
 
 
@@ -84,7 +88,7 @@ class EngineCore:
         self._depth = self.executor.max_concurrent_batches
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
-        self.sleeping = CoreSleep(self)
+        self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
         self.late_captures = LateCaptures(vllm_config, self.executor)
         self._utilities: dict[str, Callable[..., Any]] = {
             "collective_rpc": self.collective_rpc,
@@ -255,6 +259,16 @@ class EngineCore:
         nothing: Future[ModelRunnerOutput] = Future()
         nothing.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
         return nothing
+
+    def _drain(self) -> None:
+        """Before a sleep: tell the workers what ended and wait for transfers of ended requests."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self.has_work():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the engine cannot sleep: transfers of finished requests go on")
+            self.step()
+            if self.only_waits:
+                time.sleep(_TICK_S)
 
     # ---- utilities -----------------------------------------------------------------------------
 

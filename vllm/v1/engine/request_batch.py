@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from vllm.config import SchedulerConfig
 from vllm.v1.engine import EngineCoreRequest
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class RequestBatch:
-    """Sends prepared requests once they fill a step, and the rest when told.
+    """Hands prepared requests to `send` once they fill a step, and the rest when told.
 
     Requests sent one by one would be scheduled one by one: the core starts with the first while
     the next is being tokenised, and runs a step for it alone.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        scheduler = engine.vllm_config.scheduler_config
+    def __init__(
+        self, scheduler: SchedulerConfig, send: Callable[[list[EngineCoreRequest]], None]
+    ) -> None:
+        self._send = send
         self._max_requests = scheduler.max_num_seqs
         self._max_tokens = scheduler.max_num_batched_tokens
         self._requests: list[EngineCoreRequest] = []
@@ -35,6 +34,6 @@ class RequestBatch:
 
     def send(self) -> None:
         """Send what there is."""
-        self._engine.send_requests(self._requests)
+        self._send(self._requests)
         self._requests = []
         self._num_tokens = 0

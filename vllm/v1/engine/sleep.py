@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -12,13 +12,11 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 
-#: longest wait for transfers, and the pause between looking
-_DRAIN_S = 10.0
-_TICK_S = 0.001
 #: what can be woken separately
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
@@ -51,10 +49,22 @@ def check_tags(tags: Iterable[str] | None) -> tuple[str, ...]:
 
 
 class CoreSleep:
-    """Puts a core's workers to sleep, once it is idle, and wakes them up."""
+    """Puts a core's workers to sleep, once it is idle, and wakes them up.
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    `drain` takes the core through the steps that remain without a request.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        scheduler: SchedulerInterface,
+        executor: Executor,
+        drain: Callable[[], None],
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._scheduler = scheduler
+        self._executor = executor
+        self._drain = drain
         self._level = 0
         self._asleep: set[str] = set()
 
@@ -64,7 +74,7 @@ class CoreSleep:
 
     def sleep(self, level: int) -> None:
         """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
-        check_sleep(self._core.vllm_config, level)
+        check_sleep(self._vllm_config, level)
         if self.is_sleeping:
             if level == self._level and self._asleep == set(TAGS):
                 return
@@ -72,14 +82,14 @@ class CoreSleep:
             raise RuntimeError(
                 f"the engine sleeps at level {self._level} ({asleep}); wake it up first"
             )
-        if self._core.scheduler.has_unfinished_requests():
+        if self._scheduler.has_unfinished_requests():
             raise RuntimeError("the engine cannot sleep while requests run; abort them first")
         self._drain()
-        if not self._core.scheduler.reset_prefix_cache():
+        if not self._scheduler.reset_prefix_cache():
             raise RuntimeError("the engine cannot sleep: state blocks are still in use")
         begin = time.monotonic()
         self._level, self._asleep = level, set(TAGS)
-        released = sum(self._core.executor.collective_rpc("sleep", args=(level,)))
+        released = sum(self._executor.collective_rpc("sleep", args=(level,)))
         elapsed = time.monotonic() - begin
         logger.info(
             "asleep (level %d): %.2f GiB released in %.2f s", level, released / 2**30, elapsed
@@ -88,17 +98,7 @@ class CoreSleep:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         chosen = check_tags(tags)
         begin = time.monotonic()
-        self._core.executor.collective_rpc("wake_up", args=(chosen,))
+        self._executor.collective_rpc("wake_up", args=(chosen,))
         self._asleep.difference_update(chosen)
         left = f", {', '.join(sorted(self._asleep))} still asleep" if self._asleep else ""
         logger.info("awake in %.2f s%s", time.monotonic() - begin, left)
-
-    def _drain(self) -> None:
-        """Tell the workers what ended and wait for transfers; nobody waits for the outputs."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._core.has_work():
-            if time.monotonic() > deadline:
-                raise RuntimeError("the engine cannot sleep: transfers of finished requests go on")
-            self._core.step()
-            if self._core.only_waits:
-                time.sleep(_TICK_S)

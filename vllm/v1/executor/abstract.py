@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 
 from vllm.config import VllmConfig
+from vllm.utils.dotted import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
+
+#: `--distributed-executor-backend` -> class, imported with its workers when it is chosen
+_EXECUTORS = {"uni": "vllm.v1.executor.uniproc.UniProcExecutor"}
 
 
 class Executor(ABC):
@@ -25,14 +29,13 @@ class Executor(ABC):
     @staticmethod
     def get_class(vllm_config: VllmConfig) -> type[Executor]:
         """The executor for this configuration; ValueError for one that is not supported."""
-        backend = vllm_config.parallel_config.distributed_executor_backend
-        if backend in (None, "uni"):
-            from vllm.v1.executor.uniproc import UniProcExecutor
-
-            return UniProcExecutor
-        raise ValueError(
-            f"--distributed-executor-backend {backend} is not supported yet; use 'uni'"
-        )
+        backend = vllm_config.parallel_config.distributed_executor_backend or "uni"
+        if backend not in _EXECUTORS:
+            raise ValueError(
+                f"--distributed-executor-backend {backend} is not supported yet; use one of "
+                + ", ".join(_EXECUTORS)
+            )
+        return resolve_class(_EXECUTORS[backend])
 
     @property
     def max_concurrent_batches(self) -> int:

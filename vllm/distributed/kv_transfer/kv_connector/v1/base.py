@@ -24,12 +24,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1.messages import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -46,22 +52,6 @@ class KVConnectorRole(enum.Enum):
 
     SCHEDULER = 0
     WORKER = 1
-
-
-class KVConnectorMetadata(ABC):  # noqa: B024
-    """A step's message from the scheduler side to the worker side; must survive pickling."""
-
-
-class KVConnectorHandshakeMetadata(ABC):  # noqa: B024
-    """What a worker tells its peers at start-up; must survive pickling."""
-
-
-class KVConnectorWorkerMetadata(ABC):
-    """A step's message from the worker side to the scheduler side."""
-
-    @abstractmethod
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another rank's message into this one and return it."""
 
 
 class SupportsHMA(ABC):
