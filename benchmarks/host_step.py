@@ -139,8 +139,8 @@ class Host:
 
     def __init__(self, batch: int, prompt_len: int, num_steps: int, directory: Path) -> None:
         config = make_config(batch, prompt_len + num_steps + 64)
-        config.compilation_config.static_forward_context.update(make_layers())
         self.runner = ModelRunner(config, _DEVICE)
+        self.runner.layers = make_layers()
         self.runner.model = NoModel()
         specs = self.runner.get_kv_cache_spec()
         cache = get_kv_cache_configs(config, [specs], [_ARENA_BYTES])[0]

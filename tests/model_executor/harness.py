@@ -24,6 +24,7 @@ from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import VllmModel
+from vllm.model_executor.state_layers import collect_layers
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
@@ -79,9 +80,7 @@ class Harness:
         self.model: nn.Module = get_model(self.config)
         self.device = torch.device(self.config.device_config.device)
         self.num_seqs = num_seqs
-        self.layers: dict[str, AttentionLayerBase] = (
-            self.config.compilation_config.static_forward_context
-        )
+        self.layers = collect_layers(self.config, self.model)
         for layer in self.layers.values():
             layer.kv_cache = self._new_cache(layer)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import MutableMapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
@@ -128,8 +129,10 @@ class CompilationConfig:
     pass_config: dict[str, Any] = option(
         default_factory=dict, flag=False, help="Accepted; there are no compiler passes."
     )
-    static_forward_context: dict[str, Any] = option(
-        default_factory=dict, flag=False, help="Layer name -> layer with state."
+    static_forward_context: MutableMapping[str, Any] = option(
+        default_factory=dict,
+        flag=False,
+        help="Layer name -> layer with state: what a worker shows to connectors and backends.",
     )
 
     #: ops at which graphs are split; plugins append the names of theirs

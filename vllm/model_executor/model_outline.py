@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, DefersCommit
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
+from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
@@ -39,7 +41,6 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     """
     assert vllm_config.model_config is not None
     config = with_own_layers(vllm_config)
-    layers = config.compilation_config.static_forward_context
     meta = torch.device("meta")
     with (
         torch.no_grad(),
@@ -49,9 +50,13 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)
+        drafters: list[nn.Module] = []
         speculative = config.speculative_config
         if speculative is not None and speculative.uses_extract_hidden_states():
-            ExtractHiddenStatesProposer(config, meta).load_model(model)
+            proposer = ExtractHiddenStatesProposer(config, meta)
+            proposer.load_model(model)
+            drafters = [proposer.model] if proposer.model else []
+    layers = collect_layers(config, model, *drafters)
     tensors = [*model.parameters(), *model.buffers()]
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     return ModelOutline(

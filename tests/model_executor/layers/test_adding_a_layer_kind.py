@@ -31,7 +31,7 @@ class MovingAverage(nn.Module, AttentionLayerBase):
     def __init__(self, hidden_size: int, prefix: str) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.register(prefix)
+        self.layer_name = prefix
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return MambaSpec(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.compilation.fake_graphs import Tape
 from tests.model_executor.harness import make_config
@@ -138,13 +138,6 @@ def test_state_dtypes() -> None:
     assert choose(torch.bfloat16, "float32", "bfloat16") == (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="mamba_ssm_cache_dtype='int8'; supported: auto, float32"):
         choose(torch.bfloat16, "auto", "int8")
-
-
-def test_a_name_is_used_once(config: VllmConfig) -> None:
-    layer: nn.Module = GatedDeltaNet(SHAPE, "layer")
-    assert config.compilation_config.static_forward_context == {"layer": layer}
-    with pytest.raises(ValueError, match="'layer'"):
-        GatedDeltaNet(SHAPE, "layer")
 
 
 @pytest.mark.parametrize("connected", [False, True])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.extract_hidden_states import (
     CacheOnlyAttentionBackend,
     CacheOnlyAttentionLayer,
@@ -23,6 +24,7 @@ from vllm.model_executor.models.extract_hidden_states import (
     basic_cache,
 )
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
+from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
@@ -111,12 +113,17 @@ def connector_calls() -> Iterator[list[str]]:
     kv_transfer_state.current_slot().connector = None
 
 
+def layers_of(proposer: ExtractHiddenStatesProposer) -> dict[str, AttentionLayerBase]:
+    assert proposer.model is not None
+    return collect_layers(proposer.vllm_config, proposer.model)
+
+
 def make_proposer(ids: list[int], block_size: int = 16) -> ExtractHiddenStatesProposer:
     config = make_config(ids)
     with set_current_vllm_config(config):
         proposer = ExtractHiddenStatesProposer(config, torch.device("cpu"))
         proposer.load_model(Target())
-    layer = config.compilation_config.static_forward_context[LAYER]
+    layer = layers_of(proposer)[LAYER]
     pool = torch.full((6, block_size * len(ids) * HIDDEN + 8), float("nan"))
     layer.kv_cache = pool[:, :-8].unflatten(1, (block_size, len(ids), HIDDEN))
     return proposer
@@ -126,7 +133,7 @@ def run(
     proposer: ExtractHiddenStatesProposer, target: Target, slots: list[int], x: Tensor
 ) -> Tensor:
     """One step; returns the cache."""
-    layers = proposer.vllm_config.compilation_config.static_forward_context
+    layers = layers_of(proposer)
     slot_mapping = torch.tensor(slots, dtype=torch.int64)
     metadata = CacheOnlyAttentionMetadata(slot_mapping)
     context = ForwardContext(layers, {LAYER: metadata}, {LAYER: slot_mapping})
@@ -198,6 +205,7 @@ def test_hooks(connector_calls: list[str]) -> None:
 def test_layer_is_found_and_describes_itself() -> None:
     proposer = make_proposer([0, 4, 4])
     config = proposer.vllm_config
+    hand_over_layers(config, layers_of(proposer))
     found = get_layers_from_vllm_config(config, CacheOnlyAttentionLayer, [LAYER])
     assert list(found) == [LAYER] == proposer.attn_layer_names
     spec = found[LAYER].get_kv_cache_spec(config)
@@ -221,7 +229,7 @@ def test_rows_keep_the_model_dtype() -> None:
     with set_current_vllm_config(config):
         proposer = ExtractHiddenStatesProposer(config, torch.device("cpu"))
         proposer.load_model(Target())
-    layer = config.compilation_config.static_forward_context[LAYER]
+    layer = layers_of(proposer)[LAYER]
     assert layer.get_kv_cache_spec(config).dtype == torch.bfloat16
     assert proposer.hidden_states.dtype == torch.bfloat16
     assert proposer.hidden_states.shape == (64, 1, HIDDEN)
@@ -229,7 +237,7 @@ def test_rows_keep_the_model_dtype() -> None:
 
 def test_a_replay_makes_the_calls_of_the_layer(connector_calls: list[str]) -> None:
     proposer = make_proposer([0, 4])
-    layers = proposer.vllm_config.compilation_config.static_forward_context
+    layers = layers_of(proposer)
     metadata = CacheOnlyAttentionMetadata(torch.tensor([1]))
     with set_forward_context(ForwardContext(layers, {LAYER: metadata})):
         with proposer.layer_hooks():
@@ -268,7 +276,7 @@ def test_model_has_no_weights() -> None:
     with set_current_vllm_config(config):
         model = ExtractHiddenStatesModel(vllm_config=config, prefix="draft")
     assert model.load_weights(iter(())) == set() and not list(model.parameters())
-    assert list(config.compilation_config.static_forward_context) == [f"draft.{LAYER}"]
+    assert list(collect_layers(config, model)) == [f"draft.{LAYER}"]
 
 
 def test_next_tokens() -> None:

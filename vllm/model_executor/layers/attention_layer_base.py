@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.compilation.graph_break import recording_piece
-from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 
 if TYPE_CHECKING:
@@ -20,24 +19,16 @@ if TYPE_CHECKING:
 class AttentionLayerBase(ABC):
     """A layer with state: says what it keeps and how its metadata is built.
 
-    The engine collects these layers from `static_forward_context`, groups them by spec, allocates
-    memory and binds each one's view to `kv_cache` before the first forward.
+    A layer sets its `layer_name`, unique in the model. The engine collects the layers of the built
+    model (`state_layers`), groups them by spec, allocates memory and binds each one's view to
+    `kv_cache` before the first forward.
     """
 
     layer_name: str
-    kv_cache: Any
+    kv_cache: Any = None
     #: whether all the layer reads of its metadata in a padded step lies at fixed addresses and has
     #: a fixed size, so that a graph may hold what reads it
     reads_fixed_addresses: ClassVar[bool] = False
-
-    def register(self, layer_name: str) -> None:
-        """Enter the engine's table of layers; raises ValueError for a name used twice."""
-        self.layer_name = layer_name
-        self.kv_cache = None
-        table = get_current_vllm_config().compilation_config.static_forward_context
-        if layer_name in table:
-            raise ValueError(f"two layers with state are named {layer_name!r}")
-        table[layer_name] = self
 
     def metadata(self) -> Any:
         """This layer's batch metadata in the running step.

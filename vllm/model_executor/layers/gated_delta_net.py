@@ -178,7 +178,7 @@ class GatedDeltaNet(nn.Module, DefersCommit):
             tp_rank=rank,
             tp_size=size,
         )
-        self.register(prefix)
+        self.layer_name = prefix
 
     def _per_head_parameter(self, rank: int, size: int) -> nn.Parameter:
         # fp32 whatever the model: a decay near 1 does not survive bf16.

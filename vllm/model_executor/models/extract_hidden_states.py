@@ -102,7 +102,7 @@ class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
         self.num_heads = num_heads
         self.head_size = head_size
         self.impl = CacheOnlyAttentionImpl()
-        self.register(prefix)
+        self.layer_name = prefix
 
     def forward(self, to_cache: Tensor) -> Tensor:
         """Cache `to_cache [tokens, num_heads, head_size]` at this step's slots; returns it."""

@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import LeavesOutLayers, VllmModel
+from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -92,6 +93,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.sampler = StepSampler(self.vocab_size, device)
         self._receive_masks = receive_masks
         self._prompts: dict[str, Prompt] = {}
+        #: every layer that keeps state, by name
+        self.layers: dict[str, AttentionLayerBase] = {}
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
@@ -111,17 +114,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.proposer.load_model(self.model)
             # The draft is the token a step samples, which is known later: rows come first.
             self._no_drafts = torch.empty(0, 1, dtype=torch.int64, device=self.device)
+        drafters = [self.proposer.model] if self.proposer and self.proposer.model else []
+        self.layers = collect_layers(self.vllm_config, self.model, *drafters)
+        hand_over_layers(self.vllm_config, self.layers)
 
     @torch.no_grad()
     def load_weights(self) -> None:
         """Fill the model's parameters; ValueError for a checkpoint that does not fit."""
         loader = get_model_loader(self.vllm_config.load_config)
         loader.fill(self.model, self.model_config)
-
-    @property
-    def layers(self) -> dict[str, AttentionLayerBase]:
-        """Every layer that keeps state, by name."""
-        return self.vllm_config.compilation_config.static_forward_context
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return {

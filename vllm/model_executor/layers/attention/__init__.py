@@ -73,7 +73,7 @@ class Attention(nn.Module, AttentionLayerBase):
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
         self.cache_scales = self._make_cache_scales()
-        self.register(prefix)
+        self.layer_name = prefix
 
     def _make_cache_scales(self) -> CacheScales | None:
         if self.kv_cache_dtype is not FP8:

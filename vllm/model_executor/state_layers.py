@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a model that keep state: found once it is built, then shown to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+
+def collect_layers(vllm_config: VllmConfig, *models: nn.Module) -> dict[str, AttentionLayerBase]:
+    """Every layer with state of `models`, built from `vllm_config`, by name, in module order.
+
+    A layer is named by its `layer_name`. Layers of other packages may instead enter themselves in
+    `compilation_config.static_forward_context` when they are made. ValueError for a name used
+    twice.
+    """
+    entered = vllm_config.compilation_config.static_forward_context
+    names = {id(layer): name for name, layer in entered.items()}
+    layers: dict[str, AttentionLayerBase] = {}
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, AttentionLayerBase):
+                name = names.get(id(module)) or module.layer_name
+                if name in layers:
+                    raise ValueError(f"two layers with state are named {name!r}")
+                layers[name] = module
+    return layers
+
+
+def hand_over_layers(vllm_config: VllmConfig, layers: Mapping[str, AttentionLayerBase]) -> None:
+    """Let clients find a worker's layers in the configuration that the worker gives them.
+
+    Connectors and attention backends read `compilation_config.static_forward_context`, also by
+    `get_layers_from_vllm_config`. The worker calls this once its models are built, and the engine
+    itself reads none of it. The view is weak: a configuration keeps no layer alive.
+    """
+    vllm_config.compilation_config.static_forward_context = WeakValueDictionary(layers)
