@@ -180,6 +180,34 @@ async def test_echo_of_token_ids_and_output(client: httpx.AsyncClient) -> None:
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+async def test_offsets_agree_with_an_echo_of_special_tokens(
+    client: httpx.AsyncClient, engine: FakeAsyncLLM, skip: bool
+) -> None:
+    """Each token begins at its offset, whether the text shows special tokens or not."""
+    assert engine.tokenizer is not None
+    start = engine.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    body = {"max_tokens": 3, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+    reply = await complete(client, prompt=[start, *byte_ids("hü")], **body)
+    choice = reply["choices"][0]
+    shown = "" if skip else "<|im_start|>"
+    assert choice["text"] == f"{shown}hüGrü"[: len(shown) + 4]
+    width = len(shown)
+    expected = [0, width, width + 1, width + 1, width + 2, width + 3, width + 4]
+    assert choice["logprobs"]["text_offset"] == expected
+    reply = await complete(client, prompt="<|im_start|>hü", **body)
+    choice = reply["choices"][0]
+    assert choice["text"] == "<|im_start|>hüGr"
+    assert choice["logprobs"]["text_offset"] == [0, 12, 13, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+async def test_offsets_count_the_text(client: httpx.AsyncClient, as_ids: bool) -> None:
+    body = {"max_tokens": 6, "logprobs": 0, "return_tokens_as_token_ids": as_ids}
+    (choice,) = (await complete(client, prompt="hi", **body))["choices"]
+    assert choice["text"] == "Grüße"[:4] and choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 3]
+
+
 async def test_tokens_as_token_ids(client: httpx.AsyncClient, make_client: MakeClient) -> None:
     body = {"prompt": "hi", "max_tokens": 1, "logprobs": 1}
     expected = [f"token_id:{byte_ids('G')[0]}"]
@@ -244,6 +272,14 @@ async def test_truncation_to_the_context_leaves_room(
 ) -> None:
     await complete(client, prompt=[1] * 600, max_tokens=12, truncate_prompt_tokens=-1)
     assert len(engine.calls[0].prompt["prompt_token_ids"]) == MAX_MODEL_LEN - 12
+
+
+async def test_prompt_embeddings_are_refused_by_name(client: httpx.AsyncClient) -> None:
+    for body in ({}, {"prompt": "hi"}):
+        reply = await client.post("/v1/completions", json={"prompt_embeds": "AAAA", **body})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"] == "prompt_embeds"
+        assert "prompt embeddings are not supported; send `prompt`" in error["message"]
 
 
 async def test_unknown_keys_are_ignored(client: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +22,10 @@ async def test_keys_guard_the_api_only(make_client: MakeClient) -> None:
     client = make_client(api_key=["one", "two"])
     for headers in ({}, bearer("three"), {"Authorization": "one"}, bearer("")):
         reply = await client.get("/v1/models", headers=headers)
-        assert reply.status_code == 401 and reply.json() == {"error": "Unauthorized"}
+        assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+        error = reply.json()["error"]
+        assert error["code"] == 401 and error["type"] == "AuthenticationError"
+        assert "Authorization: Bearer KEY" in error["message"] and error["param"] is None
     for key in ("one", "two"):
         assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
     for path in ("/health", "/ping", "/version", "/metrics", "/load"):
@@ -88,6 +92,17 @@ async def test_extra_middleware(make_client: MakeClient) -> None:
     assert (await client.get("/version")).headers["x-stamp"] == "yes"
     with pytest.raises(VLLMValidationError, match="--middleware"):
         make_client(middleware=["no.such.Class"])
+
+
+async def test_head_is_get_without_a_body(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
+    for path in ("/health", "/ping", "/v1/models", "/version", "/metrics"):
+        reply = await client.head(path)
+        assert reply.status_code == 200 and reply.content == b"", path
+    length = (await client.head("/version")).headers["content-length"]
+    assert length == (await client.get("/version")).headers["content-length"]
+    assert (await client.head("/v1/completions")).status_code == 405
+    engine.dead = True
+    assert (await client.head("/health")).status_code == 503
 
 
 async def test_load(make_client: MakeClient, engine: FakeAsyncLLM) -> None:

@@ -80,8 +80,10 @@ async def test_tokenize_conversation(client: httpx.AsyncClient) -> None:
 
 async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_client()
-    for path in ("/tokenizer_info", "/server_info"):
-        assert (await client.get(path)).status_code == 404
+    assert (await client.get("/server_info")).status_code == 404
+    refused = await client.get("/tokenizer_info")
+    assert refused.status_code == 501
+    assert "--enable-tokenizer-info-endpoint" in refused.json()["error"]["message"]
     assert (await client.get("/openapi.json")).status_code == 200
     client = make_client(enable_tokenizer_info_endpoint=True, disable_fastapi_docs=True)
     assert "im_start" in (await client.get("/tokenizer_info")).json()["chat_template"]

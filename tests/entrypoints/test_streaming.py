@@ -106,8 +106,12 @@ async def test_usage(client: httpx.AsyncClient, body: dict) -> None:
 
 
 async def test_usage_forced_by_the_server(make_client: MakeClient) -> None:
-    chunks = await stream(make_client(enable_force_include_usage=True), prompt="hi", max_tokens=1)
-    assert chunks[-1]["usage"]["completion_tokens"] == 1
+    """At the end and in every chunk, as if every request asked for both."""
+    client = make_client(enable_force_include_usage=True)
+    for body in ({"prompt": "hi"}, {"messages": HI}):
+        *chunks, last = await stream(client, **body, max_tokens=3)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[-3:] == [1, 2, 3] and last["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("body", [{"prompt": "hi"}, {"messages": HI}])

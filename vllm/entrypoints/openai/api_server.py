@@ -18,7 +18,12 @@ from vllm import envs
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.errors import install_handlers
 from vllm.entrypoints.openai.http_metrics import HttpMetrics
-from vllm.entrypoints.openai.middleware import Authentication, BodySizeLimit, RequestIdHeader
+from vllm.entrypoints.openai.middleware import (
+    Authentication,
+    BodySizeLimit,
+    HeadRequests,
+    RequestIdHeader,
+)
 from vllm.entrypoints.openai.queue_limit import QueueLimit
 from vllm.entrypoints.openai.routes import (
     abort,
@@ -74,8 +79,8 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
     for module in (health, models, completions, chat, inference, abort, tokenize, unsupported):
         app.include_router(module.router)
-    if args.enable_tokenizer_info_endpoint:
-        app.include_router(tokenize.info_router)
+    with_info = args.enable_tokenizer_info_endpoint
+    app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning("VLLM_SERVER_DEV_MODE=1: development routes are open to every client")
         app.include_router(dev.router)
@@ -105,6 +110,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdHeader)
     app.add_middleware(HttpMetrics)
+    app.add_middleware(HeadRequests)
     for path in reversed(args.middleware):
         app.add_middleware(import_middleware(path))
 

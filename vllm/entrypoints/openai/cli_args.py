@@ -126,7 +126,7 @@ class FrontEndArgs:
         default=True, help="Report cached prompt tokens in usage."
     )
     enable_force_include_usage: bool = option(
-        default=False, help="End every stream with a usage chunk."
+        default=False, help="Report usage in every chunk of a stream and at its end."
     )
     enable_server_load_tracking: bool = option(
         default=True, help="Count the requests in progress for GET /load."

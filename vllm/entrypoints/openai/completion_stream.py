@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
+from vllm.entrypoints.openai.serving_engine import Planned, now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
+from vllm.entrypoints.openai.text_offsets import TextOffsets
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.serving_completion import Echo, ServingCompletion
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
 @dataclass
 class _Choice:
-    """What one choice has sent: characters of text, and whether its first chunk is out."""
+    """What one choice has sent: where its tokens begin, and whether its first chunk is out."""
 
-    offset: int = 0
+    offsets: TextOffsets | None
     started: bool = False
 
 
@@ -30,12 +32,12 @@ class CompletionStream:
 
     def __init__(
         self,
-        serving: OpenAIServing,
+        serving: ServingCompletion,
         request: CompletionRequest,
         reply_id: str,
         model: str,
         planned: list[Planned],
-        echoed: Sequence[str],
+        echoed: Sequence[Echo],
     ) -> None:
         self._request = request
         self._planned = planned
@@ -48,7 +50,11 @@ class CompletionStream:
             "created": now(),
             "model": model,
         }
-        self._choices = [_Choice() for _ in range(len(planned) * request.num_choices)]
+        self._choices = [
+            _Choice(None if request.logprobs is None else serving.offsets(one, echo))
+            for one, echo in zip(planned, echoed, strict=True)
+            for _ in range(request.num_choices)
+        ]
         self._usage = StreamUsage(serving, request, [len(p.prompt.token_ids) for p in planned])
 
     async def events(
@@ -106,12 +112,12 @@ class CompletionStream:
                 output.prompt_logprobs or (),
                 as_ids=self._as_ids,
                 decode=self._decode,
+                offsets=self._echoed[prompt_index].offsets,
             )
-            state.offset = sum(map(len, reply.tokens))
             logprobs = reply.model_dump()
         choice: dict[str, Any] = {
             "index": index,
-            "text": self._echoed[prompt_index],
+            "text": self._echoed[prompt_index].text,
             "logprobs": logprobs,
             "finish_reason": None,
             "stop_reason": None,
@@ -123,16 +129,15 @@ class CompletionStream:
         return self._chunk(choice, output, last=False)
 
     def _logprobs(self, state: _Choice, completion: CompletionOutput) -> dict[str, Any] | None:
-        if self._request.logprobs is None:
+        if state.offsets is None:
             return None
         reply = lp.completion_logprobs(
             completion.token_ids,
             completion.logprobs or (),
             as_ids=self._as_ids,
             decode=self._decode,
-            start_offset=state.offset,
+            offsets=state.offsets.of(completion.token_ids),
         )
-        state.offset += sum(map(len, reply.tokens))
         return reply.model_dump()
 
     def _chunk(

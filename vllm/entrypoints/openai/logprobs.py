@@ -40,21 +40,17 @@ def completion_logprobs(
     *,
     as_ids: bool,
     decode: Callable[[int], str],
-    start_offset: int = 0,
+    offsets: Sequence[int],
 ) -> CompletionLogprobs:
-    """Parallel lists over `token_ids` [n]; `start_offset` counts the characters before them.
+    """Parallel lists over `token_ids` [n]; `offsets` [n]: where each begins in the reply's text.
 
     A position without logprobs, such as the first one of a prompt, gets nulls, and its text from
     `decode`.
     """
-    reply = CompletionLogprobs()
-    offset = start_offset
+    reply = CompletionLogprobs(text_offset=list(offsets))
     for token_id, position in zip(token_ids, positions, strict=True):
         entry = position[token_id] if position else Logprob(0.0, None, decode(token_id))
-        text = token_text(token_id, entry, as_ids)
-        reply.tokens.append(text)
-        reply.text_offset.append(offset)
-        offset += len(text)
+        reply.tokens.append(token_text(token_id, entry, as_ids))
         reply.token_logprobs.append(_finite(entry.logprob) if position else None)
         reply.top_logprobs.append(_by_text(position, as_ids) if position else None)
     return reply

@@ -7,13 +7,17 @@ import uuid
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
 
 _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests")
+_UNAUTHORIZED = ErrorInfo(
+    HTTPStatus.UNAUTHORIZED,
+    "AuthenticationError",
+    "The request needs one of the server's keys in the header `Authorization: Bearer KEY`.",
+)
 
 
 class Authentication:
@@ -39,8 +43,7 @@ class Authentication:
             )
         )
         if guarded and not self._allowed(Headers(scope=scope).get("authorization")):
-            reply = JSONResponse({"error": "Unauthorized"}, status_code=HTTPStatus.UNAUTHORIZED)
-            await reply(scope, receive, send)
+            await _UNAUTHORIZED.response({"www-authenticate": "Bearer"})(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -112,6 +115,25 @@ class BodySizeLimit:
 
 class _BodyTooLargeError(BaseException):
     """Passes the application's own error handling on its way to `BodySizeLimit`."""
+
+
+class HeadRequests:
+    """Answers HEAD as GET without the body, on every route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self.app({**scope, "method": "GET"}, receive, send_without_body)
 
 
 class LoadCounter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai import logprobs as lp
@@ -25,11 +26,22 @@ from vllm.entrypoints.openai.serving_engine import (
     now,
     total_cached,
 )
+from vllm.entrypoints.openai.text_offsets import TextOffsets, prompt_offsets
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What stands before a choice's own text: the prompt's text, and for logprobs where each of
+    its tokens begins there; nothing without `echo`."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
 
 #: what the OpenAI API gives when `max_tokens` is not set
 _DEFAULT_MAX_TOKENS = 16
@@ -45,7 +57,7 @@ class ServingCompletion(OpenAIServing):
         model = self.models.check(request.model)
         base_id = context.base_id(request.request_id)
         planned = await self.plan(request, base_id)
-        echoed = await self._echoed_texts(request, planned)
+        echoed = await self._echoes(request, planned)
         source = self.generate(planned, request, context)
         if request.stream:
             stream = CompletionStream(self, request, f"cmpl-{base_id}", model, planned, echoed)
@@ -104,19 +116,33 @@ class ServingCompletion(OpenAIServing):
             detokenize=self.renderer.tokenizer is not None,
         )
 
-    async def _echoed_texts(self, request: CompletionRequest, planned: list[Planned]) -> list[str]:
-        """The prompt texts to put before the outputs; empty strings without `echo`."""
+    async def _echoes(self, request: CompletionRequest, planned: list[Planned]) -> list[Echo]:
+        """What to put before the outputs of each prompt."""
         if not request.echo:
-            return [""] * len(planned)
+            return [Echo()] * len(planned)
 
-        async def text_of(prompt: RenderedPrompt) -> str:
+        async def echo(prompt: RenderedPrompt) -> Echo:
             if prompt.text is not None and request.truncate_prompt_tokens is None:
-                return prompt.text
-            return await self.renderer.decode(
-                prompt.token_ids, request.skip_special_tokens is not False, "prompt"
+                text = prompt.text
+            else:
+                text = await self.renderer.decode(
+                    prompt.token_ids, request.skip_special_tokens is not False, "prompt"
+                )
+            if request.logprobs is None:
+                return Echo(text)
+            tokenizer = self.renderer.require_tokenizer("echo")
+            return Echo(
+                text,
+                await self.renderer.run(prompt_offsets, tokenizer, prompt.token_ids, text),
             )
 
-        return list(await asyncio.gather(*(text_of(one.prompt) for one in planned)))
+        return list(await asyncio.gather(*(echo(one.prompt) for one in planned)))
+
+    def offsets(self, planned: Planned, echo: Echo) -> TextOffsets:
+        """Counts where the generated tokens of one choice begin."""
+        return TextOffsets(
+            self.renderer.tokenizer, planned.prompt.token_ids, planned.params, len(echo.text)
+        )
 
     def _reply(
         self,
@@ -125,14 +151,14 @@ class ServingCompletion(OpenAIServing):
         created: int,
         model: str,
         planned: list[Planned],
-        echoed: Sequence[str],
+        echoed: Sequence[Echo],
         outputs: list[RequestOutput],
     ) -> CompletionResponse:
         choices = [
             self._choice(
                 request,
                 index * request.num_choices + completion.index,
-                planned[index].prompt.token_ids,
+                planned[index],
                 echoed[index],
                 output,
                 completion,
@@ -159,11 +185,12 @@ class ServingCompletion(OpenAIServing):
         self,
         request: CompletionRequest,
         index: int,
-        prompt_ids: list[int],
-        echoed: str,
+        planned: Planned,
+        echo: Echo,
         output: RequestOutput,
         completion: CompletionOutput,
     ) -> CompletionChoice:
+        prompt_ids = planned.prompt.token_ids
         token_ids, positions = list(completion.token_ids), list(completion.logprobs or ())
         text, finish_reason, stop_reason = (
             completion.text,
@@ -178,13 +205,17 @@ class ServingCompletion(OpenAIServing):
             before = output.prompt_logprobs or () if request.echo else ()
             where: list[lp.Position | None] = [*before, *positions]
             logprobs = lp.completion_logprobs(
-                shown, where, as_ids=self.tokens_as_ids(request), decode=self.decode_token
+                shown,
+                where,
+                as_ids=self.tokens_as_ids(request),
+                decode=self.decode_token,
+                offsets=[*echo.offsets, *self.offsets(planned, echo).of(token_ids)],
             )
         asked_ids = bool(request.return_token_ids)
         asked_prompt = request.prompt_logprobs is not None
         return CompletionChoice(
             index=index,
-            text=echoed + text,
+            text=echo.text + text,
             logprobs=logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,

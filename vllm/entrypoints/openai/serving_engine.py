@@ -92,6 +92,9 @@ class OpenAIServing:
     def include_usage(self, request: GenerationRequest) -> bool:
         return request.include_usage or self.options.force_include_usage
 
+    def continuous_usage(self, request: GenerationRequest) -> bool:
+        return request.continuous_usage or self.options.force_include_usage
+
     def check_fan_out(self, num_prompts: int, n: int) -> None:
         """Refuse more sequences in one request than VLLM_MAX_N_SEQUENCES."""
         limit = envs.VLLM_MAX_N_SEQUENCES

@@ -19,7 +19,7 @@ class StreamUsage:
     ) -> None:
         self._serving = serving
         self.at_end = serving.include_usage(request)
-        self.on_every_chunk = request.continuous_usage
+        self.on_every_chunk = serving.continuous_usage(request)
         self._num_prompt = sum(prompt_lengths)
         self._num_generated = 0
         self._cached: dict[int, int] = {}

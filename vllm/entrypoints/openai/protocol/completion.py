@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, UsageInfo
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
@@ -40,15 +40,22 @@ _PROMPT_SCHEMA = {
 }
 
 
+def _refuse_embeds(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("prompt embeddings are not supported; send `prompt`")
+    return value
+
+
 class CompletionRequest(GenerationRequest):
     """Body of a completion request."""
 
+    #: before `prompt`, which clients leave out then: the first error is the one to name
+    prompt_embeds: Annotated[Any | None, AfterValidator(_refuse_embeds)] = None
     prompt: Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)] = Field()
     logprobs: Integer | None = None
     echo: bool | None = False
     add_special_tokens: bool | None = True
     suffix: str | None = None
-    prompt_embeds: Any | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -56,8 +63,6 @@ class CompletionRequest(GenerationRequest):
             refuse("cache_checkpoints", "a plain prompt has no messages; send token offsets")
         if self.suffix:
             refuse("suffix", "suffix is not supported; put the whole text in `prompt`")
-        if self.prompt_embeds is not None:
-            refuse("prompt_embeds", "prompt embeddings are not supported; send `prompt`")
         if self.max_tokens == 0 and not self.echo:
             refuse("max_tokens", "max_tokens must be at least 1 unless echo is true")
 

@@ -16,6 +16,10 @@ _AUDIO = "only text is served, on /v1/chat/completions and /v1/completions"
 _LORA = "merge the adapter into the checkpoint and serve that"
 _PROFILE = "use /metrics, or a profiler attached to the processes"
 _NO_CACHE = "only text is served, there is no such cache; see /reset_prefix_cache"
+_PAUSE = (
+    "use /sleep?mode=wait and /wake_up, of servers with VLLM_SERVER_DEV_MODE=1 and "
+    "--enable-sleep-mode, or /abort_requests"
+)
 
 #: path -> what to do instead
 UNSUPPORTED = {
@@ -24,6 +28,11 @@ UNSUPPORTED = {
     "/v1/responses/{response_id}/cancel": _GENERATE,
     "/v1/messages": _GENERATE,
     "/v1/messages/count_tokens": "use /tokenize, which takes messages",
+    "/v1/chat/completions/batch": "send one request per conversation, which the engine batches, or a "
+    "file to `vllm run-batch`",
+    "/pause": _PAUSE,
+    "/resume": _PAUSE,
+    "/is_paused": _PAUSE,
     "/v1/embeddings": _POOLING,
     "/v2/embed": _POOLING,
     "/pooling": _POOLING,
@@ -56,8 +65,18 @@ def _refusal(path: str, instead: str) -> Callable[[Request], Awaitable[Response]
     return refuse
 
 
-router = APIRouter()
-for _path, _instead in UNSUPPORTED.items():
-    router.add_api_route(
-        _path, _refusal(_path, _instead), methods=["GET", "POST"], include_in_schema=False
-    )
+def refusing_router(paths: dict[str, str]) -> APIRouter:
+    """A router that refuses each path with what to do instead."""
+    refusing = APIRouter()
+    for path, instead in paths.items():
+        refusing.add_api_route(
+            path, _refusal(path, instead), methods=["GET", "POST"], include_in_schema=False
+        )
+    return refusing
+
+
+router = refusing_router(UNSUPPORTED)
+#: in place of the route that --enable-tokenizer-info-endpoint mounts
+no_tokenizer_info = refusing_router(
+    {"/tokenizer_info": "start it with --enable-tokenizer-info-endpoint"}
+)
