@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
 from vllm.entrypoints.openai.errors import install_handlers
 from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import (
@@ -89,6 +90,9 @@ def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
 
 def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
     """Innermost first."""
+    # Once as decompressed, and once as it arrives.
+    app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
+    app.add_middleware(CompressedBodies)
     app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
     if args.enable_server_load_tracking:
         app.add_middleware(server.load.wrap)
@@ -100,6 +104,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
         )
     if keys := args.api_keys():
         app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CompressedReplies)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=args.allowed_origins,

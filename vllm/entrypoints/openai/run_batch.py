@@ -85,7 +85,10 @@ async def run_batch(
     num_lines = num_errors = 0
     with tqdm(total=total, desc="Answering", unit="req", dynamic_ncols=True) as bar:
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://batch", timeout=None
+            transport=transport,
+            base_url="http://batch",
+            timeout=None,
+            headers={"accept-encoding": "identity"},
         ) as client:
 
             async def answer(line: bytes) -> dict[str, Any]:
