@@ -154,6 +154,28 @@ def over_the_limit(process: Process) -> httpx.Response:
         return process.http.get("/version")
 
 
+def test_new_requests_are_refused_while_running_ones_finish(start: Start) -> None:
+    process = start("hang", "--shutdown-timeout", "3").ready()
+    seen: list[str] = []
+    thread = open_stream(process, seen)
+    kept = httpx.Client(base_url=process.url, verify=False, timeout=120)
+    kept.get("/version")
+    process.signal(signal.SIGTERM)
+    process.printed("no new ones")
+    time.sleep(0.3)  # the loop looks at the signal ten times a second
+    for client in (process.http, kept):  # on a new connection, and on one from before
+        for refused in (client.post("/v1/completions", json={"prompt": "a"}), client.get("/health")):
+            error = refused.json()["error"]
+            assert refused.status_code == error["code"] == 503
+            assert "shutting down" in error["message"] and "retry-after" not in refused.headers
+    kept.close()
+    status, output = process.wait()
+    thread.join(60)
+    assert status == 0, output
+    *_, error, _, done, _ = seen
+    assert "shutting down" in error and done == "data: [DONE]"
+
+
 def test_second_signal_exits_at_once(start: Start) -> None:
     process = start("hang", "--shutdown-timeout", "600").ready()
     seen: list[str] = []

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +21,7 @@ import uvloop
 from vllm import envs
 from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.open_files import raise_open_file_limit
+from vllm.entrypoints.shutdown_gate import ShutdownGate
 from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -27,6 +29,7 @@ from vllm.utils import startup_phases
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -128,14 +131,29 @@ def _stop_starting(number: int, frame: object) -> NoReturn:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would raise the signal again at the end."""
+    """uvicorn without its own signal handling, which would raise the signal again at the end.
+
+    While it drains it still listens, and `app` refuses what comes: a client that is told so knows
+    more than one whose connection fails.
+    """
+
+    def __init__(self, app: FastAPI, args: FrontEndArgs) -> None:
+        self._gate = ShutdownGate(app)
+        super().__init__(_uvicorn_config(self._gate, args))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also waits for the last words of requests that outlasted the shutdown timeout."""
+        """Lets running requests finish, refusing new ones; then waits for the last words of those
+        that outlasted the shutdown timeout."""
+        began = time.monotonic()
+        allowed_s = self.config.timeout_graceful_shutdown or 0
+        self._gate.close()
+        await self._gate.drained(allowed_s)
+        left_s = allowed_s - (time.monotonic() - began)
+        self.config.timeout_graceful_shutdown = max(0, math.ceil(left_s))
         await super().shutdown(sockets)
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
@@ -151,7 +169,7 @@ async def _serve(
     engine = make_engine()
     startup_phases.begin("server ready")
     try:
-        server = _Server(_uvicorn_config(make_app(engine), args))
+        server = _Server(make_app(engine), args)
         # What start-up allocated stays for good; collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -169,7 +187,7 @@ async def _serve(
         engine.shutdown()
 
 
-def _uvicorn_config(app: FastAPI, args: FrontEndArgs) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, args: FrontEndArgs) -> uvicorn.Config:
     from vllm.entrypoints.connection_limit import limited_protocol
 
     ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
