@@ -101,7 +101,13 @@ class CacheConfig:
         default=False, flag=False, help="What --recurrent-prefill-split came to."
     )
     num_gpu_blocks: int | None = option(
-        default=None, flag=False, help="Blocks of the arena; filled in when memory is allocated."
+        default=None, flag=False, help="Pages of the arena; filled in when memory is allocated."
+    )
+    capacity_tokens: int | None = option(
+        default=None,
+        flag=False,
+        help="Tokens the arena holds at once in requests of full length, a multiple of the block "
+        "size; filled in when memory is allocated.",
     )
     cpu_kvcache_space_bytes: int = option(
         default_factory=_cpu_space,
@@ -142,6 +148,14 @@ class CacheConfig:
         return (self.mamba_block_size or 1024) if self.mamba_cache_mode == "all" else None
 
     def metrics_info(self) -> dict[str, str]:
-        """The fields as label values of the metric `vllm:cache_config_info`."""
+        """The fields as label values of the metric `vllm:cache_config_info`.
+
+        Dashboards multiply `block_size` and `num_gpu_blocks`: the latter counts blocks of tokens
+        here, and the arena's pages are `num_pages`.
+        """
         fields = dataclasses.fields(self)
-        return {field.name: str(getattr(self, field.name)) for field in fields}
+        info = {field.name: str(getattr(self, field.name)) for field in fields}
+        info["num_pages"] = info["num_gpu_blocks"]
+        if self.capacity_tokens is not None:
+            info["num_gpu_blocks"] = str(self.capacity_tokens // self.block_size)
+        return info

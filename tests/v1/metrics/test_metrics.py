@@ -22,6 +22,8 @@ EXPECTED = {
     "num_requests_waiting": "gauge",
     "kv_cache_usage_perc": "gauge",
     "cache_config_info": "gauge",
+    "num_requests_waiting_by_reason": "gauge",
+    "engine_sleep_state": "gauge",
     "num_preemptions": "counter",
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
@@ -118,6 +120,34 @@ def test_text_form_that_clients_parse(config, registry):
         r"^vllm:request_inference_time_seconds_sum" + labels + r"\} 1.5$",
     ):
         assert re.search(pattern, text, re.M), pattern
+
+
+def test_blocks_times_block_size_is_the_capacity(config, registry):
+    config.cache_config.capacity_tokens = 1600
+    EngineMetrics(config, registry, 0)
+    info = re.search(r"^vllm:cache_config_info\{(.*)\}", generate_latest(registry).decode(), re.M)
+    for label in ('block_size="16"', 'num_gpu_blocks="100"', 'num_pages="77"'):
+        assert label in info.group(1)
+
+
+def by_label(registry, metric, label):
+    found = [m for m in get_metrics_snapshot(registry) if m.name == f"vllm:{metric}"]
+    return {m.labels[label]: m.value for m in found}
+
+
+def test_who_waits_for_what(config, registry):
+    logger = PrometheusStatLogger(config, 0, registry)
+    logger.record(SchedulerStats(num_waiting=5, num_deferred=2), IterationStats())
+    waiting = by_label(registry, "num_requests_waiting_by_reason", "reason")
+    assert waiting == {"capacity": 3, "deferred": 2}
+
+
+def test_sleep_state(config, registry):
+    logger = PrometheusStatLogger(config, 0, registry)
+    for level, state in ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all"), (0, "awake")):
+        logger.record_sleep(level)
+        states = by_label(registry, "engine_sleep_state", "sleep_state")
+        assert [name for name, value in states.items() if value] == [state]
 
 
 def test_reader(config, registry):

@@ -123,6 +123,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = []
     connector: dict[str, Any] | None = None
+    #: of the waiting ones, those that wait for something else than room
+    num_deferred: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -307,6 +307,7 @@ class AsyncLLM:
         except BaseException:
             self._front_end.asleep = before
             raise
+        self._front_end.show_sleep(level)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Bring back "weights", "kv_cache", or both (None)."""
@@ -314,6 +315,7 @@ class AsyncLLM:
         self._ensure_handler()
         await self.engine_core.call_utility("wake_up", chosen)
         self._front_end.asleep.difference_update(chosen)
+        self._front_end.show_sleep(0)
 
     async def is_sleeping(self) -> bool:
         return bool(self._front_end.asleep)

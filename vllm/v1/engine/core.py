@@ -114,6 +114,8 @@ class EngineCore:
         self.executor.initialize_from_config(configs)
         if configs[0].kv_cache_groups:
             tokens, full_length = get_kv_cache_capacity(self.vllm_config, configs[0])
+            cache = self.vllm_config.cache_config
+            cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
             logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
         return configs[0]
 

@@ -102,6 +102,7 @@ class CoreLink:
         config = self._vllm_config
         assert config.model_config is not None
         config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
+        config.cache_config.capacity_tokens = ready.capacity_tokens
         config.model_config.max_model_len = ready.max_model_len
         config.scheduler_config.max_model_len = ready.max_model_len
         self._started = True

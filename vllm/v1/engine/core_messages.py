@@ -39,6 +39,7 @@ class CoreReady:
     """Sent once when the core can take requests: what start-up decided."""
 
     num_gpu_blocks: int | None
+    capacity_tokens: int | None
     max_model_len: int
     decisions: list[decisions.Decision]
     phases: list[PhaseEvent]

@@ -236,9 +236,16 @@ def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> Non
         raise SystemExit(1) from None
     proc = EngineCoreProc(core, addresses)
     signal.signal(signal.SIGTERM, lambda *_: proc.request_shutdown())
-    num_blocks = core.vllm_config.cache_config.num_gpu_blocks
-    phases = startup_phases.take_events()
-    ready.send(CoreReady(num_blocks, core.max_model_len, decisions.decisions(), phases))
+    cache = core.vllm_config.cache_config
+    ready.send(
+        CoreReady(
+            cache.num_gpu_blocks,
+            cache.capacity_tokens,
+            core.max_model_len,
+            decisions.decisions(),
+            startup_phases.take_events(),
+        )
+    )
     ready.close()
     try:
         proc.run()

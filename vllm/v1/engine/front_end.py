@@ -31,6 +31,7 @@ class FrontEnd:
         self.log_stats = log_stats
         #: what of the engine sleeps: tags of `wake_up`
         self.asleep: set[str] = set()
+        self._loggers: StatLoggerManager | None = None
         self.tokenizer = _load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
         self.output_processor = OutputProcessor(
@@ -46,9 +47,14 @@ class FrontEnd:
 
     def make_stat_loggers(self, registry: CollectorRegistry = REGISTRY) -> StatLoggerManager | None:
         """After the core has started: some metrics show what it decided."""
-        if not self.log_stats:
-            return None
-        return StatLoggerManager(self.vllm_config, registry=registry)
+        if self.log_stats:
+            self._loggers = StatLoggerManager(self.vllm_config, registry=registry)
+        return self._loggers
+
+    def show_sleep(self, level: int) -> None:
+        """Tell the statistics that the engine fell asleep at `level`, or woke up (0)."""
+        if self._loggers is not None and (level or not self.asleep):
+            self._loggers.record_sleep(level)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

@@ -210,11 +210,13 @@ class LLMEngine:
         self.abort_all()
         self.engine_core.call_utility("sleep", level)
         self._front_end.asleep = set(TAGS)
+        self._front_end.show_sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         chosen = check_tags(tags)
         self.engine_core.call_utility("wake_up", chosen)
         self._front_end.asleep.difference_update(chosen)
+        self._front_end.show_sleep(0)
 
     def is_sleeping(self) -> bool:
         return bool(self._front_end.asleep)

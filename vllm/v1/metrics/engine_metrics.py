@@ -38,6 +38,8 @@ _SPEC_COUNTERS = {
     "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens drafted."),
     "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafted tokens accepted."),
 }
+#: by sleep level
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -84,6 +86,22 @@ class EngineMetrics:
         }
         sizes = _sizes_up_to(vllm_config.model_config.max_model_len)
         self.gauges = {n: self._bound(self._gauge(n, h)) for n, h in _GAUGES.items()}
+        waiting = self._gauge(
+            "num_requests_waiting_by_reason",
+            "Requests waiting for room (capacity), or for a grammar, a transfer (deferred).",
+            ("reason",),
+        )
+        self._waiting = {
+            reason: waiting.labels(**self._values, reason=reason)
+            for reason in ("capacity", "deferred")
+        }
+        sleeping = self._gauge(
+            "engine_sleep_state", "1 for the state the engine is in.", ("sleep_state",)
+        )
+        self._sleep_states = [
+            sleeping.labels(**self._values, sleep_state=state) for state in _SLEEP_STATES
+        ]
+        self.record_sleep(0)
         self.times = {n: self._bound(self._histogram(n, h, _SECONDS)) for n, h in _TIMES.items()}
         self.sizes = {n: self._bound(self._histogram(n, h, sizes)) for n, h in _SIZES.items()}
         self.scheduler_counters = self._counters(_SCHEDULER_COUNTERS)
@@ -185,6 +203,8 @@ class EngineMetrics:
     def record_scheduler(self, stats: SchedulerStats) -> None:
         self.gauges["num_requests_running"].set(stats.num_running)
         self.gauges["num_requests_waiting"].set(stats.num_waiting)
+        self._waiting["capacity"].set(stats.num_waiting - stats.num_deferred)
+        self._waiting["deferred"].set(stats.num_deferred)
         self.gauges["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         increments = msgspec.structs.asdict(stats)
         for field, counter in (*self.scheduler_counters.items(), *self.spec_counters.items()):
@@ -197,6 +217,11 @@ class EngineMetrics:
         if self.spec_counters:
             for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
                 counter.inc(count)
+
+    def record_sleep(self, level: int) -> None:
+        """The engine sleeps at `level`, 0 when it is awake."""
+        for index, state in enumerate(self._sleep_states):
+            state.set(index == level)
 
     def record_iteration(self, stats: IterationStats) -> None:
         self.prompt_tokens.inc(stats.num_prompt_tokens)

@@ -33,6 +33,9 @@ class StatLoggerBase(ABC):
     ) -> None:
         """Take one message's statistics."""
 
+    def record_sleep(self, level: int) -> None:  # noqa: B027 - most loggers do not show it
+        """The engine sleeps at `level`, 0 when it is awake."""
+
     def log(self) -> None:  # noqa: B027 - most loggers have nothing to print
         """Print what was gathered since the last call."""
 
@@ -105,6 +108,9 @@ class PrometheusStatLogger(StatLoggerBase):
             self._metrics.record_scheduler(scheduler_stats)
         self._metrics.record_iteration(iteration_stats)
 
+    def record_sleep(self, level: int) -> None:
+        self._metrics.record_sleep(level)
+
 
 #: the metrics now in a registry: a new engine's replace those of the one before
 _current: weakref.WeakKeyDictionary[CollectorRegistry, EngineMetrics] = weakref.WeakKeyDictionary()
@@ -135,6 +141,10 @@ class StatLoggerManager:
     ) -> None:
         for stat_logger in self.loggers:
             stat_logger.record(scheduler_stats, iteration_stats)
+
+    def record_sleep(self, level: int) -> None:
+        for stat_logger in self.loggers:
+            stat_logger.record_sleep(level)
 
     def log(self) -> None:
         for stat_logger in self.loggers:

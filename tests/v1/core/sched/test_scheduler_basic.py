@@ -287,6 +287,23 @@ def test_reset_prefix_cache_with_running_requests():
     assert driver.tokens["a"] == expected_tokens(prompt, SamplingParams(max_tokens=20), eos=EOS)
 
 
+class Uncompiled:
+    """The grammar of a request that has to wait for it."""
+
+    ready = False
+
+
+def test_requests_that_wait_for_a_grammar_are_counted_apart():
+    driver = Driver(make_scheduler(max_num_seqs=1))
+    held, runs, waits = (make_request(name, prompt_of(i, 9)) for i, name in enumerate("abc"))
+    held.grammar = Uncompiled()
+    driver.add(held, runs, waits)
+    output = driver.scheduler.schedule()
+    packed = driver.scheduler.update_from_output(output, driver.worker.execute(output))
+    stats = packed[0].scheduler_stats
+    assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (1, 2, 1)
+
+
 def test_stats():
     driver = Driver(make_scheduler())
     driver.add(make_request("a", prompt_of(0, 50)), make_request("b", prompt_of(1, 10)))

@@ -157,6 +157,7 @@ class Scheduler(SchedulerResults):
             if admission is _Admission.SKIPPED:
                 skipped.append(request)
         self.waiting.put_back(skipped)
+        self.num_deferred = len(skipped)
 
     def _admit(self, request: Request, step: StepPlan) -> _Admission:
         """Start `request` in this step if it can; it stays queued unless the result is RUNS."""

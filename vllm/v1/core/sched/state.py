@@ -96,6 +96,9 @@ class SchedulerState(SchedulerInterface):
         self._counters = StepCounters()
         #: running, waiting and usage, as last sent
         self._sent_gauges = (0, 0, 0.0)
+        #: waiting requests that the last step could not take for another reason than room: their
+        #: grammar is being compiled, their state is on its way
+        self.num_deferred = 0
         speculative = vllm_config.speculative_config
         self.counts_drafts = speculative is not None and speculative.uses_extract_hidden_states()
 
@@ -304,6 +307,7 @@ class SchedulerState(SchedulerInterface):
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
+            num_deferred=min(self.num_deferred, num_waiting),
             kv_cache_usage=usage,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
