@@ -189,6 +189,15 @@ def test_metrics_count(server: RemoteServer) -> None:
     assert metric(server, "vllm:num_requests_running") == 0
 
 
+def test_the_blocks_of_the_metrics_are_the_capacity_of_the_log(server: RemoteServer) -> None:
+    info = re.search(r"^vllm:cache_config_info\{(.*)\}", server.http.get("/metrics").text, re.M)
+    assert info is not None
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', info.group(1)))
+    logged = re.search(r"state memory: (\d+) tokens", server.log())
+    assert logged is not None
+    assert int(labels["block_size"]) * int(labels["num_gpu_blocks"]) == int(logged.group(1)) > 0
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_leaving_aborts_in_the_engine(server: RemoteServer, streaming: bool) -> None:
     before = metric(server, "vllm:generation_tokens_total")

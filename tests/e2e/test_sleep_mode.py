@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import psutil
 import pytest
@@ -18,6 +20,11 @@ ARENA_BYTES = 256 << 20
 
 def resident(server: RemoteServer) -> int:
     return sum(psutil.Process(p.pid).memory_info().rss for p in server.children())
+
+
+def sleep_states(server: RemoteServer) -> set[str]:
+    text = server.http.get("/metrics").text
+    return set(re.findall(r'^vllm:engine_sleep_state\{.*sleep_state="(\w+)"\} 1.0$', text, re.M))
 
 
 def post(server: RemoteServer, path: str) -> httpx.Response:
@@ -36,7 +43,8 @@ def test_sleep_and_wake_up() -> None:
         assert server.get("/is_sleeping") == {"is_sleeping": False}
         assert post(server, "/sleep?level=7").status_code == 400
         assert post(server, "/sleep?mode=keep").status_code == 400
-        for query in ("", "?level=2&mode=wait"):
+        assert sleep_states(server) == {"awake"}
+        for query, state in (("", "weights_offloaded"), ("?level=2&mode=wait", "discard_all")):
             assert post(server, "/sleep" + query).status_code == 200
             asleep = resident(server)
             assert server.get("/is_sleeping") == {"is_sleeping": True}
@@ -46,8 +54,10 @@ def test_sleep_and_wake_up() -> None:
             assert post(server, "/wake_up?tags=weights").status_code == 200
             assert server.get("/is_sleeping") == {"is_sleeping": True}
             assert post(server, "/wake_up?tags=nothing").status_code == 400
+            assert sleep_states(server) == {state}
             assert post(server, "/wake_up").status_code == 200
             assert server.get("/is_sleeping") == {"is_sleeping": False}
+            assert sleep_states(server) == {"awake"}
             assert resident(server) - asleep > 0.8 * ARENA_BYTES
             again = server.post("/v1/completions", **BODY)["choices"][0]["token_ids"]
             assert again == expected

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from vllm import platforms
-from vllm.platforms import cpu, cuda, current_platform
+from vllm.platforms import DeviceCapability, Platform, cpu, cuda, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform, GpuFacts, parse_gpu_facts, select_visible
 
@@ -53,6 +55,47 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "tpu")
     with pytest.raises(ValueError, match="VLLM_TARGET_DEVICE='tpu'.*cpu, cuda"):
         platforms._choose()
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform(), CudaPlatform()])
+def test_what_third_parties_ask(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "gpu_facts", lambda device_id=0: GPUS[device_id])
+    on_cuda = platform.device_type == "cuda"
+    assert platform.is_cuda() is platform.is_cuda_alike() is on_cuda
+    assert platform.is_cpu() is not on_cuda
+    for other in ("rocm", "tpu", "xpu", "out_of_tree", "unspecified"):
+        assert getattr(platform, f"is_{other}")() is False
+    assert platform.is_pin_memory_available() is on_cuda
+    assert platform.device_name == platform.device_type
+    assert platform.get_device_total_memory() == platform.total_memory_bytes() > 0
+    answers = [
+        platform.has_device_capability((8, 9)),
+        platform.has_device_capability(90),
+        platform.has_device_capability(100),
+        platform.has_device_capability(80, device_id=2),
+        platform.is_device_capability((9, 0)),
+        platform.is_device_capability(75, device_id=2),
+    ]
+    assert answers == ([True, True, False, False, True, True] if on_cuda else [False] * 6)
+
+
+def test_device_capability() -> None:
+    assert CpuPlatform().get_device_capability() is None
+    capability = DeviceCapability(9, 0)
+    assert capability == (9, 0) and capability.to_int() == 90
+    assert capability.as_version_str() == "9.0" and capability.major == 9
+
+
+def test_seeding_everything() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    current_platform.seed_everything(7)
+    first = draw()
+    current_platform.seed_everything(7)
+    assert draw() == first
+    current_platform.seed_everything(None)
+    assert draw() != first
 
 
 def test_choosing_does_not_initialise_cuda() -> None:

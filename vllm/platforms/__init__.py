@@ -7,12 +7,12 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
     current_platform: Platform
 
-__all__ = ["Platform", "PlatformEnum", "current_platform"]
+__all__ = ["DeviceCapability", "Platform", "PlatformEnum", "current_platform"]
 
 _current: Platform | None = None
 

@@ -57,6 +57,7 @@ class CpuPlatform(Platform):
     defers_commit = False
     splits_scans = False
     supports_pinned_memory = False
+    device_control_env_var = "CPU_VISIBLE_MEMORY_NODES"
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

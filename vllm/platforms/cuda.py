@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.platforms.cuda_first_use import use_on_a_thread
-from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
     from vllm.kernels.interface import Kernels
@@ -97,6 +97,7 @@ class CudaPlatform(Platform):
     defers_commit = True
     splits_scans = True
     supports_pinned_memory = True
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -128,9 +129,11 @@ class CudaPlatform(Platform):
             short_attention=find_hopper_attention(capability),
         )
 
-    def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
-        """Compute capability, e.g. `(9, 0)`."""
-        return gpu_facts(device_id).capability
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(*gpu_facts(device_id).capability)
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return gpu_facts(device_id).uuid
 
     def get_device_name(self, device_id: int = 0) -> str:
         return gpu_facts(device_id).name

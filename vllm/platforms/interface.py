@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import enum
+import random
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,27 @@ class PlatformEnum(enum.Enum):
     CUDA = "cuda"
 
 
+class DeviceCapability(NamedTuple):
+    """CUDA's compute capability, e.g. `(9, 0)`."""
+
+    major: int
+    minor: int
+
+    def as_version_str(self) -> str:
+        """`9.0`."""
+        return f"{self.major}.{self.minor}"
+
+    def to_int(self) -> int:
+        """`90`."""
+        return self.major * 10 + self.minor
+
+
 class Platform(ABC):
-    """One device kind; capabilities are class data, so that nobody dispatches on names."""
+    """One device kind; capabilities are class data, so that nobody dispatches on names.
+
+    Third parties ask it, too: the questions about other kinds of devices (`is_rocm`, `is_tpu`
+    ...) have an answer here, and theirs about a device take `device_id`.
+    """
 
     enum: ClassVar[PlatformEnum]
     #: torch's name of the device kind
@@ -41,6 +61,9 @@ class Platform(ABC):
     #: whether copies to pinned host memory can overlap with compute
     supports_pinned_memory: ClassVar[bool]
 
+    #: environment variable that chooses the visible devices
+    device_control_env_var: ClassVar[str]
+
     def is_cuda(self) -> bool:
         return self.enum is PlatformEnum.CUDA
 
@@ -49,6 +72,59 @@ class Platform(ABC):
 
     def is_cuda_alike(self) -> bool:
         return self.is_cuda()
+
+    def is_rocm(self) -> bool:
+        return False
+
+    def is_tpu(self) -> bool:
+        return False
+
+    def is_xpu(self) -> bool:
+        return False
+
+    def is_out_of_tree(self) -> bool:
+        """Whether a plug-in brought the platform: they cannot."""
+        return False
+
+    def is_unspecified(self) -> bool:
+        """Whether no device was found: the CPU is always there."""
+        return False
+
+    @property
+    def device_name(self) -> str:
+        """The device kind's name, `device_type`."""
+        return self.device_type
+
+    def is_pin_memory_available(self) -> bool:
+        return self.supports_pinned_memory
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
+        """The compute capability, None for devices without one."""
+        return None
+
+    def has_device_capability(self, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
+        """Whether the device has at least `capability`: `(9, 0)` or 90."""
+        current = self.get_device_capability(device_id)
+        return current is not None and current >= _as_pair(capability)
+
+    def is_device_capability(self, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
+        """Whether the device has exactly `capability`: `(9, 0)` or 90."""
+        return self.get_device_capability(device_id) == _as_pair(capability)
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        """Bytes; upstream's name of `total_memory_bytes`."""
+        return self.total_memory_bytes(device_id)
+
+    def seed_everything(self, seed: int | None = None) -> None:
+        """Seed Python's, numpy's and torch's generators; None leaves them."""
+        # Later than this module, which is imported before torch to prepare the device meanwhile.
+        import numpy as np
+        import torch
+
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
 
     @property
     @abstractmethod
@@ -95,3 +171,7 @@ class Platform(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Return unused memory of the allocator to the device."""
+
+
+def _as_pair(capability: tuple[int, int] | int) -> tuple[int, int]:
+    return divmod(capability, 10) if isinstance(capability, int) else capability

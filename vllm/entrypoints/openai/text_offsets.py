@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.detokenizer import make_decoder
+from vllm.v1.engine.detokenizer import TokenDecoder, make_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,8 +27,9 @@ class TextOffsets:
         params: SamplingParams,
         start: int,
     ) -> None:
-        known = tokenizer is not None and params.detokenize
-        self._decoder = make_decoder(tokenizer, prompt_ids, params) if known else None
+        self._decoder: TokenDecoder | None = None
+        if tokenizer is not None and params.detokenize:
+            self._decoder = make_decoder(tokenizer, prompt_ids, params)
         self._end = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:

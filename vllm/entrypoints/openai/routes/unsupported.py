@@ -28,8 +28,8 @@ UNSUPPORTED = {
     "/v1/responses/{response_id}/cancel": _GENERATE,
     "/v1/messages": _GENERATE,
     "/v1/messages/count_tokens": "use /tokenize, which takes messages",
-    "/v1/chat/completions/batch": "send one request per conversation, which the engine batches, or a "
-    "file to `vllm run-batch`",
+    "/v1/chat/completions/batch": "send one request per conversation, which the engine batches, "
+    "or a file to `vllm run-batch`",
     "/pause": _PAUSE,
     "/resume": _PAUSE,
     "/is_paused": _PAUSE,
