@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.serving_engine import Planned, now
+from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
-from vllm.entrypoints.openai.text_offsets import TextOffsets
+from vllm.entrypoints.openai.text_offsets import Echo, TextOffsets
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.serving_completion import Echo, ServingCompletion
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -32,7 +31,7 @@ class CompletionStream:
 
     def __init__(
         self,
-        serving: ServingCompletion,
+        serving: OpenAIServing,
         request: CompletionRequest,
         reply_id: str,
         model: str,
@@ -50,8 +49,9 @@ class CompletionStream:
             "created": now(),
             "model": model,
         }
+        tokenizer, scored = serving.renderer.tokenizer, request.logprobs is not None
         self._choices = [
-            _Choice(None if request.logprobs is None else serving.offsets(one, echo))
+            _Choice(echo.then(tokenizer, one.prompt.token_ids, one.params) if scored else None)
             for one, echo in zip(planned, echoed, strict=True)
             for _ in range(request.num_choices)
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai import logprobs as lp
@@ -26,22 +25,12 @@ from vllm.entrypoints.openai.serving_engine import (
     now,
     total_cached,
 )
-from vllm.entrypoints.openai.text_offsets import TextOffsets, prompt_offsets
+from vllm.entrypoints.openai.text_offsets import Echo, prompt_offsets
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class Echo:
-    """What stands before a choice's own text: the prompt's text, and for logprobs where each of
-    its tokens begins there; nothing without `echo`."""
-
-    text: str = ""
-    offsets: Sequence[int] = ()
-
 
 #: what the OpenAI API gives when `max_tokens` is not set
 _DEFAULT_MAX_TOKENS = 16
@@ -138,12 +127,6 @@ class ServingCompletion(OpenAIServing):
 
         return list(await asyncio.gather(*(echo(one.prompt) for one in planned)))
 
-    def offsets(self, planned: Planned, echo: Echo) -> TextOffsets:
-        """Counts where the generated tokens of one choice begin."""
-        return TextOffsets(
-            self.renderer.tokenizer, planned.prompt.token_ids, planned.params, len(echo.text)
-        )
-
     def _reply(
         self,
         request: CompletionRequest,
@@ -204,12 +187,13 @@ class ServingCompletion(OpenAIServing):
             shown = prompt_ids + token_ids if request.echo else token_ids
             before = output.prompt_logprobs or () if request.echo else ()
             where: list[lp.Position | None] = [*before, *positions]
+            after = echo.then(self.renderer.tokenizer, prompt_ids, planned.params)
             logprobs = lp.completion_logprobs(
                 shown,
                 where,
                 as_ids=self.tokens_as_ids(request),
                 decode=self.decode_token,
-                offsets=[*echo.offsets, *self.offsets(planned, echo).of(token_ids)],
+                offsets=[*echo.offsets, *after.of(token_ids)],
             )
         asked_ids = bool(request.return_token_ids)
         asked_prompt = request.prompt_logprobs is not None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
@@ -40,6 +41,24 @@ class TextOffsets:
             if self._decoder is not None:
                 self._end += len(self._decoder.decode(token_id))
         return offsets
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What stands before a choice's own text: the prompt's text, and for logprobs where each of
+    its tokens begins there; nothing without `echo`."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+    def then(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+    ) -> TextOffsets:
+        """Counts where the generated tokens of one choice begin."""
+        return TextOffsets(tokenizer, prompt_ids, params, len(self.text))
 
 
 def prompt_offsets(
