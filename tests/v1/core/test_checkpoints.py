@@ -8,6 +8,7 @@ from state_cases import full, generate, hidden, manager_of, recurrent, request, 
 
 from vllm.cache_options import CacheOptions
 from vllm.v1.core.checkpoint_policy import CheckpointPolicy
+from vllm.v1.core.page_queues import IdleQueue
 
 HYBRID = [full(), recurrent(block_size=4096)]
 
@@ -306,3 +307,53 @@ def test_the_end_of_a_prompt_leaves_first():
     """The end of the turn continues whatever the end of its prompt does, but the same prompt."""
     policy = CheckpointPolicy(block_size=16, block_bytes=1000)
     assert policy.credit(99, 0, 100, 1000) == 0.0 < policy.credit(105, 0, 100, 1000)
+
+
+# ---- worth ---------------------------------------------------------------------------------------
+
+
+def credits_of(manager):
+    pages = manager.block_pool.pages
+    return [block.credit for group in pages.groups for block in group.idle]
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_prefix_computed_again_is_worth_its_tokens(rewind):
+    """What the first look-up found does not count once it is gone, by a reset or a failed load."""
+    manager = hybrid()
+    manager.free(run_prompt(manager, "a", range(200)))
+    req = request("b", range(250), cache=marks([50, 100]))
+    step(manager, req)
+    assert req.num_computed_tokens > 190
+    req.num_cached_tokens = 199
+    if rewind:
+        manager.forget_after(req, 40)
+        req.num_computed_tokens = 40
+        manager.plan_checkpoints(req, 40)
+    else:
+        manager.free(req)
+        req.num_computed_tokens = 0
+        assert manager.reset_prefix_cache()
+    while req.num_computed_tokens < req.num_tokens:
+        step(manager, req)
+    manager.free(req)
+    manager.begin_step()
+    assert len(credits_of(manager)) > 3
+    assert min(credits_of(manager)) >= 0
+
+
+class Ranked:
+    rank = (0.0, 0)
+
+
+def test_items_of_equal_rank_leave_in_the_order_they_came():
+    """No order is asked of the items themselves."""
+    queue = IdleQueue()
+    queued = [Ranked() for _ in range(3)]
+    for item in queued:
+        queue.add(item)
+    left = []
+    while (first := queue.first()) is not None:
+        queue.remove(first)
+        left.append(first)
+    assert left == queued

@@ -3,6 +3,7 @@
 
 It keeps a paged cache of what each slot should hold and checks every slot it would read, so a
 wrong block table, a stale cache hit or a lost token shows as an error or as a different output.
+The first group is paged; a second one is recurrent and holds one state per request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm.config import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -121,6 +122,7 @@ class WorkerRequest:
     history: list[int]
     block_ids: list[int]
     num_computed: int
+    state_block: int | None = None
 
 
 @dataclass
@@ -128,6 +130,8 @@ class FakeWorker:
     """Executes scheduler outputs and checks each one for consistency."""
 
     slots: dict[int, int] = field(default_factory=dict)
+    #: by block of the recurrent group
+    states: dict[int, int] = field(default_factory=dict)
     requests: dict[str, WorkerRequest] = field(default_factory=dict)
     steps: list[SchedulerOutput] = field(default_factory=list)
     #: survive a preemption
@@ -137,12 +141,24 @@ class FakeWorker:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.steps.append(output)
         self._update(output)
+        self._copy(output.copies_before)
         result = ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
         for req_id, count in output.num_scheduled_tokens.items():
             result.req_ids.append(req_id)
             result.sampled_token_ids.append(self._run(req_id, count, output, result))
+        self._copy(output.copies_after)
         return result
+
+    def _copy(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            if copy.group_id:
+                self.states[copy.target] = self.states[copy.source]
+                continue
+            for offset in range(BLOCK_SIZE):
+                held = self.slots.get(copy.source * BLOCK_SIZE + offset)
+                if held is not None:
+                    self.slots[copy.target * BLOCK_SIZE + offset] = held
 
     def _update(self, output: SchedulerOutput) -> None:
         for req_id in output.finished_req_ids | output.preempted_req_ids:
@@ -156,6 +172,7 @@ class FakeWorker:
                 list(new.prompt_token_ids),
                 list(new.block_ids[0]),
                 new.num_computed_tokens,
+                _state_block(new.block_ids),
             )
             self.params[new.req_id] = (new.sampling_params, len(new.prompt_token_ids))
         cached = output.scheduled_cached_reqs
@@ -171,6 +188,7 @@ class FakeWorker:
                     list(cached.all_token_ids[req_id]),
                     list(blocks[0]),
                     cached.num_computed_tokens[i],
+                    _state_block(blocks),
                 )
             else:
                 state = self.requests[req_id]
@@ -193,6 +211,11 @@ class FakeWorker:
         for position in range(state.num_computed):
             found = self.slots.get(self._slot(state, position))
             assert found == prefix_hash(state.history[: position + 1]), (req_id, position)
+        if state.state_block is not None:
+            if state.num_computed:
+                held = self.states.get(state.state_block)
+                assert held == prefix_hash(state.history[: state.num_computed]), req_id
+            self.states[state.state_block] = prefix_hash(state.history[:end])
         for position in range(state.num_computed, end):
             self.slots[self._slot(state, position)] = prefix_hash(state.history[: position + 1])
         if state.params.prompt_logprobs is not None:
@@ -225,6 +248,10 @@ def fake_logprobs(tokens: list[int], k: int) -> LogprobsLists:
     values = np.array([[-(t % 5) - 0.5, *(-0.1 * j for j in range(k))] for t in tokens])
     ranks = np.array([t % 5 + 1 for t in tokens])
     return LogprobsLists(ids.astype(np.int32), values.astype(np.float32), ranks.astype(np.int32))
+
+
+def _state_block(block_ids: tuple[list[int], ...]) -> int | None:
+    return block_ids[1][0] if len(block_ids) > 1 else None
 
 
 class FakeExecutor(Executor):

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a request leaves at `position`: `blocks[g]` ends that prefix in group `g`."""
+    """What a request that started at `start` leaves at `position`: `blocks[g]` ends that prefix in
+    group `g`."""
 
     request: Request
+    start: int
     position: int
     blocks: list[KVCacheBlock | None]
 
@@ -54,6 +56,8 @@ class CheckpointKeeper:
         self._saved: list[_Saved] = []
         #: token counts every running request's state was saved at
         self._taken: dict[str, list[int]] = {}
+        #: the token count from which every running request computes
+        self._starts: dict[str, int] = {}
 
     # ---- around a step -------------------------------------------------------------------------
 
@@ -72,6 +76,11 @@ class CheckpointKeeper:
         return copies
 
     # ---- a request -----------------------------------------------------------------------------
+
+    def begin(self, request: Request, num_computed_tokens: int) -> None:
+        """The request has been given blocks and computes its tokens after these."""
+        self._starts[request.request_id] = num_computed_tokens
+        self.plans.announce(request)
 
     def start_from(
         self, request_id: str, sources: Sequence[KVCacheBlock | None], num_tokens: int
@@ -120,13 +129,14 @@ class CheckpointKeeper:
                     self._pool.touch([own])
                 ends.append(own)
         self._held += [block for block in ends if block is not None]
-        self._saved.append(_Saved(request, position, ends))
+        start = self._starts[request.request_id]
+        self._saved.append(_Saved(request, start, position, ends))
 
     def _publish(self, saved: _Saved) -> None:
         request, position = saved.request, saved.position
         for manager, block in zip(self._managers, saved.blocks, strict=True):
             if block is not None:
-                self._cache(manager, request, block, position)
+                self._cache(manager, request, block, saved.start, position)
         if request.num_state_tokens:
             self._taken.setdefault(request.request_id, []).append(position)
         self.plans.done(request, position)
@@ -136,12 +146,12 @@ class CheckpointKeeper:
         manager: SingleTypeKVCacheManager,
         request: Request,
         block: KVCacheBlock,
+        start: int,
         position: int,
     ) -> None:
         if self._pool.events is not None:
             self._pool.events.request = request
         if manager.cache_tail(request, block, position) and isinstance(manager, RecurrentManager):
-            start = max(request.num_cached_tokens, 0)
             block.credit = self._policy.credit(
                 position, start, request.num_prompt_tokens, self._state_bytes
             )
@@ -151,13 +161,14 @@ class CheckpointKeeper:
         all tokens it covers are known."""
         request_id = request.request_id
         position, request.num_state_tokens = request.num_state_tokens, 0
+        start = self._starts.pop(request_id, 0)
         self.plans.drop(request_id)
         self._taken.pop(request_id, None)
         if 0 < position == request.num_computed_tokens <= request.num_tokens:
             for manager in self._managers:
                 block = manager.block_at(request_id, position)
                 if block is not None:
-                    self._cache(manager, request, block, position)
+                    self._cache(manager, request, block, start, position)
 
     def blocks_left_by(self, request: Request) -> list[KVCacheBlock]:
         """The checkpoints a running request has left, and still has in the cache."""
@@ -172,8 +183,12 @@ class CheckpointKeeper:
         return found
 
     def forget_after(self, request: Request, num_tokens: int) -> None:
-        """What the request computed after its first `num_tokens` tokens is wrong."""
+        """What the request computed after its first `num_tokens` tokens is wrong; it computes
+        them again."""
         request.num_state_tokens = 0
+        if request.request_id in self._starts:
+            start = min(self._starts[request.request_id], num_tokens)
+            self._starts[request.request_id] = start
         self._saved = [
             s for s in self._saved if s.request is not request or s.position <= num_tokens
         ]

@@ -203,7 +203,7 @@ class KVCacheManager:
             if new_computed_blocks is not None and new_computed_blocks.sources:
                 self.checkpoints.start_from(request_id, new_computed_blocks.sources, local)
             if is_new:
-                self.checkpoints.plans.announce(request)
+                self.checkpoints.begin(request, computed)
             self.checkpoints.advance(request, computed + num_new_tokens)
         return KVCacheBlocks(tuple(appended)) if appended else self._nothing
 

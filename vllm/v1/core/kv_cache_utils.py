@@ -213,6 +213,8 @@ class BlockHasher:
 
     Called with a request, it gives the hashes of its full blocks not hashed yet: it reads
     `request.block_hashes` for what is done and only known tokens; the caller appends the result.
+    The parent of first blocks stays what `NONE_HASH` was when the hasher was made: another engine
+    in the process sets that anew.
     """
 
     def __init__(self, block_size: int, hash_fn: HashFunction) -> None:

@@ -49,12 +49,14 @@ _Item = TypeVar("_Item", bound=_Ranked)
 
 
 class IdleQueue(Generic[_Item]):
-    """Items by rank, the lowest first; an item's rank must not change while it is queued."""
+    """Items by rank, the lowest first, of equal ranks the one queued first; an item's rank must not
+    change while it is queued."""
 
-    __slots__ = ("_heap", "_queued")
+    __slots__ = ("_heap", "_num_added", "_queued")
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], int, _Item]] = []
+        self._num_added = 0
         self._queued: dict[_Item, int] = {}
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class IdleQueue(Generic[_Item]):
         if len(self._heap) > 2 * len(self._queued) + 64:
             self._heap = [entry for entry in self._heap if self._queued.get(entry[2]) == entry[1]]
             heapify(self._heap)
-        number = item.rank[1]
+        number = self._num_added = self._num_added + 1
         self._queued[item] = number
         heappush(self._heap, (item.rank, number, item))
 

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
+from tests.v1.core.state_cases import full, kv_config, recurrent
 from tests.v1.engine.fakes import EOS, expected_tokens
+from vllm.cache_options import CacheOptions
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 MAX_LEN = 128
+HYBRID = [full(), recurrent()]
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,13 +30,17 @@ MAX_LEN = 128
     threshold=st.sampled_from([0, 7]),
     max_num_seqs=st.integers(1, 12),
     watermark=st.sampled_from([0.0, 0.2]),
+    hybrid=st.booleans(),
 )
-def test_traffic(seed, async_scheduling, **options):
+def test_traffic(seed, async_scheduling, hybrid, **options):
     rng = random.Random(seed)
+    state_memory = kv_config(HYBRID, options["num_blocks"] + 2, [1, 1]) if hybrid else None
     options["long_prefill_token_threshold"] = options.pop("threshold")
     options["max_num_batched_tokens"] = options.pop("budget")
     driver = Driver(
-        make_scheduler(max_model_len=MAX_LEN, async_scheduling=async_scheduling, **options)
+        make_scheduler(
+            state_memory, max_model_len=MAX_LEN, async_scheduling=async_scheduling, **options
+        )
     )
     shared = rng.choices(range(20, 1000), k=64)
     requests, aborted = {}, set()
@@ -49,6 +56,7 @@ def test_traffic(seed, async_scheduling, **options):
             min_tokens=0,
             stop_token_ids=rng.choices(range(1000), k=15),
         )
+        request.cache = CacheOptions(checkpoints=tuple(rng.choices(range(1, 80), k=2)))
         requests[request.request_id] = request
         driver.add(request)
         for _ in range(rng.randint(0, 6)):
