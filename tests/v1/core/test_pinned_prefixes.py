@@ -87,3 +87,28 @@ def test_a_reset_that_is_refused_keeps_the_pins():
     manager.free(running)
     assert manager.reset_prefix_cache()
     assert live(manager) == 0 and hit(manager, range(101)) == 0
+
+
+def test_a_block_that_several_pins_hold_counts_once():
+    """40 conversations that begin alike pin what they share and what each of them adds."""
+    manager = manager_of([full(), recurrent()], 500)
+    prefix = list(range(160))
+    for i in range(40):
+        finished(manager, f"r{i}", [*prefix, 1000 + i, 7, 8], cache=PINNED)
+    held = manager.block_pool.pages.live_pages
+    assert manager.pins.pages == held < 0.5 * 499
+    for i in range(40):
+        assert hit(manager, [*prefix, 1000 + i, 7, 8, 9]) == 163
+    for left in range(39, -1, -1):
+        assert manager.pins.release_next()
+        assert manager.pins.pages == manager.block_pool.pages.live_pages, left
+    assert manager.pins.pages == 0 and not manager.pins.release_next()
+
+
+def test_blocks_given_twice_are_held_once():
+    manager = manager_of([full()], 40)
+    blocks = manager.block_pool.get_new_blocks([3], [None])[0]
+    assert manager.pins.pin([*blocks, *blocks], 20.0)
+    assert [block.ref_cnt for block in blocks] == [2, 2, 2]
+    assert manager.pins.release_next()
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]

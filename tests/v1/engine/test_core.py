@@ -6,12 +6,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens, make_vllm_config
 from vllm import decisions
+from vllm.cache_options import CacheOptions
 from vllm.sampling_params import SamplingParams
 from vllm.utils.start_method import start_method
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -52,6 +54,28 @@ def test_steps_until_done(async_scheduling):
     assert tokens == expected_tokens([5, 6, 7], SamplingParams(max_tokens=5))
     assert core.only_waits and core.executor.worker.requests == {}
     core.shutdown()
+    core.shutdown()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_pin_ends_in_an_idle_core(async_scheduling, monkeypatch):
+    """Nobody sends a request: its end alone is work, and what it frees is told."""
+    core = make_core(async_scheduling=async_scheduling)
+    request = EngineCoreRequest(
+        "a", list(range(50)), SamplingParams(max_tokens=2), 0.0, cache=CacheOptions(pin_seconds=60)
+    )
+    core.add_request(core.make_request(request))
+    run(core)
+    manager = core.scheduler.kv_cache_manager
+    assert manager.usage > 0 and not core.has_work()
+    now = time.monotonic()
+    monkeypatch.setattr(manager.pins, "_clock", lambda: now + 61)
+    assert core.has_work()
+    usages = []
+    while core.has_work():
+        for message in core.step().values():
+            usages.append(message.scheduler_stats.kv_cache_usage)
+    assert usages == [0.0] and manager.usage == 0
     core.shutdown()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -19,47 +20,69 @@ MAX_PINNED = 0.5
 
 class PinnedPrefixes:
     """Holds blocks until their time is over, memory is needed for a request, or the cache is
-    reset. Pins beyond `MAX_PINNED` of the arena are refused with a warning."""
+    reset. Pins beyond `MAX_PINNED` of the arena are refused with a warning; a block that several
+    pins hold counts once."""
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
         self._clock = clock
-        #: (end, number, blocks, pages' worth), the next to end first
-        self._pins: list[tuple[float, int, list[KVCacheBlock], float]] = []
+        #: (end, number, blocks), the next to end first
+        self._pins: list[tuple[float, int, list[KVCacheBlock]]] = []
         self._num_made = 0
-        self._pages = 0.0
+        #: pins that hold each block
+        self._holders: Counter[KVCacheBlock] = Counter()
+        self._num_blocks = [0] * len(pool.pages.groups)
+
+    @property
+    def pages(self) -> float:
+        """Pinned blocks of all groups, in pages' worth of bytes."""
+        return self._pages_of(self._num_blocks)
+
+    def _pages_of(self, num_blocks: Sequence[int]) -> float:
+        groups = self._pool.pages.groups
+        return sum(n / group.capacity for n, group in zip(num_blocks, groups, strict=True))
 
     def pin(self, blocks: Iterable[KVCacheBlock], seconds: float) -> bool:
         """Hold these blocks, all of them or none."""
-        kept = [block for block in blocks if not block.is_null]
-        groups = self._pool.pages.groups
-        pages = sum(1 / groups[block.group_id].capacity for block in kept)
-        limit = MAX_PINNED * (self._pool.pages.num_pages - 1)
-        if self._pages + pages > limit:
+        kept = list(dict.fromkeys(block for block in blocks if not block.is_null))
+        added = [0] * len(self._num_blocks)
+        for block in kept:
+            added[block.group_id] += block not in self._holders
+        pages = self._pages_of(added)
+        if self.pages + pages > MAX_PINNED * (self._pool.pages.num_pages - 1):
             logger.warning(
                 "a prefix is not pinned: %.1f pages beside %.1f pinned ones are more than %.0f %% "
                 "of the state arena",
                 pages,
-                self._pages,
+                self.pages,
                 100 * MAX_PINNED,
             )
             return False
         self._pool.touch(kept)
-        self._pages += pages
+        self._holders.update(kept)
+        self._num_blocks = [n + more for n, more in zip(self._num_blocks, added, strict=True)]
         self._num_made += 1
-        heapq.heappush(self._pins, (self._clock() + seconds, self._num_made, kept, pages))
+        heapq.heappush(self._pins, (self._clock() + seconds, self._num_made, kept))
         return True
+
+    def is_over(self) -> bool:
+        """Whether there is a pin to let go of."""
+        return bool(self._pins) and self._pins[0][0] <= self._clock()
 
     def expire(self) -> None:
         """Let go of what is over."""
-        while self._pins and self._pins[0][0] <= self._clock():
+        while self.is_over():
             self.release_next()
 
     def release_next(self) -> bool:
         """Let go of the pin that would end first; False if there is none."""
         if not self._pins:
             return False
-        _, _, blocks, pages = heapq.heappop(self._pins)
-        self._pages -= pages
+        _, _, blocks = heapq.heappop(self._pins)
+        for block in blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self._num_blocks[block.group_id] -= 1
         self._pool.free_blocks(reversed(blocks))
         return True

@@ -64,7 +64,8 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_requests(self) -> bool:
-        """Whether the engine must keep stepping: work, workers to tell, or transfers to await."""
+        """Whether the engine must keep stepping: work, workers to tell, transfers to await, or
+        pins to end."""
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:

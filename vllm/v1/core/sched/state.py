@@ -265,6 +265,7 @@ class SchedulerState(SchedulerInterface):
             or self.preempted_req_ids
             or self._late_outputs
             or (self.connector is not None and self.connector.has_pending_push_work())
+            or self.kv_cache_manager.pins.is_over()
         )
 
     def has_unfinished_requests(self) -> bool:
