@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+import random
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import psutil
@@ -232,3 +233,84 @@ def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
             engine.shutdown()
 
     asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def refuses(engine: AsyncLLM) -> bool:
+    """Whether the engine refuses requests; both ends must agree."""
+    try:
+        async for _ in engine.generate([1, 2, 3], SamplingParams(max_tokens=1), "probe"):
+            pass
+    except EngineSleepingError:
+        return True
+    return False
+
+
+def with_sleepy_engine(run: Callable[[AsyncLLM], Awaitable[None]], step_s: float = 0.005) -> None:
+    async def main() -> None:
+        config = sleepy_config(additional_config={"step_s": step_s})
+        engine = AsyncLLM(config, SleepyExecutor, log_stats=False)
+        try:
+            await run(engine)
+        finally:
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_wake_up_calls_off_a_sleep_that_waits() -> None:
+    async def run(engine: AsyncLLM) -> None:
+        async def stream() -> int:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            async for output in engine.generate([5, 6], params, "long"):
+                count = len(output.outputs[0].token_ids)
+            return count
+
+        running = asyncio.create_task(stream())
+        await until(engine.output_processor.has_unfinished_requests)
+        waiting = [asyncio.create_task(engine.sleep(1, "wait")) for _ in range(2)]
+        while not await engine.is_sleeping():
+            await asyncio.sleep(0)
+        assert await refuses(engine)
+        await engine.wake_up()
+        assert not await engine.is_sleeping() and not await refuses(engine)
+        for sleep in waiting:
+            with pytest.raises(VLLMValidationError, match="woken up before it slept"):
+                await sleep
+        assert await running == 100
+        assert not await engine.is_sleeping() and not await refuses(engine)
+        await engine.sleep(1, "wait")
+        assert await engine.is_sleeping() and await refuses(engine)
+
+    with_sleepy_engine(run)
+
+
+@pytest.mark.usefixtures("forking")
+def test_sleeps_and_wake_ups_at_once_leave_both_ends_agreed() -> None:
+    async def run(engine: AsyncLLM) -> None:
+        rng = random.Random(0)
+        for _ in range(30):
+            calls = []
+            for _ in range(rng.randint(1, 5)):
+                if rng.random() < 0.5:
+                    calls.append(engine.sleep(1, rng.choice(["abort", "wait"])))
+                else:
+                    calls.append(engine.wake_up())
+            tasks = [asyncio.create_task(call) for call in calls]
+            await asyncio.sleep(rng.choice([0.0, 0.001, 0.01]))
+            if rng.random() < 0.5:
+                rng.choice(tasks).cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with engine._sleep_lock:  # a call nobody waits for may still be on its way
+                pass
+            assert await refuses(engine) == await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await refuses(engine)
+
+    with_sleepy_engine(run, step_s=0.0)

@@ -21,7 +21,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream
 from vllm.v1.engine.prompt_checks import parse_prompt
-from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
+from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class AsyncLLM:
         self.output_processor = self._front_end.output_processor
         self._streams: set[OutputStream] = set()
         self._handler: asyncio.Task[None] | None = None
+        #: held by the call that changes what sleeps
+        self._sleep_lock = asyncio.Lock()
         self._error: BaseException | None = None
         self._loggers = self._front_end.make_stat_loggers()
         startup_phases.log_ledger()
@@ -291,34 +293,45 @@ class AsyncLLM:
         """Release device memory until `wake_up`; see `LLM.sleep`.
 
         Running requests are aborted, or with `mode="wait"` finish first; new ones are refused at
-        once with `EngineSleepingError`. Raises `VLLMValidationError` for another level or mode.
+        once with `EngineSleepingError`. Raises `VLLMValidationError` for another level or mode, and
+        when `wake_up` is called while requests finish: then nothing sleeps.
         """
         check_sleep(self.vllm_config, level)
         if mode not in ("abort", "wait"):
             raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
-        before, self._front_end.asleep = self._front_end.asleep, set(TAGS)
-        try:
+        with self._front_end.sleep.waiting() as check:
             if mode == "abort":
                 await self.abort(self.unfinished_request_ids())
             while self.output_processor.has_unfinished_requests():
                 await asyncio.sleep(_TICK_S)
+                check()
+            # Once the core is told, its answer counts, whether or not the caller waits for it.
+            await asyncio.shield(self._fall_asleep(level, check))
+
+    async def _fall_asleep(self, level: int, check: Callable[[], None]) -> None:
+        async with self._sleep_lock:
+            check()
             self._ensure_handler()
-            await self.engine_core.call_utility("sleep", level)
-        except BaseException:
-            self._front_end.asleep = before
-            raise
-        self._front_end.show_sleep(level)
+            with self._front_end.sleep.falling_asleep():
+                await self.engine_core.call_utility("sleep", level)
+            self._front_end.show_sleep(level)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back "weights", "kv_cache", or both (None)."""
+        """Bring back "weights", "kv_cache", or both (None). A sleep that still waits for requests
+        to finish is called off."""
         chosen = check_tags(tags)
-        self._ensure_handler()
-        await self.engine_core.call_utility("wake_up", chosen)
-        self._front_end.asleep.difference_update(chosen)
-        self._front_end.show_sleep(0)
+        self._front_end.sleep.call_off()
+        await asyncio.shield(self._wake_up(chosen))
+
+    async def _wake_up(self, tags: tuple[str, ...]) -> None:
+        async with self._sleep_lock:
+            self._ensure_handler()
+            await self.engine_core.call_utility("wake_up", tags)
+            self._front_end.sleep.woke_up(tags)
+            self._front_end.show_sleep(0)
 
     async def is_sleeping(self) -> bool:
-        return bool(self._front_end.asleep)
+        return self._front_end.sleep.is_sleeping
 
     async def do_log_stats(self) -> None:
         """Log throughput now."""

@@ -10,7 +10,7 @@ from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.sleep import ASLEEP
+from vllm.v1.engine.sleep import ASLEEP, FrontEndSleep
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import REGISTRY
 
@@ -29,8 +29,7 @@ class FrontEnd:
         self.vllm_config = vllm_config
         self.model_config: ModelConfig = vllm_config.model_config
         self.log_stats = log_stats
-        #: what of the engine sleeps: tags of `wake_up`
-        self.asleep: set[str] = set()
+        self.sleep = FrontEndSleep()
         self._loggers: StatLoggerManager | None = None
         self.tokenizer = _load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
@@ -41,8 +40,8 @@ class FrontEnd:
         )
 
     def require_awake(self) -> None:
-        """`EngineSleepingError` while any part of the engine sleeps."""
-        if self.asleep:
+        """`EngineSleepingError` while any part of the engine sleeps or is about to."""
+        if self.sleep.is_sleeping:
             raise EngineSleepingError(ASLEEP)
 
     def make_stat_loggers(self, registry: CollectorRegistry = REGISTRY) -> StatLoggerManager | None:
@@ -53,7 +52,7 @@ class FrontEnd:
 
     def show_sleep(self, level: int) -> None:
         """Tell the statistics that the engine fell asleep at `level`, or woke up (0)."""
-        if self._loggers is not None and (level or not self.asleep):
+        if self._loggers is not None and (level or not self.sleep.asleep):
             self._loggers.record_sleep(level)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:

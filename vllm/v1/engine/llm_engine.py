@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
-from vllm.v1.engine.sleep import TAGS, check_sleep, check_tags
+from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 from vllm.v1.metrics.stats import IterationStats
 
@@ -208,18 +208,18 @@ class LLMEngine:
         """Abort every request and release device memory; see `LLM.sleep`."""
         check_sleep(self.vllm_config, level)
         self.abort_all()
-        self.engine_core.call_utility("sleep", level)
-        self._front_end.asleep = set(TAGS)
+        with self._front_end.sleep.falling_asleep():
+            self.engine_core.call_utility("sleep", level)
         self._front_end.show_sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         chosen = check_tags(tags)
         self.engine_core.call_utility("wake_up", chosen)
-        self._front_end.asleep.difference_update(chosen)
+        self._front_end.sleep.woke_up(chosen)
         self._front_end.show_sleep(0)
 
     def is_sleeping(self) -> bool:
-        return bool(self._front_end.asleep)
+        return self._front_end.sleep.is_sleeping
 
     def do_log_stats(self) -> None:
         """Log throughput now."""

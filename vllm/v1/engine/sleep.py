@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -46,6 +47,54 @@ def check_tags(tags: Iterable[str] | None) -> tuple[str, ...]:
             f"unknown wake-up tags {unknown}; known: {', '.join(TAGS)}", "tags", unknown
         )
     return chosen
+
+
+class FrontEndSleep:
+    """What a front end knows of its core's sleep: `asleep`, the tags of what sleeps, and the sleeps
+    that still wait for requests to end, which a wake-up calls off."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self._waiting: set[object] = set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any part sleeps or is about to: new requests are refused."""
+        return bool(self.asleep or self._waiting)
+
+    @contextmanager
+    def waiting(self) -> Iterator[Callable[[], None]]:
+        """For the time a sleep waits for requests to end. Yields a check, which raises
+        `VLLMValidationError` once a wake-up has called the sleep off."""
+        sleep = object()
+
+        def check() -> None:
+            if sleep not in self._waiting:
+                raise VLLMValidationError("the engine was woken up before it slept", "mode")
+
+        self._waiting.add(sleep)
+        try:
+            yield check
+        finally:
+            self._waiting.discard(sleep)
+
+    def call_off(self) -> None:
+        """Stop the sleeps that wait."""
+        self._waiting.clear()
+
+    @contextmanager
+    def falling_asleep(self) -> Iterator[None]:
+        """For the call that puts the core to sleep; only one call at a time may change it."""
+        before, self.asleep = self.asleep, set(TAGS)
+        try:
+            yield
+        except BaseException:
+            self.asleep = before
+            raise
+
+    def woke_up(self, tags: Iterable[str]) -> None:
+        """These are awake again."""
+        self.asleep.difference_update(tags)
 
 
 class CoreSleep:
