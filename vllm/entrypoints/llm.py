@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.beam_search import BeamSearchOutput
 from vllm.entrypoints.chat_utils import apply_hf_chat_template, load_chat_template
 from vllm.entrypoints.llm_refusals import LLMRefusals
+from vllm.entrypoints.shared_engine import SharedEngine
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.lora.request import LoRARequest, check_no_lora
@@ -24,6 +25,7 @@ from vllm.utils import startup_phases
 from vllm.utils.gc_paused import gc_paused
 from vllm.utils.spare_process import prestarted
 from vllm.v1.engine.request_batch import RequestBatch
+from vllm.v1.engine.sleep import check_sleep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +46,9 @@ class LLM(LLMRefusals):
     Keywords are the fields of `EngineArgs`; an unknown one is a `TypeError`. Statistics are off
     unless `disable_log_stats=False`, which `get_metrics` needs. `chat_template`: inline Jinja or a
     path, instead of the tokenizer's.
+
+    Several threads may use it at once: their requests run together. A forked child may not: its
+    calls raise `RuntimeError`.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class LLM(LLMRefusals):
             startup_phases.end(startup_phases.IMPORT)
             args = EngineArgs(model=model, disable_log_stats=disable_log_stats, **kwargs)
             self.llm_engine = LLMEngine.from_engine_args(args, UsageContext.LLM_CLASS)
+        self._shared = SharedEngine(self.llm_engine)
         self.model_config = self.llm_engine.model_config
         self._chat_template = load_chat_template(chat_template)
         self._request_ids = itertools.count()
@@ -114,28 +120,33 @@ class LLM(LLMRefusals):
         adapters = _per_prompt("lora_request", lora_request, len(items), LoRARequest)
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(items), int)
         ids: list[str] = []
+        finished: list[RequestOutput] = []
         batch = RequestBatch(
             self.llm_engine.vllm_config.scheduler_config, self.llm_engine.send_requests
         )
         try:
             for item, param, adapter, rank in zip(items, params, adapters, priorities, strict=True):
-                ids.append(str(next(self._request_ids)))
                 param = param.clone()
                 param.output_kind = RequestOutputKind.FINAL_ONLY
-                batch.add(
-                    self.llm_engine.prepare_request(
-                        ids[-1],
-                        item,
-                        param,
-                        lora_request=adapter,
-                        tokenization_kwargs=tokenization_kwargs,
-                        priority=rank,
+                with self._shared.turn:
+                    ids.append(str(next(self._request_ids)))
+                    self._shared.expect(ids[-1], finished)
+                    batch.add(
+                        self.llm_engine.prepare_request(
+                            ids[-1],
+                            item,
+                            param,
+                            lora_request=adapter,
+                            tokenization_kwargs=tokenization_kwargs,
+                            priority=rank,
+                        )
                     )
-                )
-            batch.send()
-            return self._run(ids, use_tqdm)
+            with self._shared.turn:
+                batch.send()
+            with _bar(use_tqdm, len(ids), "Generating", "req") as bar:
+                return self._shared.wait(ids, finished, bar.update)
         except BaseException:
-            self._abandon(ids)
+            self._shared.abandon(ids)
             raise
 
     def chat(
@@ -174,7 +185,8 @@ class LLM(LLMRefusals):
                 continue_final_message=continue_final_message,
                 template_kwargs=chat_template_kwargs,
             )
-            token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+            with self._shared.turn:  # a request's own truncation changes the tokenizer for a while
+                token_ids = list(tokenizer.encode(text, add_special_tokens=False))
             prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=text))
         return self.generate(
             prompts,
@@ -207,7 +219,8 @@ class LLM(LLMRefusals):
         processor = self.llm_engine.input_processor
         from vllm.entrypoints.offline_beam_search import run_beam_searches, start_beam_search
 
-        searches = [start_beam_search(processor, item, params) for item in _as_prompts(prompts)]
+        with self._shared.turn:
+            searches = [start_beam_search(processor, item, params) for item in _as_prompts(prompts)]
         with _bar(use_tqdm, len(searches), "Beam search", "prompt") as bar:
             run_beam_searches(
                 lambda items, each: self.generate(items, each, use_tqdm=False),
@@ -220,24 +233,6 @@ class LLM(LLMRefusals):
             for sequence in (s for output in outputs for s in output.sequences):
                 sequence.text = str(tokenizer.decode(sequence.tokens))
         return outputs
-
-    def _run(self, ids: list[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Step until every request is done; outputs in the order of `ids`."""
-        finished: dict[str, RequestOutput] = {}
-        with _bar(use_tqdm, len(ids), "Generating", "req") as bar:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    if output.finished:
-                        finished[output.request_id] = output
-                        bar.update()
-        return [finished[request_id] for request_id in ids]
-
-    def _abandon(self, ids: list[str]) -> None:
-        """After an error: stop what was started, without hiding the error."""
-        try:
-            self.llm_engine.abort_request(ids)
-        except Exception:
-            return
 
     # ---- what the model is ---------------------------------------------------------------------
 
@@ -275,17 +270,20 @@ class LLM(LLMRefusals):
 
         A callable is sent to the engine's process only with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+        with self._shared.turn:
+            return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], R]) -> list[R]:
         """`func(model)` on every worker; the same rule for callables applies."""
-        return self.llm_engine.apply_model(func)
+        with self._shared.turn:
+            return self.llm_engine.apply_model(func)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget cached prefixes; False if blocks in use stopped it."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        with self._shared.turn:
+            return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     # ---- sleeping ------------------------------------------------------------------------------
 
@@ -293,13 +291,17 @@ class LLM(LLMRefusals):
         """Free device memory until `wake_up`; needs `enable_sleep_mode=True`.
 
         Level 1 moves the weights to host memory and drops all state; level 2 drops the weights
-        too. Requests are refused meanwhile.
+        too. Requests are refused meanwhile; those that run in other threads end with "abort".
         """
-        self.llm_engine.sleep(level)
+        check_sleep(self.llm_engine.vllm_config, level)
+        with self._shared.turn:
+            self._shared.deliver(self.llm_engine.abort_all())
+            self.llm_engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Bring back "weights" (after level 2 from the checkpoint), "kv_cache", or both (None)."""
-        self.llm_engine.wake_up(tags)
+        with self._shared.turn:
+            self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()

@@ -145,9 +145,35 @@ def test_weights_changed_on_disk_are_read_at_level_2(llm: LLM) -> None:
     llm.wake_up()
     assert tokens_of(llm) == expected
     llm.collective_rpc(spoil)
+    assert tokens_of(llm) != expected
     llm.collective_rpc("reload_weights")
-    llm.reset_prefix_cache()
     assert tokens_of(llm) == expected
+
+
+@pytest.mark.parametrize("llm", ["qwen3_5_tied"], indirect=True)
+def test_running_requests_go_on_with_reloaded_weights_alone(llm: LLM) -> None:
+    """Nothing computed with the old ones is used for a token sampled later."""
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def spoil(worker: Any) -> None:
+        next(worker.get_model().parameters()).data.neg_()
+
+    llm.collective_rpc(spoil)
+    engine.add_request("r", PROMPTS[0], params)
+    so_far: list[int] = []
+    while len(so_far) < 10:
+        so_far = [t for output in engine.step() for t in output.outputs[0].token_ids] or so_far
+    llm.collective_rpc("reload_weights")
+    output = None
+    while engine.has_unfinished_requests():
+        output = (engine.step() or [output])[-1]
+    assert output is not None and output.finished
+    tokens = list(output.outputs[0].token_ids)
+    assert len(tokens) == 40
+    # One token may have been on its way.
+    fresh = llm.generate([[*PROMPTS[0], *tokens[:12]]], params, use_tqdm=False)[0]
+    assert tokens[12:] == list(fresh.outputs[0].token_ids)[:28]
 
 
 def test_it_has_to_be_enabled() -> None:

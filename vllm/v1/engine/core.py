@@ -52,6 +52,9 @@ _TICK_S = 0.001
 
 logger = init_logger(__name__)
 
+#: worker methods after which all state computed before is of other weights
+_NEW_WEIGHTS = frozenset({"reload_weights"})
+
 
 @dataclass
 class StepInFlight:
@@ -291,7 +294,16 @@ class EngineCore:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        return self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
+        """Call a worker method; one result per worker. Once it has replaced the weights, running
+        requests compute all their tokens again and no cached prefix is found any more."""
+        results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
+        replaced = isinstance(method, str) and method in _NEW_WEIGHTS
+        if replaced and not self.reset_prefix_cache(True, True):
+            raise RuntimeError(
+                f"{method}: the weights are new, but transfers still hold state of the old ones; "
+                "reset the prefix cache when they have ended"
+            )
+        return results
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

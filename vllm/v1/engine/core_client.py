@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
 from vllm.v1.engine.core_link import CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,7 +30,11 @@ _FLUSH_S = 10.0
 
 class EngineCoreClient(ABC):
     """Requests in, outputs out; used from one thread. Its core starts with the constructor and can
-    be used after `wait_ready`."""
+    be used after `wait_ready`, by the process that made it."""
+
+    @abstractmethod
+    def require_own_process(self) -> None:
+        """Raise `RuntimeError` in a forked child, which has none of the threads behind the core."""
 
     @abstractmethod
     def wait_ready(self) -> None:
@@ -90,6 +95,7 @@ class InprocClient(EngineCoreClient):
     ) -> None:
         self._setup = (vllm_config, executor_class, log_stats)
         self._refused: list[EngineCoreOutput] = []
+        self._process = OwnProcess()
         self._finalizer: weakref.finalize[..., InprocClient] | None = None
 
     def wait_ready(self) -> None:
@@ -99,10 +105,16 @@ class InprocClient(EngineCoreClient):
         vllm_config, executor_class, log_stats = self._setup
         executor_class = executor_class or Executor.get_class(vllm_config)
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
-        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
+        self._finalizer = weakref.finalize(
+            self, self._process.run_if_own, self.engine_core.shutdown
+        )
+
+    def require_own_process(self) -> None:
+        self._process.require()
 
     def get_output(self) -> EngineCoreOutputs:
         """One step's outputs; empty while the first of several concurrent steps is launched."""
+        self._process.require()
         if self._refused:
             refused, self._refused = self._refused, []
             return EngineCoreOutputs(outputs=refused, timestamp=time.monotonic())
@@ -112,6 +124,7 @@ class InprocClient(EngineCoreClient):
         return produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
+        self._process.require()
         for request in requests:
             refused = self.engine_core.add_request(self.engine_core.make_request(request))
             if refused is not None:
@@ -124,6 +137,7 @@ class InprocClient(EngineCoreClient):
         self.engine_core.stop_requests(stops)
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        self._process.require()
         return self.engine_core.call_utility(method, args)
 
     def flush(self) -> None:
@@ -151,6 +165,9 @@ class _MPClient:
     def wait_ready(self) -> None:
         self._link.wait_ready()
 
+    def require_own_process(self) -> None:
+        self._link.process.require()
+
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         if requests:
             self._link.add(requests)
@@ -177,6 +194,7 @@ class SyncMPClient(_MPClient, EngineCoreClient):
         super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._outputs.put))
 
     def get_output(self) -> EngineCoreOutputs:
+        self.require_own_process()
         if self._link.dead is not None and self._outputs.empty():
             raise EngineDeadError(self._link.dead.cause)
         outputs = self._outputs.get()

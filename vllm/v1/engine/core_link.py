@@ -20,6 +20,7 @@ from vllm import decisions, envs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
+from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -49,7 +50,8 @@ class CoreLink:
     """A core process and the sockets to it; nothing may be sent before `wait_ready` has returned.
 
     Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
-    its finalizer.
+    its finalizer. Belongs to the process that made it: in a forked child sending raises
+    `RuntimeError`, and `close` leaves everything to the parent.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class CoreLink:
         log_stats: bool,
         sink: Sink,
     ) -> None:
+        self.process = OwnProcess()
         self._sink = sink
         self._vllm_config = vllm_config
         self._started = False
@@ -147,6 +150,7 @@ class CoreLink:
         return future
 
     def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        self.process.require()
         if self.dead is not None:
             raise EngineDeadError(self.dead.cause)
         frame = self._encoder.encode(message)
@@ -218,6 +222,8 @@ class CoreLink:
 
         The core gets `timeout_s` seconds (15 by default) to end cleanly before it is killed.
         """
+        if not self.process.is_own:
+            return
         timeout_s = _SHUTDOWN_S if timeout_s is None else timeout_s
         with self._send_lock:
             if self._closed:

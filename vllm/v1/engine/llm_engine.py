@@ -153,8 +153,8 @@ class LLMEngine:
         self.engine_core.abort_requests(aborted)
         return outputs
 
-    def abort_all(self) -> None:
-        self.abort_request(self.output_processor.external_ids())
+    def abort_all(self) -> list[RequestOutput]:
+        return self.abort_request(self.output_processor.external_ids())
 
     def step(self) -> list[RequestOutput]:
         """Wait for the core's next message and turn it into outputs (maybe none)."""

@@ -134,7 +134,8 @@ class CoreSleep:
         if self._scheduler.has_unfinished_requests():
             raise RuntimeError("the engine cannot sleep while requests run; abort them first")
         self._drain()
-        if not self._scheduler.reset_prefix_cache():
+        # What wakes up from level 2 may have other weights: a connector's store is of no use then.
+        if not self._scheduler.reset_prefix_cache(reset_connector=level == 2):
             raise RuntimeError("the engine cannot sleep: state blocks are still in use")
         begin = time.monotonic()
         self._level, self._asleep = level, set(TAGS)
