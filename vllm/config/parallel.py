@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the model is spread over devices."""
 
-from typing import Any, Literal
+from typing import Any
 
-from vllm.config.base import config, option
+from vllm.config.base import config, option, refuse
 from vllm.exceptions import VLLMValidationError
 
-#: field -> (flag, what to do instead)
+#: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
-    "tensor_parallel_size": ("--tensor-parallel-size", "use a device that holds the model"),
     "pipeline_parallel_size": ("--pipeline-parallel-size", "use a device that holds the model"),
     "data_parallel_size": ("--data-parallel-size", "start one server per replica"),
     "nnodes": ("--nnodes", "use one host"),
@@ -18,10 +17,13 @@ _SIZES: dict[str, tuple[str, str]] = {
 
 @config
 class ParallelConfig:
-    """Spread over devices; every size is 1 so far."""
+    """Spread over devices; every size but the tensor-parallel one is 1 so far."""
 
     tensor_parallel_size: int = option(
-        default=1, aliases=("-tp",), help="Devices that share each layer (only 1 so far)."
+        default=1,
+        aliases=("-tp",),
+        help="Workers that share each layer, each with a part of its heads, columns and state. On "
+        "a CPU they are processes of this host; on GPUs only 1 so far.",
     )
     pipeline_parallel_size: int = option(
         default=1, aliases=("-pp",), help="Devices that share the layer stack (only 1 so far)."
@@ -32,8 +34,10 @@ class ParallelConfig:
     decode_context_parallel_size: int = option(
         default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
     )
-    distributed_executor_backend: Literal["uni"] | None = option(
-        default=None, help="How workers run; `uni` is one worker in the engine's process."
+    distributed_executor_backend: str | None = option(
+        default=None,
+        help="How workers run: `uni` is one worker in the engine's process, `mp` a process per "
+        "worker on this host. Default: `uni` for one worker, else `mp`.",
     )
     disable_custom_all_reduce: bool = option(
         default=False,
@@ -51,13 +55,17 @@ class ParallelConfig:
     )
     master_port: int = option(default=29501, help="Port of the first host; unused with one host.")
     distributed_timeout_seconds: int | None = option(
-        default=None, help="Timeout of collectives; unused with one worker."
+        default=None,
+        help="Longest wait of one worker for another in a collective; torch's own by default (30 "
+        "minutes). Unused with one worker.",
     )
     data_parallel_rank: int = option(default=0, flag=False, help="This replica.")
     rank: int = option(default=0, flag=False, help="This worker among all.")
     data_parallel_index: int = option(default=0, flag=False, help="This engine among all replicas.")
 
     def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            refuse("tensor_parallel_size", self.tensor_parallel_size, "at least 1")
         for field, (flag, instead) in _SIZES.items():
             size: Any = getattr(self, field)
             if size < 1:
@@ -70,6 +78,26 @@ class ParallelConfig:
             raise VLLMValidationError(
                 f"--node-rank must be 0 with one host, got {self.node_rank}", "node_rank"
             )
+        backend = self.distributed_executor_backend
+        if backend not in (None, "uni", "mp"):
+            raise VLLMValidationError(
+                f"--distributed-executor-backend {backend} is not supported; use mp (a process per "
+                "worker on this host) or uni (one worker)",
+                "distributed_executor_backend",
+                backend,
+            )
+        if backend == "uni" and self.world_size > 1:
+            raise VLLMValidationError(
+                f"--distributed-executor-backend uni is one worker; --tensor-parallel-size "
+                f"{self.tensor_parallel_size} needs mp",
+                "distributed_executor_backend",
+                backend,
+            )
+
+    @property
+    def executor_backend(self) -> str:
+        """What `--distributed-executor-backend` came to."""
+        return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
 
     @property
     def world_size(self) -> int:

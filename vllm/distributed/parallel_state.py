@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -47,20 +48,32 @@ class GroupCoordinator:
         return self.rank_in_group == self.world_size - 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group; `x` itself when the group is one process."""
+        """The sum over the group; `x` itself when the group is one process.
+
+        On a CPU it is taken in rank order, so that an element's bits depend neither on the rank
+        nor on what else the tensor holds; the library's order follows the tensor's size.
+        """
         if self.world_size == 1:
             return x
-        total = x.clone()
-        dist.all_reduce(total, group=self.device_group)
-        return total
+        if x.device.type != "cpu":
+            total = x.clone()
+            dist.all_reduce(total, group=self.device_group)
+            return total
+        first, *others = self._gathered(x)
+        for other in others:
+            first += other
+        return first
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The group's tensors concatenated along `dim` in rank order."""
         if self.world_size == 1:
             return x
-        parts = [torch.empty_like(x) for _ in self.ranks]
+        return torch.cat(self._gathered(x), dim=dim)
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.ranks]
         dist.all_gather(parts, x.contiguous(), group=self.device_group)
-        return torch.cat(parts, dim=dim)
+        return parts
 
     def barrier(self) -> None:
         """Wait until every process of the group is here."""
@@ -88,10 +101,12 @@ def init_distributed_environment(
     distributed_init_method: str = "env://",
     local_rank: int = -1,
     backend: str = "nccl",
+    timeout_s: int | None = None,
 ) -> None:
     """Join the world of `world_size` processes; a world of one needs no process group.
 
-    `local_rank` is the CUDA device index of this process, -1 for `rank`.
+    `local_rank` is the CUDA device index of this process, -1 for `rank`. `timeout_s`: longest wait
+    of a collective, torch's own default for None.
     """
     if world_size == 1:
         _groups.world = _SOLO
@@ -100,7 +115,11 @@ def init_distributed_environment(
         torch.cuda.set_device(rank if local_rank < 0 else local_rank)
     if not dist.is_initialized():
         dist.init_process_group(
-            backend, init_method=distributed_init_method, world_size=world_size, rank=rank
+            backend,
+            init_method=distributed_init_method,
+            world_size=world_size,
+            rank=rank,
+            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
         )
     _groups.world = GroupCoordinator(tuple(range(world_size)), rank, dist.group.WORLD)
 
@@ -131,11 +150,20 @@ def _own_group(partition: list[range]) -> GroupCoordinator:
     rank = _groups.world.rank
     own: GroupCoordinator | None = None
     for ranks in partition:
-        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        handle = _process_group(ranks) if len(ranks) > 1 else None
         if rank in ranks:
             own = GroupCoordinator(tuple(ranks), ranks.index(rank), handle)
     assert own is not None, f"rank {rank} is in none of {partition}"
     return own
+
+
+def _process_group(ranks: range) -> dist.ProcessGroup | None:
+    """Torch's handle; that of the world, which exists already, where it is the same."""
+    return (
+        _groups.world.device_group
+        if len(ranks) == _groups.world.world_size
+        else dist.new_group(list(ranks))
+    )
 
 
 @contextmanager

@@ -10,14 +10,15 @@ import threading
 from pathlib import Path
 
 from vllm import decisions, envs
+from vllm.utils.parent_watch import ParentWatch
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.]")
 #: `omp_pause_hard` of OpenMP 5.0
 _PAUSE_HARD = 2
 
 
-def start_method() -> str:
-    """How to start the engine's process: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be
+def start_method(what: str = "engine core") -> str:
+    """How to start a process for `what`: `VLLM_WORKER_MULTIPROC_METHOD`, unless forking would be
     unsafe. Forking is what a script without `if __name__ == "__main__":` needs; where it is the
     answer, OpenMP's threads have been ended for it."""
     asked = envs.VLLM_WORKER_MULTIPROC_METHOD
@@ -32,7 +33,7 @@ def start_method() -> str:
         reason = "OpenMP's threads do not end, and a forked process would wait for them"
     if reason is None:
         return asked
-    decisions.record("engine core start method", "spawn", reason, instead_of="fork")
+    decisions.record(f"{what} start method", "spawn", reason, instead_of="fork")
     return "spawn"
 
 
@@ -42,11 +43,13 @@ def _uses_cuda() -> bool:
 
 
 def _other_threads() -> list[threading.Thread]:
-    """Threads besides this one and the monitor of progress bars, which holds no lock of ours."""
+    """Threads besides this one, the watch for the parent's death and the monitor of progress bars,
+    which hold no lock of ours."""
     from tqdm import TMonitor
 
+    harmless = (TMonitor, ParentWatch)
     current = threading.current_thread()
-    return [t for t in threading.enumerate() if t is not current and not isinstance(t, TMonitor)]
+    return [t for t in threading.enumerate() if t is not current and not isinstance(t, harmless)]
 
 
 def _end_openmp_threads() -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between the front end and the engine core: msgpack, with pickle for what it lacks.
+"""Bytes between the processes of an engine: msgpack, with pickle for what it lacks.
 
-Both ends are processes of one program that talk over sockets in a private directory; nothing a
+All of them are processes of one program that talk over sockets in a private directory; nothing a
 remote client sends is ever unpickled. Functions are the exception: they run code by design, so
 sending one needs `VLLM_ALLOW_INSECURE_SERIALIZATION=1`.
 """
@@ -9,7 +9,9 @@ sending one needs `VLLM_ALLOW_INSECURE_SERIALIZATION=1`.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
@@ -19,6 +21,8 @@ import msgspec
 import numpy as np
 
 from vllm import envs
+from vllm.plugins import load_general_plugins
+from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.v1.engine import WireLogprobs
 from vllm.v1.outputs import LogprobsLists
 
@@ -79,6 +83,28 @@ class MsgpackDecoder(Generic[T]):
     def __init__(self, message_type: type[T]) -> None:
         self._decoder = msgspec.msgpack.Decoder(message_type, ext_hook=_decode_ext)
         self.decode: Callable[[bytes | memoryview], T] = self._decoder.decode
+
+
+def pickle_setup(setup: Any) -> bytes:
+    """What a new process starts from, for `unpickle_setup` there. Classes of checkpoints with
+    remote code are sent by value: their module exists only here."""
+    remote_code = sys.modules.get("transformers_modules")
+    if remote_code is None:
+        return cloudpickle.dumps(setup)
+    cloudpickle.register_pickle_by_value(remote_code)
+    try:
+        return cloudpickle.dumps(setup)
+    finally:
+        cloudpickle.unregister_pickle_by_value(remote_code)
+
+
+def unpickle_setup(setup: bytes) -> Any:
+    """The inverse of `pickle_setup`; loads the plugins first, whose classes it may name."""
+    load_general_plugins()
+    # Remote code may well import model classes.
+    lean = nullcontext() if b"transformers_modules" in setup else without_model_classes()
+    with lean:
+        return cloudpickle.loads(setup)
 
 
 def logprobs_to_wire(lists: LogprobsLists) -> WireLogprobs:

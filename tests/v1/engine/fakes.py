@@ -288,6 +288,9 @@ class FakeExecutor(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._pool.submit(self._execute, scheduler_output)
 
+    def init_kv_output_aggregator(self, connector: Any) -> None:
+        return None
+
     def send_token_masks(self, words: np.ndarray) -> None:
         self.masks.send(words)
 

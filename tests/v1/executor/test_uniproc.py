@@ -27,7 +27,6 @@ class _Output(AsyncModelRunnerOutput):
 
 class _Worker:
     def __init__(self, config: Any, receive_masks: Any) -> None:
-        self.receive_masks = receive_masks
         self.launched: list[int] = []
         self.released = threading.Event()
         self.stopped = 0

@@ -147,6 +147,8 @@ class EngineCore:
                 f"time, but asynchronous scheduling keeps {self.executor.max_concurrent_batches} "
                 "in flight; use --no-async-scheduling"
             )
+        if (connector := scheduler.get_kv_connector()) is not None:
+            self.executor.init_kv_output_aggregator(connector)
         return scheduler
 
     def _create_event_publisher(self) -> EventPublisher | None:

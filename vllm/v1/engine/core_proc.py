@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-import cloudpickle
 import torch
 import zmq
 
 from vllm import decisions
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.utils import startup_phases
 from vllm.utils.gc_paused import gc_paused
+from vllm.utils.parent_watch import ParentWatch
 from vllm.utils.short_turns import short_turns
 from vllm.v1.engine import (
     EngineCoreOutputs,
@@ -41,7 +38,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object, unpickle_setup
 
 logger = init_logger(__name__)
 
@@ -51,8 +48,7 @@ _IMPORTED_LATE = (
     "vllm.model_executor.model_loader",
     "vllm.v1.executor.uniproc",
 )
-#: how often a lost parent is noticed, and how long the core may then take to stop
-_PARENT_POLL_S = 0.5
+#: how long a core that has lost its parent may take to stop
 _ORPHAN_GRACE_S = 20.0
 #: A signal that arrives just before a wait, or at another thread, does not end the wait: its
 #: handler runs when the main thread next does something.
@@ -76,6 +72,7 @@ class EngineCoreProc:
         )
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         self._stopping = False
+        core.executor.register_failure_callback(lambda error: self._inputs.put((None, error)))
         self._reader = self._thread("core-input", self._read)
         self._writer = self._thread("core-output", self._write)
         self._reader.start()
@@ -219,7 +216,7 @@ def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_during_start)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
-    _watch_parent(parent_pid)
+    ParentWatch(parent_pid, _ORPHAN_GRACE_S).start()
     try:
         with gc_paused(), short_turns():
             import_everything()
@@ -268,14 +265,9 @@ def import_everything() -> None:
 
 
 def _start(setup: bytes) -> EngineCore:
-    from vllm.plugins import load_general_plugins
     from vllm.v1.executor.abstract import Executor
 
-    load_general_plugins()
-    # Remote code, which travels by value, may well import model classes.
-    lean = nullcontext() if b"transformers_modules" in setup else without_model_classes()
-    with lean:
-        loaded: CoreSetup = cloudpickle.loads(setup)
+    loaded: CoreSetup = unpickle_setup(setup)
     startup_phases.end("spawn engine")
     executor_class = loaded.executor_class or Executor.get_class(loaded.vllm_config)
     return EngineCore(loaded.vllm_config, executor_class, loaded.log_stats)
@@ -294,17 +286,3 @@ def _send_error(ready: Connection, error: Exception) -> None:
         ready.send(error if isinstance(error, ValueError) else described)
     except Exception:
         ready.send(described)
-
-
-def _watch_parent(parent_pid: int) -> None:
-    """Stop this process when the parent dies, cleanly if it can, by force if it cannot."""
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(_PARENT_POLL_S)
-        logger.error("the parent process is gone; stopping")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_ORPHAN_GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-import cloudpickle
-
 from vllm import envs
 from vllm.utils import spare_process, startup_phases
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
+from vllm.v1.serial_utils import pickle_setup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +32,7 @@ class CoreProcess:
         log_stats: bool,
         addresses: CoreAddresses,
     ) -> None:
-        setup = _pickle(CoreSetup(vllm_config, executor_class, log_stats))
+        setup = pickle_setup(CoreSetup(vllm_config, executor_class, log_stats))
         startup_phases.begin("spawn engine")
         spare = spare_process.take() or spare_process.SpareProcess()
         self.process: BaseProcess = spare.process
@@ -85,15 +83,3 @@ class CoreProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-
-
-def _pickle(setup: CoreSetup) -> bytes:
-    """Classes of checkpoints with remote code are sent by value: their module exists only here."""
-    remote_code = sys.modules.get("transformers_modules")
-    if remote_code is None:
-        return cloudpickle.dumps(setup)
-    cloudpickle.register_pickle_by_value(remote_code)
-    try:
-        return cloudpickle.dumps(setup)
-    finally:
-        cloudpickle.unregister_pickle_by_value(remote_code)

@@ -6,18 +6,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.dotted import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 #: `--distributed-executor-backend` -> class, imported with its workers when it is chosen
-_EXECUTORS = {"uni": "vllm.v1.executor.uniproc.UniProcExecutor"}
+_EXECUTORS = {
+    "uni": "vllm.v1.executor.uniproc.UniProcExecutor",
+    "mp": "vllm.v1.executor.multiproc.MultiprocExecutor",
+}
+#: takes the error that ended the workers
+FailureCallback = Callable[[Exception], None]
 
 
 class Executor(ABC):
@@ -25,17 +34,19 @@ class Executor(ABC):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
+        self._on_failure: FailureCallback | None = None
 
     @staticmethod
     def get_class(vllm_config: VllmConfig) -> type[Executor]:
         """The executor for this configuration; ValueError for one that is not supported."""
-        backend = vllm_config.parallel_config.distributed_executor_backend or "uni"
-        if backend not in _EXECUTORS:
-            raise ValueError(
-                f"--distributed-executor-backend {backend} is not supported yet; use one of "
-                + ", ".join(_EXECUTORS)
+        parallel = vllm_config.parallel_config
+        if parallel.world_size > 1 and vllm_config.device_config.device_type != "cpu":
+            raise VLLMValidationError(
+                "tensor parallelism on GPUs is not available yet; use one GPU, or a CPU with -tp",
+                "tensor_parallel_size",
+                parallel.tensor_parallel_size,
             )
-        return resolve_class(_EXECUTORS[backend])
+        return resolve_class(_EXECUTORS[parallel.executor_backend])
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -72,6 +83,15 @@ class Executor(ABC):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a worker method by name, or `method(worker, ...)`, on every worker."""
+
+    @abstractmethod
+    def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
+        """Before the first step: the scheduler's connector, which knows how many workers report a
+        transfer's end."""
+
+    def register_failure_callback(self, callback: FailureCallback) -> None:
+        """`callback(error)` is called once, on any thread, when workers end by themselves."""
+        self._on_failure = callback
 
     @abstractmethod
     def check_health(self) -> None:

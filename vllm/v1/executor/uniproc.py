@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 
 class UniProcExecutor(Executor):
     """Runs the worker on a thread of this process."""
@@ -31,7 +34,7 @@ class UniProcExecutor(Executor):
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._closed = False
         self._masks = MaskQueue()
-        self.worker = Worker(vllm_config, self._masks.receive)
+        self.worker = Worker(vllm_config, receive_masks=self._masks.receive)
         # Device state (current device, stream, thread counts) belongs to the launching thread.
         self._call(self.worker.init_device)
         self._call(self.worker.load_model)
@@ -52,6 +55,9 @@ class UniProcExecutor(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         launched = self._launcher.submit(self.worker.execute_model, scheduler_output)
         return self._collector.submit(_collect, launched)
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
+        """One worker's reports need no merging."""
 
     def send_token_masks(self, words: np.ndarray) -> None:
         self._masks.send(words)

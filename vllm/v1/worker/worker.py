@@ -16,6 +16,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_transfer_state import ConnectorSlot, use_slot
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -38,19 +44,32 @@ logger = init_logger(__name__)
 
 
 class Worker:
-    """Runs on the thread that owns the device."""
+    """Rank `rank` of the configuration's `world_size` workers, the `local_rank`-th of its host.
 
-    def __init__(self, vllm_config: VllmConfig, receive_masks: ReceiveMasks = no_masks) -> None:
+    `distributed_init_method`: where the ranks meet (a URL of torch.distributed; unused by one).
+    Runs on the thread that owns the device.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int = 0,
+        rank: int = 0,
+        distributed_init_method: str = "",
+        receive_masks: ReceiveMasks = no_masks,
+    ) -> None:
         load_general_plugins()
         assert vllm_config.model_config is not None
         self.vllm_config = with_own_layers(vllm_config)
         self.model_config = vllm_config.model_config
         self.cache_config = vllm_config.cache_config
         self.parallel_config = vllm_config.parallel_config
+        self.parallel_config.rank = rank
+        self.rank = rank
+        self.local_rank = local_rank
+        self.distributed_init_method = distributed_init_method
         self._receive_masks = receive_masks
         self._connector_slot = ConnectorSlot()
-        self.rank = 0
-        self.local_rank = 0
         self.extension = self._make_extension()
         self.kernel_plan: KernelPlan | None = None
         self.compilation: ParallelCompilation | None = None
@@ -78,9 +97,24 @@ class Worker:
             # Captures need a stream of their own; everything runs there, so order is implied.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
             self._log_compilations()
+        self._join_world()
         torch.manual_seed(self.model_config.seed)
         self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
         self.sleeper = Sleeper(self.model_runner)
+
+    def _join_world(self) -> None:
+        """Make the process groups; waits for the other ranks."""
+        parallel = self.parallel_config
+        init_distributed_environment(
+            parallel.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+            parallel.distributed_timeout_seconds,
+        )
+        initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        get_world_group().barrier()
 
     def load_model(self) -> None:
         """Build the model, then read its weights while its kernels compile."""
@@ -219,10 +253,12 @@ class Worker:
             self.sleeper.reload_weights()
 
     def shutdown(self) -> None:
-        """Drain the connector and free the device memory."""
+        """Drain the connector, free the device memory and leave the world."""
         with self.at_work():
             ensure_kv_transfer_shutdown()
         self.model_runner.close()
+        if self.parallel_config.world_size > 1:
+            destroy_distributed_environment()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events.messages import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs, SchedulerStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -79,6 +80,10 @@ class SchedulerInterface(ABC):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget cached prefixes; False if blocks in use stopped it."""
+
+    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
+        """The scheduler's side of the KV connector, if there is one."""
+        return None
 
     def take_events(self) -> list[KVCacheEvent]:
         """What state memory, and a connector's store, gained and lost since the last call."""

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan
 from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
@@ -344,6 +345,9 @@ class Scheduler(SchedulerResults):
             constrained = self._decodes.constrained
             output.sampling_req_ids = self._decodes.sampling_req_ids
         output.masked_req_ids = [request.request_id for request in constrained]
+
+    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
+        return self.connector
 
     def constrained_requests(self, scheduler_output: SchedulerOutput) -> list[Request]:
         return [self.requests[req_id] for req_id in scheduler_output.masked_req_ids]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a process whose parent is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_POLL_S = 0.5
+
+
+class ParentWatch(threading.Thread):
+    """Sends SIGTERM to this process when its parent dies, and ends it by force if it still runs
+    `grace_s` seconds later. Holds no lock while the parent lives, so that this process may fork."""
+
+    def __init__(self, parent_pid: int, grace_s: float) -> None:
+        super().__init__(name="parent-watch", daemon=True)
+        self._parent_pid = parent_pid
+        self._grace_s = grace_s
+
+    def run(self) -> None:
+        while os.getppid() == self._parent_pid:
+            time.sleep(_POLL_S)
+        logger.error("the parent process is gone; stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self._grace_s)
+        os._exit(1)

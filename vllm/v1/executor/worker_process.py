@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker in a process of its own: what it is told, and what it answers.
+
+Messages arrive by broadcast, as pickled `(Kind, content)`: `STEP` a scheduler output, `MASKS` the
+token masks of the oldest step that waits for them, `CALL` a cloudpickled `(method, args, kwargs)`
+for `Worker.call`, `STOP` nothing. Answers leave through a pipe in the order of their messages:
+one for each call, and one for each step if this worker `answers_steps` or the step failed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm import decisions
+from vllm.logger import init_logger
+from vllm.utils import startup_phases
+from vllm.utils.parent_watch import ParentWatch
+from vllm.utils.phase_ledger import PhaseEvent
+from vllm.v1.executor.broadcast import Receiver
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.serial_utils import unpickle_setup
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker import Worker
+
+logger = init_logger(__name__)
+
+#: how long a worker that has lost its parent may take to stop
+_ORPHAN_GRACE_S = 3.0
+
+
+class Kind(enum.IntEnum):
+    """See the module docstring."""
+
+    STEP = 0
+    MASKS = 1
+    CALL = 2
+    STOP = 3
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker of rank `rank` starts from; `config`: a pickled `VllmConfig`.
+
+    `foreign`: ends of pipes that a forked process has inherited and that belong to others.
+    """
+
+    config: bytes
+    rank: int
+    init_method: str
+    answers_steps: bool
+    parent_pid: int
+    foreign: tuple[Connection, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a step: `ModelRunnerOutput`; of a call: its result; or the `error` of either.
+
+    `is_fatal`: the worker ends with this error. `decisions` and `phases` are what the worker of
+    rank 0 has recorded since its last answer to a call.
+    """
+
+    value: Any = None
+    error: Exception | None = None
+    is_fatal: bool = False
+    decisions: list[decisions.Decision] = field(default_factory=list)
+    phases: list[PhaseEvent] = field(default_factory=list)
+
+
+class Inbox:
+    """Messages in the order in which they are needed: masks come after steps that need none yet."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._work: deque[tuple[Kind, Any]] = deque()
+        self._masks: deque[np.ndarray] = deque()
+
+    def next_work(self) -> tuple[Kind, Any]:
+        """The next step, call or stop; EOFError when the sender is gone."""
+        while not self._work:
+            self._take()
+        return self._work.popleft()
+
+    def receive_masks(self) -> np.ndarray:
+        """See `vllm.v1.structured_output.masks.ReceiveMasks`."""
+        while not self._masks:
+            if self._work and self._work[-1][0] is Kind.STOP:
+                raise CancelledError("the step's masks are not coming: the engine stops")
+            self._take()
+        return self._masks.popleft()
+
+    def _take(self) -> None:
+        kind, content = pickle.loads(self._receiver.receive())
+        if kind is Kind.MASKS:
+            self._masks.append(content)
+        else:
+            self._work.append((kind, content))
+
+
+class Outbox:
+    """Sends answers on a thread, which also waits for the device to finish a step."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name="answers", daemon=True)
+        self._thread.start()
+
+    def put(self, answer: Answer) -> None:
+        self._answers.put(answer)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._answers.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _send_all(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                self._connection.send_bytes(_pickled(answer))
+            except OSError:
+                return  # The executor is gone, which the main thread notices as well.
+
+
+class Records:
+    """What a worker has decided and how long its start took, as far as it was not sent yet."""
+
+    def __init__(self, rank: int, inherited: Sequence[decisions.Decision]) -> None:
+        self._rank = rank
+        self._sent = set(inherited)
+
+    def added_to(self, answer: Answer) -> Answer:
+        """The same on every rank, so that the first one's are enough."""
+        if self._rank:
+            return answer
+        new = [decision for decision in decisions.decisions() if decision not in self._sent]
+        self._sent.update(new)
+        return replace(answer, decisions=new, phases=startup_phases.take_events())
+
+
+def _pickled(answer: Answer) -> bytes:
+    """An answer that cannot travel becomes one that says so."""
+    try:
+        if isinstance(answer.value, AsyncModelRunnerOutput):
+            answer = Answer(answer.value.get_output())
+        data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        if answer.error is not None:
+            pickle.loads(data)
+        return data
+    except Exception as failure:
+        error = RuntimeError(_described(failure if answer.error is None else answer.error))
+        is_fatal = answer.is_fatal or isinstance(answer.value, AsyncModelRunnerOutput)
+        return pickle.dumps(Answer(error=error, is_fatal=is_fatal), pickle.HIGHEST_PROTOCOL)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> None:
+    """Entry point of the process. The first answer says whether the model is loaded.
+
+    Ends with a `STOP`, when the executor is gone, or at SIGTERM.
+    """
+    for connection in setup.foreign:
+        connection.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit)
+    ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
+    # A forked process begins with copies of its parent's records.
+    startup_phases.take_events()
+    records = Records(setup.rank, decisions.decisions())
+    inbox, outbox = Inbox(receiver), Outbox(answers)
+    worker: Worker | None = None
+    try:
+        worker = _start(setup, inbox)
+        outbox.put(records.added_to(Answer()))
+        _serve(worker, setup, inbox, outbox, records)
+    except CancelledError:
+        """The executor stops in the middle of a step."""
+    except Exception as error:
+        logger.exception("worker %d failed", setup.rank)
+        outbox.put(Answer(error=error, is_fatal=True))
+        raise SystemExit(1) from None
+    finally:
+        if worker is not None:
+            worker.shutdown()
+        outbox.close()
+
+
+def _start(setup: WorkerSetup, inbox: Inbox) -> Worker:
+    from vllm.v1.worker.worker import Worker
+
+    if setup.rank:
+        # All ranks decide and do the same: the first one tells.
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+    config = unpickle_setup(setup.config)
+    config.load_config.use_tqdm_on_load &= setup.rank == 0
+    worker = Worker(config, setup.rank, setup.rank, setup.init_method, inbox.receive_masks)
+    worker.init_device()
+    worker.load_model()
+    return worker
+
+
+def _serve(
+    worker: Worker, setup: WorkerSetup, inbox: Inbox, outbox: Outbox, records: Records
+) -> None:
+    while True:
+        try:
+            kind, content = inbox.next_work()
+        except EOFError:
+            return
+        if kind is Kind.STOP:
+            return
+        if kind is Kind.CALL:
+            outbox.put(records.added_to(_call(worker, content)))
+        else:
+            output = worker.execute_model(content)
+            if setup.answers_steps:
+                outbox.put(Answer(output))
+
+
+def _call(worker: Worker, packed: bytes) -> Answer:
+    try:
+        method, args, kwargs = pickle.loads(packed)
+        return Answer(worker.call(method, args, kwargs))
+    except Exception as error:
+        return Answer(error=error)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
