@@ -107,7 +107,7 @@ def run_to_failure(*arguments: str) -> tuple[int, str]:
     [
         (["--reasoning-parser", "no-such-parser"], "no-such-parser"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
         (["--max-model-len", "1000000"], "max-model-len"),
         (["--chat-template", "/no/such/file"], "/no/such/file"),
         (["--no-such-flag"], "--no-such-flag"),

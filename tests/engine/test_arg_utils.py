@@ -117,7 +117,7 @@ def test_caller_keeps_his_dicts(llama: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not supported yet"),
+    ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray.*use mp"),
     ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
     ({"data_parallel_size": 2}, "--data-parallel-size 2"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
@@ -209,7 +209,7 @@ def test_swap_space_is_ignored(llama: str) -> None:
         (["--max-model-len", "auto"], "max_model_len", -1),
         (["--spec-tokens", "3"], "spec_tokens", 3),
         (["--limit-mm-per-prompt", '{"image": 0}'], "limit_mm_per_prompt", {"image": 0}),
-        (["--distributed-executor-backend", "uni"], "distributed_executor_backend", "uni"),
+        (["--distributed-executor-backend", "mp"], "distributed_executor_backend", "mp"),
         (["--max-num-batched-tokens", "8k"], "max_num_batched_tokens", 8000),
     ],
 )

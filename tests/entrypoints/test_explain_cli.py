@@ -116,6 +116,10 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in shown
     assert re.search(r"^  1,000 +1 +63 +84,657,664 +2 +1,180 ", shown, re.MULTILINE)
     assert re.search(r"^  --tensor-parallel-size 2 .*per device", shown, re.MULTILINE)
+    assert main(["explain", HYBRID, "--memory", "100GB", "--lengths", "12,1k", "-tp", "2"]) == 0
+    halved = capsys.readouterr().out
+    assert "bytes and pages of one of 2 tensor-parallel ranks" in halved
+    assert re.search(r"^  1,000 +1 +63 +42,3\d\d,\d\d\d ", halved, re.MULTILINE)
 
 
 def test_the_example_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:

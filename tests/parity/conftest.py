@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine
+from parity_checks import TP_SIZE, MakeEngine
 from tiny_models import tiny_model
 
 from vllm import LLM
@@ -20,6 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "parity" in item.path.parts:
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _forked_workers(request: pytest.FixtureRequest) -> None:
+    """Workers see what a test has patched, and start at once."""
+    if TP_SIZE > 1:
+        request.getfixturevalue("forking")
 
 
 @pytest.fixture
@@ -36,6 +43,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
             "max_num_seqs": 16,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 64 * 2**20,
+            "tensor_parallel_size": TP_SIZE,
         }
         settings.update(kwargs)
         engines.append(LLM(**settings))

@@ -7,16 +7,24 @@ output equals the reference's own greedy output, token for token: by induction o
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_models import hf_reference_logits
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
 MakeEngine = Callable[..., LLM]
+
+#: `VLLM_TEST_TP=2 pytest tests/parity` runs every engine of these tests as two workers
+TP_SIZE = int(os.environ.get("VLLM_TEST_TP", "1"))
+in_this_process = pytest.mark.skipif(
+    TP_SIZE > 1, reason="looks into the worker, which VLLM_TEST_TP puts into other processes"
+)
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
 NUM_TOKENS = 64

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_checks import TP_SIZE
 from tiny_models import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -53,6 +54,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
             max_model_len=128,
             kv_cache_memory_bytes=32 << 20,
             override_generation_config={"eos_token_id": ends},
+            tensor_parallel_size=TP_SIZE,
         )
         yield Pair(llm, hf_model(path), ends)
         llm.shutdown()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_checks import TP_SIZE
 from tiny_models import hf_model
 
 from tests.e2e.remote_server import RemoteServer
@@ -93,7 +94,7 @@ class Sides:
 def sides() -> Iterator[Sides]:
     memory = 64 * 2**20  # server and `LLM` share the device
     flags = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    flags += ["--kv-cache-memory-bytes", str(memory)]
+    flags += ["--kv-cache-memory-bytes", str(memory), "-tp", str(TP_SIZE)]
     with pytest.MonkeyPatch.context() as patch, RemoteServer(MODEL, *flags) as server:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(
@@ -102,6 +103,7 @@ def sides() -> Iterator[Sides]:
             max_model_len=256,
             enforce_eager=True,
             kv_cache_memory_bytes=memory,
+            tensor_parallel_size=TP_SIZE,
         )
         yield Sides(llm, server, llm.get_tokenizer())
         llm.shutdown()

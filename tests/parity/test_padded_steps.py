@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    generate,
+    in_this_process,
+    prompts,
+)
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -69,6 +75,7 @@ def pad(llm: LLM, unit: int = 13) -> PaddedSteps:
     return runner.graphs
 
 
+@in_this_process
 @pytest.mark.usefixtures("remembered_inputs")
 @pytest.mark.parametrize("family", ["llama", "qwen3_sliding", "qwen3_5"])
 def test_tokens_equal_the_reference(family: str, make_engine: MakeEngine) -> None:
@@ -79,6 +86,7 @@ def test_tokens_equal_the_reference(family: str, make_engine: MakeEngine) -> Non
     assert len(set(steps.padding)) > 5, "the steps were hardly ever padded"
 
 
+@in_this_process
 @pytest.mark.usefixtures("remembered_inputs")
 def test_captured_rows_are_those_of_real_tokens(make_engine: MakeEngine, tmp_path: Path) -> None:
     files = []

@@ -68,16 +68,19 @@ def test_sound_runs_pass_and_change_nothing(
 
 def test_off_costs_nothing(make_engine: MakeEngine, monkeypatch: Patch) -> None:
     monkeypatch.setenv("VLLM_SANITIZE", "0")
-    core = make_engine("qwen3_5").llm_engine.engine_core.engine_core
-    assert core.scheduler.kv_cache_manager.block_pool.pages.journal is None
-    assert core.executor.worker.model_runner.sanitizer is None
+    assert _sanitizes(make_engine("qwen3_5")) == (False, False)
 
 
 def test_the_environment_switches_it_on(make_engine: MakeEngine, monkeypatch: Patch) -> None:
     monkeypatch.setenv("VLLM_SANITIZE", "1")
-    core = make_engine("qwen3_5").llm_engine.engine_core.engine_core
-    assert core.scheduler.kv_cache_manager.block_pool.pages.journal is not None
-    assert core.executor.worker.model_runner.sanitizer is not None
+    assert _sanitizes(make_engine("qwen3_5")) == (True, True)
+
+
+def _sanitizes(llm: LLM) -> tuple[bool, bool]:
+    """Whether the scheduler keeps a journal for it, and whether the worker reads it."""
+    pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.pages
+    worker = llm.collective_rpc(lambda worker: worker.model_runner.sanitizer is not None)[0]
+    return pages.journal is not None, worker
 
 
 # ---- broken on purpose ---------------------------------------------------------------------------

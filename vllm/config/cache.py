@@ -33,7 +33,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(
         default=None,
         kind=FlagKind.HUMAN_INT,
-        help="Bytes for state memory; overrides --gpu-memory-utilization.",
+        help="Bytes for state memory of each worker; overrides --gpu-memory-utilization.",
     )
     cache_dtype: CacheDType = option(
         default="auto",
@@ -112,7 +112,7 @@ class CacheConfig:
     cpu_kvcache_space_bytes: int = option(
         default_factory=_cpu_space,
         flag=False,
-        help="Bytes for state memory on the CPU (VLLM_CPU_KVCACHE_SPACE, in GiB).",
+        help="Bytes for state memory of each worker on the CPU (VLLM_CPU_KVCACHE_SPACE, in GiB).",
     )
 
     def __post_init__(self) -> None:

@@ -322,9 +322,17 @@ def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:
     rows = {row.flag: row for row in report.what_ifs}
     one, two = rows["--tensor-parallel-size 1"], rows["--tensor-parallel-size 2"]
     assert one.note == "as configured"
-    assert two.note.startswith("per device") and "replicated" not in two.note
+    assert two.note == "per device; on CPUs only so far"
     assert two.request_bytes[0] <= one.request_bytes[0] * 0.55
     assert two.sequences[0] > 1.8 * one.sequences[0]
+    halved = explained(
+        tiny_model(family),
+        {**options, "tensor_parallel_size": 2},
+        budget=Budget(arena_bytes=ARENA_BYTES),
+    )
+    assert halved.tensor_parallel_size == 2
+    assert tuple(cost.num_bytes for cost in halved.requests) == two.request_bytes
+    assert halved.memory.weight_bytes < 0.6 * report.memory.weight_bytes
     assert "2 is not divisible by 4" in rows["--tensor-parallel-size 4"].refused
     dense = explained(tiny_model("llama"), settings_of("llama", Path())[1])
     rows = {row.flag: row for row in dense.what_ifs}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
@@ -15,6 +16,7 @@ class IdleCore:
     """A core that never has work."""
 
     only_waits = False
+    executor = SimpleNamespace(register_failure_callback=lambda callback: None)
 
     def has_work(self):
         return False

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from vllm.config import ParallelConfig
 from vllm.v1.executor import uniproc
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.uniproc import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -85,9 +87,22 @@ def test_shutdown_happens_once_and_also_after_the_pools_are_closed(
         executor.check_health()
 
 
-def test_other_executors_are_a_clear_error() -> None:
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(distributed_executor_backend="ray")
+def config_of(device: str, **parallel: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=ParallelConfig(**parallel),
+        device_config=SimpleNamespace(device_type=device),
     )
-    with pytest.raises(ValueError, match="ray is not supported yet; use 'uni'"):
-        Executor.get_class(config)
+
+
+def test_one_worker_needs_no_process() -> None:
+    for device in ("cpu", "cuda"):
+        assert Executor.get_class(config_of(device)) is UniProcExecutor
+    assert Executor.get_class(config_of("cpu", tensor_parallel_size=2)) is MultiprocExecutor
+    assert Executor.get_class(config_of("cuda", distributed_executor_backend="mp")) is (
+        MultiprocExecutor
+    )
+
+
+def test_several_gpus_are_refused_for_now() -> None:
+    with pytest.raises(ValueError, match="use one GPU, or a CPU with -tp"):
+        Executor.get_class(config_of("cuda", tensor_parallel_size=2))

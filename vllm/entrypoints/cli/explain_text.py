@@ -55,6 +55,8 @@ def _head(report: Explanation) -> Iterator[str]:
         f"{report.max_num_batched_tokens:,} tokens per step, prefix caching "
         f"{'on' if report.prefix_caching else 'off'}"
     )
+    if report.tensor_parallel_size > 1:
+        yield f"bytes and pages of one of {report.tensor_parallel_size} tensor-parallel ranks"
     memory = report.memory
     if memory.device_bytes is not None:
         yield (

@@ -119,6 +119,8 @@ class Explanation:
     max_model_len: int
     max_num_batched_tokens: int
     prefix_caching: bool
+    #: of one of so many ranks are the bytes, pages and requests
+    tensor_parallel_size: int
     memory: Memory
     page_bytes: int
     num_pages: int
@@ -182,6 +184,7 @@ def explain(
         max_model_len=longest,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         memory=plan.memory,
         page_bytes=arena.page_bytes,
         num_pages=arena.num_pages,
@@ -364,10 +367,8 @@ def _notes(base: _Plan, plan: _Plan, tp_size: int) -> list[str]:
     notes = ["per device"]
     if _layer_bytes(plan) * tp_size > _layer_bytes(base) * parallel.tensor_parallel_size:
         notes.append("some state is replicated")
-    try:
-        replace(parallel, tensor_parallel_size=tp_size)
-    except ValueError:
-        notes.append("not run by this version")
+    if tp_size > 1:
+        notes.append("on CPUs only so far")
     return notes
 
 

@@ -119,17 +119,21 @@ class MultiprocExecutor(Executor):
         self._closed = False
         self._asking = threading.Lock()
         self._ending = threading.Lock()
+        self._stop_read, self._stop_write = os.pipe()
+        self._processes: list[_Process] = []
+        self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
         method = start_method("workers")
         decisions.record("workers", f"{len(self._ranks)} processes", f"one per rank, by {method}")
+        context = get_context(method)
+        self._sender = Sender(context, len(self._ranks))
         directory = tempfile.mkdtemp(prefix="vllm-")
         try:
             with startup_phases.startup_phase("spawn workers"):
-                self._start(get_context(method), f"file://{directory}/store")
+                self._start(context, f"file://{directory}/store")
             atexit.register(self.shutdown)
             loaded = _Question(self._ranks)
             for process in self._processes:
                 process.open.append(loaded)
-            self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
             self._collector.start()
             loaded.future.result()
         except BaseException:
@@ -139,9 +143,6 @@ class MultiprocExecutor(Executor):
             shutil.rmtree(directory, ignore_errors=True)  # the ranks have met
 
     def _start(self, context: Any, init_method: str) -> None:
-        self._stop_read, self._stop_write = os.pipe()
-        self._processes: list[_Process] = []
-        self._sender = Sender(context, len(self._ranks))
         receivers = self._sender.receivers
         pipes = [context.Pipe(duplex=False) for _ in self._ranks]
         ends = [*self._sender.connections, *(end for pipe in pipes for end in pipe)]
@@ -239,6 +240,8 @@ class MultiprocExecutor(Executor):
                     except EOFError:  # only its end closes a worker's pipe
                         selector.unregister(process.answers)
                         self._ended(process)
+                    if self._failure is not None:
+                        return
 
     def _take(self, process: _Process, message: bytes) -> None:
         answer: Answer = pickle.loads(message)
@@ -253,8 +256,11 @@ class MultiprocExecutor(Executor):
     def _cause(self, failed: _Process, error: Exception) -> Exception:
         """A worker that is killed takes the collectives of the others with it."""
         others = [p for p in self._processes if p is not failed]
-        wait([p.process.sentinel for p in others], _BLAME_S)
-        return next((p.death() for p in others if p.was_killed), error)
+        ready = wait([p.process.sentinel for p in others], _BLAME_S)
+        ended = [p for p in others if p.process.sentinel in ready]
+        for other in ended:
+            other.process.join(_BLAME_S)
+        return next((other.death() for other in ended if other.was_killed), error)
 
     def _ended(self, process: _Process) -> None:
         if self._closed or self._failure is not None:
@@ -304,7 +310,7 @@ class MultiprocExecutor(Executor):
         self._closed = True
         atexit.unregister(self.shutdown)
         self._end_processes(_STOP_S if self._failure is None else 0.0)
-        if self._collector is not None:
+        if self._collector.ident is not None:
             os.write(self._stop_write, b"x")
             self._collector.join()
         self._fail_questions(RuntimeError("the executor was shut down"))

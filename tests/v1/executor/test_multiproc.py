@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of workers: what they are told and answer, and how they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from vllm import decisions
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.executor.multiproc import MultiprocExecutor, WorkerDiedError
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker import worker as worker_module
+
+#: from a death to the end of all processes
+END_S = 5.0
+
+pytestmark = pytest.mark.usefixtures("forking")
+
+
+class Launched(AsyncModelRunnerOutput):
+    """A step that the device finishes later."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self.output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        time.sleep(0.02)
+        return self.output
+
+
+class FakeWorker:
+    """Computes `(rank, step, masks)`; a step is `(number, what to do)`."""
+
+    def __init__(
+        self, config: Any, local_rank: int, rank: int, init_method: str, receive_masks: Any
+    ) -> None:
+        self.rank, self.receive_masks, self.config = rank, receive_masks, config
+        self.steps: list[int] = []
+
+    def init_device(self) -> None:
+        decisions.record("a choice of the worker", self.rank, "only rank 0 tells")
+
+    def load_model(self) -> None:
+        if self.config.fails == self.rank:
+            raise VLLMValidationError("the checkpoint is not there", "model")
+
+    def execute_model(self, step: tuple[int, str]) -> Any:
+        number, action = step
+        self.steps.append(number)
+        if action == f"fail {self.rank}":
+            raise RuntimeError(f"rank {self.rank} cannot")
+        if action == f"die {self.rank}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "hang":
+            time.sleep(600)
+        masks = self.receive_masks().tolist() if action == "masks" else []
+        reports = KVConnectorOutput(finished_sending={f"r{number}"})
+        output = ModelRunnerOutput([str(self.rank)], [[number], masks], {}, {}, reports)
+        return Launched(output) if number % 2 else output
+
+    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
+        return getattr(self, method)(*args, **kwargs) if isinstance(method, str) else method(self)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def refuse(self) -> None:
+        if self.rank == 1:
+            raise VLLMValidationError("not me", "method", "refuse")
+
+    def shutdown(self) -> None:
+        if self.config.farewell is not None:
+            Path(self.config.farewell, str(self.rank)).touch()
+
+
+def config_of(**changes: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=2),
+        load_config=SimpleNamespace(use_tqdm_on_load=True),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        **{"kv_transfer_config": None, "fails": None, "farewell": None, **changes},
+    )
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
+    monkeypatch.setattr(worker_module, "Worker", FakeWorker)
+    started: list[MultiprocExecutor] = []
+
+    def make(**changes: Any) -> MultiprocExecutor:
+        started.append(MultiprocExecutor(config_of(**changes)))
+        return started[-1]
+
+    yield make
+    for executor in started:
+        executor.shutdown()
+
+
+def processes(executor: MultiprocExecutor) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in executor.collective_rpc("pid")]
+
+
+def gone(workers: list[psutil.Process]) -> bool:
+    """Looks only: waiting for them is the executor's."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        if not any(process.is_running() and process.status() != "zombie" for process in workers):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def step(executor: MultiprocExecutor, number: int, action: str = "") -> Any:
+    return executor.execute_model((number, action))  # type: ignore[arg-type]
+
+
+def test_rank_0_answers_steps_and_all_answer_calls(start: Any) -> None:
+    executor = start()
+    futures = [step(executor, number) for number in range(20)]
+    assert executor.collective_rpc(lambda worker: (worker.rank, worker.steps)) == [
+        (0, list(range(20))),
+        (1, list(range(20))),
+    ]
+    outputs = [future.result(20) for future in futures]
+    assert [output.req_ids for output in outputs] == [["0"]] * 20
+    assert [output.sampled_token_ids[0] for output in outputs] == [[n] for n in range(20)]
+    choice = {d.what: d.chosen for d in decisions.decisions()}["a choice of the worker"]
+    assert choice == "0"
+    executor.check_health()
+
+
+def test_masks_overtake_the_steps_that_were_sent_before_them(start: Any) -> None:
+    executor = start()
+    first, between, second = (
+        step(executor, 0, "masks"),
+        step(executor, 1),
+        step(executor, 2, "masks"),
+    )
+    executor.send_token_masks(np.array([[7]], dtype=np.int32))
+    assert first.result(20).sampled_token_ids == [[0], [[7]]]
+    assert between.result(20).sampled_token_ids == [[1], []]
+    assert not second.done()
+    executor.send_token_masks(np.array([[8]], dtype=np.int32))
+    assert second.result(20).sampled_token_ids == [[2], [[8]]]
+
+
+def test_a_refused_call_keeps_its_error_and_the_workers(start: Any) -> None:
+    executor = start()
+    with pytest.raises(VLLMValidationError, match="not me") as caught:
+        executor.collective_rpc("refuse")
+    assert caught.value.parameter == "method"
+    with pytest.raises(RuntimeError, match="lock"):
+        executor.collective_rpc(lambda worker: threading.Lock())
+    assert step(executor, 3).result(20).sampled_token_ids == [[3], []]
+
+
+def test_reports_of_connectors_come_from_all_ranks(start: Any) -> None:
+    executor = start(kv_transfer_config="some")
+    executor.init_kv_output_aggregator(SimpleNamespace(get_finished_count=lambda: None))
+    output = step(executor, 4).result(20)
+    assert output.req_ids == ["0"] and output.kv_connector_output.finished_sending == {"r4"}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_between_steps_ends_all(start: Any, victim: int) -> None:
+    executor = start()
+    failures: list[Exception] = []
+    executor.register_failure_callback(failures.append)
+    workers = processes(executor)
+    workers[victim].kill()
+    assert gone(workers)
+    with pytest.raises(WorkerDiedError, match=rf"rank {victim} died \(SIGKILL\)"):
+        executor.check_health()
+    with pytest.raises(WorkerDiedError):
+        step(executor, 0)
+    assert len(failures) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_in_a_step_ends_all_and_fails_the_step(start: Any, victim: int) -> None:
+    executor = start()
+    workers = processes(executor)
+    futures = [step(executor, 1), step(executor, 2, f"die {victim}"), step(executor, 3, "hang")]
+    with pytest.raises(WorkerDiedError, match=f"rank {victim} died"):
+        futures[1 if victim == 0 else 2].result(20)
+    assert gone(workers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_step_is_the_end_of_all(start: Any, rank: int) -> None:
+    executor = start()
+    workers = processes(executor)
+    step(executor, 0, f"fail {rank}")
+    with pytest.raises(RuntimeError, match=f"rank {rank} cannot"):
+        step(executor, 1, "hang").result(20)
+    assert gone(workers)
+
+
+def test_an_error_that_a_death_has_caused_is_not_the_cause(start: Any) -> None:
+    """The others' collectives fail before the death of the process is seen."""
+    executor = start()
+    workers = processes(executor)
+    workers[1].suspend()
+    killer = threading.Timer(0.2, workers[1].kill)
+    killer.start()
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        step(executor, 0, "fail 0").result(20)
+    assert gone(workers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_start_keeps_its_error(start: Any, rank: int) -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(VLLMValidationError, match="checkpoint is not there"):
+        start(fails=rank)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_shutdown_lets_workers_say_goodbye(start: Any, tmp_path: Path) -> None:
+    executor = start(farewell=str(tmp_path))
+    workers = processes(executor)
+    waiting = step(executor, 0, "masks")
+    executor.shutdown()
+    executor.shutdown()
+    assert gone(workers) and sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+    with pytest.raises((CancelledError, RuntimeError)):
+        waiting.result(20)
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.check_health()
+
+
+def _start_and_tell(pids: Any) -> None:
+    executor = MultiprocExecutor(config_of())
+    pids.send(executor.collective_rpc("pid"))
+    time.sleep(600)
+
+
+def test_workers_end_with_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "Worker", FakeWorker)
+    context = multiprocessing.get_context("fork")
+    pids, theirs = context.Pipe(duplex=False)
+    parent = context.Process(target=_start_and_tell, args=(theirs,))
+    parent.start()
+    workers = [psutil.Process(pid) for pid in pids.recv()]
+    parent.kill()
+    parent.join()
+    assert gone(workers)
