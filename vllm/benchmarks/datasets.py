@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.benchmarks.random_text import RandomPrompts
-from vllm.config.base import FlagKind, config, option
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils.options import FlagKind, config, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ import numpy as np
 from tqdm import trange
 
 from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser

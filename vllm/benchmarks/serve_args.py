@@ -10,8 +10,8 @@ from typing import Any, Literal
 from vllm.benchmarks.arrivals import Load
 from vllm.benchmarks.client import DIALECTS
 from vllm.benchmarks.metrics import GOODPUT_METRICS, METRICS
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 #: fields that go into the body of a request as they are
 _BODY_FIELDS = (

@@ -22,11 +22,11 @@ from tqdm import trange
 from vllm import envs
 from vllm.benchmarks import ledger
 from vllm.benchmarks.offline import save_json
-from vllm.config.base import config, option
 from vllm.entrypoints.cli.types import CommandError
 from vllm.exceptions import VLLMValidationError
 from vllm.utils import phase_ledger
 from vllm.utils.dataclass_flags import from_namespace
+from vllm.utils.options import config, option
 
 DESCRIPTION = (
     "Start a server several times, each in fresh processes, and report where the time goes until "

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.benchmarks.datasets import DatasetArgs, Sample, load_samples
 from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
-from vllm.config.base import config, option
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

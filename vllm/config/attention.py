@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of attention, as one object."""
 
-from vllm.config.base import config, option
+from vllm.utils.options import config, option
 
 
 @config

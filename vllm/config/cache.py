@@ -5,8 +5,8 @@ import dataclasses
 from typing import Literal
 
 from vllm import envs
-from vllm.config.base import FlagKind, config, option, refuse
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import FlagKind, config, option, refuse
 
 CacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"]
 _GIB = 2**30

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 
 class CompilationMode(enum.IntEnum):

@@ -3,8 +3,8 @@
 
 from typing import Literal
 
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 
 @config

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishing of cache events."""
 
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 
 @config

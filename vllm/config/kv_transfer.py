@@ -4,8 +4,8 @@
 import uuid
 from typing import Any, Literal
 
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 

@@ -3,8 +3,8 @@
 
 from typing import Any, Literal
 
-from vllm.config.base import FlagKind, config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import FlagKind, config, option
 
 
 @config

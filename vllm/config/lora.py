@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters: not served, so a configuration for them cannot be made."""
 
-from vllm.config.base import config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 
 @config

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidatorFunctionWrapHandler, WrapValidator
 
 from vllm import decisions
-from vllm.config.base import FlagKind, config, option
 from vllm.config.model_rules import (
     resolve_dtype,
     resolve_max_model_len,
@@ -19,6 +18,7 @@ from vllm.config.model_rules import (
 )
 from vllm.config.parallel import ParallelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import FlagKind, config, option
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine reports about itself."""
 
-from vllm.config.base import config, option
+from vllm.utils.options import config, option
 
 
 @config

@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from vllm.config.base import config, option, refuse
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option, refuse
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {

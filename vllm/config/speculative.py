@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.config.base import config, option
 from vllm.config.model import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import config, option
 
 EXTRACT = "extract_hidden_states"
 SUPPORTED_METHODS = (EXTRACT,)

@@ -3,7 +3,7 @@
 
 from typing import Literal
 
-from vllm.config.base import config, option
+from vllm.utils.options import config, option
 
 
 @config

@@ -7,7 +7,6 @@ import uuid
 from typing import Any
 
 from vllm.config.attention import AttentionConfig
-from vllm.config.base import FlagKind, config, option
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.device import DeviceConfig
@@ -22,6 +21,7 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import FlagKind, config, option
 
 
 def _short_id() -> str:

@@ -26,7 +26,6 @@ from vllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
 )
-from vllm.config.base import build, check_keys
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
@@ -34,6 +33,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
+from vllm.utils.options import build, check_keys
 from vllm.utils.startup_phases import FIRST_OF_ENGINE, startup_phase
 
 logger = init_logger(__name__)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.flag_types import json_value, optional
+from vllm.utils.dataclass_flags import json_value, optional
+from vllm.utils.options import flag_name
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def add_unsupported(
     for name, flag in table.items():
         group.add_argument(
             *flag.aliases,
-            f"--{name.replace('_', '-')}",
+            flag_name(name),
             dest=name,
             default=flag.default,
             help=f"Not supported yet: {flag.what}; instead, {flag.instead}.",
@@ -205,7 +206,7 @@ def check_unsupported(
         value = given.get(name, flag.default)
         if value != flag.default and not (value in ({}, [], "") and not flag.default):
             raise VLLMValidationError(
-                f"--{name.replace('_', '-')} {value!r}: not supported yet: {flag.what}; "
+                f"{flag_name(name)} {value!r}: not supported yet: {flag.what}; "
                 f"instead, {flag.instead}",
                 parameter=name,
                 value=value,

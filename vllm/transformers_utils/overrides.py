@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import merged
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,15 +78,3 @@ def _merge_attribute(config: PretrainedConfig, key: str, value: Any) -> None:
         setattr(config, key, merged(current, value))
     else:
         setattr(config, key, value)
-
-
-def merged(current: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """`current` updated with `value`, nested mappings key by key."""
-    result = dict(current)
-    for key, new in value.items():
-        old = result.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            result[key] = merged(old, new)
-        else:
-            result[key] = new
-    return result

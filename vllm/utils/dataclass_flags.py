@@ -1,19 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags derived from config dataclasses."""
+"""Flags derived from config dataclasses, and how their text becomes values."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
+import json
+import re
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union
 
-from vllm.config.base import FlagInfo, FlagKind, default_of, flag_of
-from vllm.utils import flag_types
+from vllm.utils.options import FlagInfo, FlagKind, default_of, flag_name, flag_of
 
 C = TypeVar("C")
+
+_FACTORS = {"": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _FACTORS |= {_letter: 1000**_power, _letter.upper(): 1024**_power}
+_NUMBER = re.compile(r"(-?\d+)(?:\.(\d+))?(?:([kKmMgGtT]?)|([KMGT])i)")
+
+
+def human_int(text: str) -> int:
+    """`8192`, `8k` (8000), `8K` or `8Ki` (8192), `25.6k` (25600); also m/M, g/G, t/T.
+
+    Raises `argparse.ArgumentTypeError` for other text and for values that are not whole.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an integer; write 8192, 8k (8000) or 8K (8192)"
+        )
+    whole, fraction, suffix, binary = match.groups()
+    digits = fraction or ""
+    scaled = int(whole + digits) * _FACTORS[binary or suffix]
+    if scaled % 10 ** len(digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return scaled // 10 ** len(digits)
+
+
+def length(text: str) -> int:
+    """`human_int`, or `auto` (-1)."""
+    return -1 if text == "auto" else human_int(text)
+
+
+def json_value(text: str) -> Any:
+    """A JSON document; `argparse.ArgumentTypeError` says where it is broken."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}; got {text!r}") from None
+
+
+def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`convert`, except that the empty text and `None` mean no value."""
+
+    def parse(text: str) -> Any:
+        return None if text in ("", "None") else convert(text)
+
+    parse.__name__ = convert.__name__
+    return parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +76,7 @@ class FlagSpec:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_name(self.name)
 
 
 def flag_specs(cls: type[Any]) -> list[FlagSpec]:
@@ -49,9 +96,8 @@ def add_dataclass_flags(
     parser: argparse.ArgumentParser, cls: type[Any], group: str | None = None
 ) -> None:
     """Add the flags of `cls` to `parser` under a help group (the class's name by default)."""
-    title = group or cls.__name__
     summary = (cls.__doc__ or "").strip().splitlines()[0]
-    target = parser.add_argument_group(title, summary)
+    target = parser.add_argument_group(group or cls.__name__, summary)
     for spec in flag_specs(cls):
         add_flag(target, spec)
 
@@ -76,59 +122,35 @@ def add_flag(target: argparse._ActionsContainer, spec: FlagSpec) -> None:
 
 def argument_settings(annotation: Any, info: FlagInfo) -> dict[str, Any]:
     """The keywords of `add_argument` that parse a value of type `annotation`."""
-    members, is_optional = _union_members(annotation)
-    wrap = flag_types.optional if is_optional or info.resolved else (lambda convert: convert)
-    if info.kind is FlagKind.JSON or _is_mapping(members):
-        return {"type": wrap(flag_types.json_value), "metavar": "JSON"}
-    if info.kind is FlagKind.HUMAN_INT:
-        return {"type": wrap(flag_types.human_int), "metavar": "N"}
-    if info.kind is FlagKind.LENGTH:
-        return {"type": flag_types.optional(flag_types.length), "metavar": "N|auto"}
-    if info.choices:
-        return {"type": wrap(str), "choices": list(info.choices)}
-    if members == [bool]:
+    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    is_optional = type(None) in members or info.resolved
+    members = tuple(member for member in members if member is not type(None))
+    kinds = [typing.get_origin(member) or member for member in members]
+    if info.kind is FlagKind.JSON or dict in kinds:
+        convert, metavar = json_value, "JSON"
+    elif info.kind is FlagKind.HUMAN_INT:
+        convert, metavar = human_int, "N"
+    elif info.kind is FlagKind.LENGTH:
+        convert, metavar = length, "N|auto"
+    elif info.choices:
+        return {"type": str, "choices": list(info.choices)}
+    elif kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
-    if bool in members and str in members:
+    elif bool in kinds:
         return {"nargs": "?", "const": True, "metavar": "TEXT"}
-    literals = [value for m in members if typing.get_origin(m) is Literal for value in m.__args__]
-    if literals:
-        choices = [*literals, None] if is_optional else literals
-        return {
-            "type": wrap(type(literals[0])),
-            "choices": choices,
-            "metavar": _choice_list(choices),
-        }
-    return _plain_settings(members, wrap)
+    elif list in kinds:
+        (item,) = typing.get_args(members[kinds.index(list)])
+        return {"type": item, "nargs": "+", "metavar": _METAVARS[item]}
+    elif Literal in kinds:
+        words = typing.get_args(members[kinds.index(Literal)])
+        shown = "{" + ",".join(words) + "}"
+        if is_optional:
+            return {"type": optional(str), "choices": [*words, None], "metavar": shown}
+        return {"choices": list(words), "metavar": shown}
+    else:
+        convert, metavar = kinds[0], _METAVARS[kinds[0]]
+    return {"type": optional(convert) if is_optional else convert, "metavar": metavar}
 
 
-def _plain_settings(members: list[Any], wrap: Any) -> dict[str, Any]:
-    for member in members:
-        if typing.get_origin(member) is list:
-            (item,) = typing.get_args(member)
-            return {"type": item, "nargs": "+", "metavar": _metavar(item)}
-    scalar = next(m for m in members if isinstance(m, type))
-    if issubclass(scalar, enum.Enum):
-        names = [entry.name for entry in scalar]
-        return {"type": wrap(str), "choices": names, "metavar": _choice_list(names)}
-    return {"type": wrap(scalar), "metavar": _metavar(scalar)}
-
-
-def _union_members(annotation: Any) -> tuple[list[Any], bool]:
-    """The alternatives of a union without None, and whether None was one."""
-    if typing.get_origin(annotation) not in (Union, types.UnionType):
-        return [annotation], False
-    members = list(typing.get_args(annotation))
-    rest = [m for m in members if m is not type(None)]
-    return rest, len(rest) < len(members)
-
-
-def _is_mapping(members: list[Any]) -> bool:
-    return any(m is dict or typing.get_origin(m) is dict for m in members)
-
-
-def _metavar(scalar: type[Any]) -> str:
-    return {int: "N", float: "X"}.get(scalar, "TEXT")
-
-
-def _choice_list(choices: list[Any]) -> str:
-    return "{" + ",".join(str(choice) for choice in choices if choice is not None) + "}"
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}

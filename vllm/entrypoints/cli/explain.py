@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.flag_types import human_int
+from vllm.utils.dataclass_flags import human_int
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm.config.base import config, option
 from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import from_namespace
+from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
     from vllm.kernels.triton.tiles import Tile

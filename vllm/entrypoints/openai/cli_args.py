@@ -9,7 +9,6 @@ import ssl
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm import decisions, envs
-from vllm.config.base import FlagKind, config, option
 from vllm.engine.unsupported_flags import (
     UNSUPPORTED_SERVER_FLAGS,
     add_unsupported,
@@ -20,6 +19,7 @@ from vllm.plugins import load_general_plugins
 from vllm.plugins.parser_file import import_parser_file
 from vllm.reasoning import reasoning_parsers
 from vllm.tool_parsers import tool_parsers
+from vllm.utils.options import FlagKind, config, option
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -24,8 +24,8 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.config.base import build, config, option
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import build, config, option
 
 ALL: tuple[type[Any], ...] = (
     AttentionConfig,

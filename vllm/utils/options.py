@@ -118,7 +118,7 @@ def plain_error(cls: type[Any], error: ValidationError) -> VLLMValidationError:
     path = [str(part) for part in first["loc"]]
     dotted = ".".join(path)
     info = flag_of(names[path[0]]) if path[:1] and path[0] in names else None
-    flag = f" (--{(info.name or path[0]).replace('_', '-')})" if info is not None else ""
+    flag = f" ({flag_name(info.name or path[0])})" if info is not None else ""
     message = first["msg"][:1].lower() + first["msg"][1:]
     given = first["input"]
     text = f"{cls.__name__}.{dotted}{flag}: {message}; got {given!r}"
@@ -145,10 +145,25 @@ def check_keys(
             )
 
 
+def flag_name(name: str) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + name.replace("_", "-")
+
+
 def refuse(field: str, value: object, rule: str) -> NoReturn:
     """Raise `VLLMValidationError`: the flag of `field` must be as `rule` says."""
-    flag = "--" + field.replace("_", "-")
-    raise VLLMValidationError(f"{flag} must be {rule}, got {value}", field, value)
+    raise VLLMValidationError(f"{flag_name(field)} must be {rule}, got {value}", field, value)
+
+
+def merged(current: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """`current` updated with `value`, nested mappings key by key."""
+    result = dict(current)
+    for key, new in value.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            new = merged(old, new)
+        result[key] = new
+    return result
 
 
 def build(cls: type[T], given: T | Mapping[str, Any], what: str) -> T:
