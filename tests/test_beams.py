@@ -101,7 +101,8 @@ def test_ignore_eos() -> None:
         ({"beam_width": 0}, "beam_width must be at least 1"),
         ({"max_tokens": True}, "max_tokens must be an integer"),
         ({"temperature": 0.7}, "temperature must be 0 or 1"),
-        ({"length_penalty": float("nan")}, "length_penalty must be finite"),
+        ({"length_penalty": float("nan")}, "length_penalty must be in"),
+        ({"length_penalty": 1e300}, "length_penalty must be in"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
     ],
 )

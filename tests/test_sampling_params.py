@@ -17,6 +17,7 @@ from vllm.sampling_params import (
     SamplingType,
     StructuredOutputsParams,
 )
+from vllm.sampling_validation import NUMBERS
 
 DEFAULTS = {
     "n": 1,
@@ -82,18 +83,19 @@ BAD: list[tuple[str, Any]] = [
     *(("presence_penalty", v) for v in (-2.1, 2.1, NAN, INF, "1", True, None)),
     *(("frequency_penalty", v) for v in (-2.1, 2.1, NAN, -INF, [1])),
     *(("repetition_penalty", v) for v in (0, -1, NAN, INF, "a", True)),
+    *(("repetition_penalty", v) for v in (1e39, 1e300, 101, 1e-39, 10**400)),
     *(("temperature", v) for v in (-0.1, 2.1, NAN, INF, "0.5", False, None)),
     *(("top_p", v) for v in (0, -0.1, 1.1, NAN, "1")),
-    *(("top_k", v) for v in (-2, 1.5, "3", True, NAN)),
+    *(("top_k", v) for v in (-2, 1.5, "3", True, NAN, 2**64)),
     *(("min_p", v) for v in (-0.1, 1.1, NAN, True)),
     *(("n", v) for v in (0, -1, 1.0, "2", True, 16385)),
     *(("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "1", True)),
-    *(("max_tokens", v) for v in (0, -1, 2.0, "5", True)),
+    *(("max_tokens", v) for v in (0, -1, 2.0, "5", True, 2**31, 10**4000)),
     *(("min_tokens", v) for v in (-1, 17, 1.5, None)),
     *(("logprobs", v) for v in (-2, 1.0, "1", True)),
     *(("prompt_logprobs", v) for v in (-2, 1.0, "1", True)),
     *(("stop", v) for v in ("", ["a", ""], [1], 5, ("a",))),
-    *(("stop_token_ids", v) for v in ([-1], ["a"], [True], 5)),
+    *(("stop_token_ids", v) for v in ([-1], ["a"], [True], 5, [1, 2**64])),
     *(("bad_words", v) for v in ([""], [3], "word")),
     *(("allowed_token_ids", v) for v in ([], [-1], ["a"])),
     *(("logit_bias", v) for v in ({1: 101}, {1: NAN}, {-1: 0}, {"1": 0}, [1], {1: "a"})),
@@ -124,6 +126,31 @@ def test_refused_by_name(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
     assert isinstance(caught.value, ValueError)
+
+
+def test_every_number_has_a_range() -> None:
+    """Internal and unsupported fields aside; a new float must not reach the device unchecked."""
+    kinds = ("int", "float", "int | None", "float | None")
+    fields = SamplingParams.__annotations__.items()
+    numbers = {name for name, kind in fields if kind in kinds}
+    assert numbers - set(NUMBERS) == {"thinking_token_budget"}
+    for name, numbers_of in NUMBERS.items():
+        if numbers_of.integer:
+            assert -(2**63) <= numbers_of.low and numbers_of.high < 2**63, name
+        else:
+            assert -100 <= numbers_of.low and numbers_of.high <= 100, name
+
+
+def test_messages_stay_short() -> None:
+    for fields in (
+        {"allowed_token_ids": ["x" * 50] * 10**5},
+        {"seed": 10**4000},
+        {"logit_bias": "x" * 10**6},
+        {"stop_token_ids": [10**4000]},
+    ):
+        with pytest.raises(VLLMValidationError) as caught:
+            SamplingParams(**fields)
+        assert len(caught.value.message) < 500
 
 
 def test_greedy_ignores_truncation_and_needs_one_sample() -> None:

@@ -46,7 +46,7 @@ class CacheOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
         outside `[0, 86400]`."""
         offsets = tuple(checkpoints or ())
         for offset in offsets:
-            if type(offset) is not int or offset < 1:
+            if type(offset) is not int or not 1 <= offset < 2**31:
                 raise VLLMValidationError(
                     f"cache_checkpoints must be positive token counts, got {offset!r}",
                     "cache_checkpoints",

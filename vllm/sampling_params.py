@@ -18,6 +18,7 @@ from vllm.sampling_validation import (
 )
 
 __all__ = [
+    "INTERNAL_FIELDS",
     "SAMPLING_EPS",
     "BeamSearchParams",
     "RequestOutputKind",
@@ -25,6 +26,9 @@ __all__ = [
     "SamplingType",
     "StructuredOutputsParams",
 ]
+
+#: fields of `SamplingParams` that only the engine's front end fills in
+INTERNAL_FIELDS = ("eos_token_ids", "bad_words_token_ids")
 
 
 class SamplingType(enum.IntEnum):
@@ -173,8 +177,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         main = [] if model_eos_token_id is None else [model_eos_token_id]
         self.eos_token_ids = [*main, *extra]
 
+    def shallow_copy(self) -> SamplingParams:
+        """A copy whose lists and objects are shared: nobody may change what is inside."""
+        return copy.copy(self)
+
     def clone(self) -> SamplingParams:
-        """A deep copy; structures shared with the caller are never modified by the engine."""
+        """A deep copy, for callers that change what is inside."""
         return copy.deepcopy(self)
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import reprlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm import envs
@@ -15,28 +15,69 @@ if TYPE_CHECKING:
 
 #: below this temperature sampling is greedy
 SAMPLING_EPS = 1e-5
-_INT64_MAX = 2**63 - 1
 
-#: parameter -> (accepts, the rule in words); checked in this order
-_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "presence_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
-    "frequency_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
-    "repetition_penalty": (lambda v: v > 0, "greater than 0"),
-    "temperature": (lambda v: 0 <= v <= 2, "in [0, 2]"),
-    "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
-    "min_p": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers a parameter may have: all of `[low, high]`, or of `(low, high]`.
+
+    What passes is exact enough as fp32 on the device, or fits int64 there and on the way to the
+    engine. `rule` says it in words for error messages.
+    """
+
+    low: float
+    high: float
+    rule: str
+    integer: bool = False
+    optional: bool = False
+    above_low: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise `VLLMValidationError` naming `name` unless `value` is in the range."""
+        if value is None and self.optional:
+            return
+        kinds, word = (int, "an integer") if self.integer else (int | float, "a number")
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            fail(name, f"{name} must be {word}, got {value!r}", value)
+        # NaN is in no range. Whole numbers are compared as they are, however large.
+        if not self.low <= value <= self.high or (self.above_low and value == self.low):
+            fail(name, f"{name} must be {self.rule}, got {_shortened(value)}", value)
+
+
+def _count(low: int, rule: str = "", *, optional: bool = False) -> Range:
+    """An int32 of at least `low`."""
+    most = 2**31 - 1
+    return Range(low, most, rule or f"at least {low} and at most {most}", True, optional)
+
+
+_LOGPROBS = _count(-1, "at least 0, or -1 for the whole vocabulary", optional=True)
+
+#: every numeric field of `SamplingParams`; a field that is missing here is a failing test
+NUMBERS: dict[str, Range] = {
+    "presence_penalty": Range(-2, 2, "in [-2, 2]"),
+    "frequency_penalty": Range(-2, 2, "in [-2, 2]"),
+    "repetition_penalty": Range(0.01, 100, "in [0.01, 100]"),
+    "temperature": Range(0, 2, "in [0, 2]"),
+    "top_p": Range(0, 1, "in (0, 1]", above_low=True),
+    "min_p": Range(0, 1, "in [0, 1]"),
+    "n": _count(1),
+    "top_k": _count(0, "-1, 0 (both: all tokens) or positive, and at most 2147483647"),
+    "min_tokens": _count(0),
+    "seed": Range(-(2**63), 2**63 - 1, "a 64-bit integer", integer=True, optional=True),
+    "max_tokens": _count(1, optional=True),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
 }
-_INTEGERS: dict[str, tuple[Callable[[int], bool], str]] = {
-    "n": (lambda v: v >= 1, "at least 1"),
-    "top_k": (lambda v: v >= 0, "-1, 0 (both: all tokens) or positive"),
-    "min_tokens": (lambda v: v >= 0, "at least 0"),
+#: fields of `BeamSearchParams`
+_BEAM_NUMBERS: dict[str, Range] = {
+    "beam_width": _count(1),
+    "max_tokens": _count(1),
+    "length_penalty": Range(-10, 10, "in [-10, 10]"),
 }
-_OPTIONAL_INTEGERS: dict[str, tuple[Callable[[int], bool], str]] = {
-    "seed": (lambda v: -_INT64_MAX - 1 <= v <= _INT64_MAX, "a 64-bit integer"),
-    "max_tokens": (lambda v: v >= 1, "at least 1"),
-    "logprobs": (lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
-    "prompt_logprobs": (lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
-}
+_BIAS = Range(-100, 100, "in [-100, 100]")
+_TOKEN_ID = _count(0, "token ids of at least 0")
+#: a request's scheduling priority
+PRIORITY = Range(-(2**31), 2**31 - 1, "a 32-bit integer", integer=True)
 _BOOLEANS = (
     "ignore_eos",
     "detokenize",
@@ -54,6 +95,12 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 }
 
 
+#: characters of a text and bits of a number that a message repeats
+_SHOWN = 100
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _SHOWN
+
+
 def fail(parameter: str, message: str, value: Any = None) -> NoReturn:
     """Raise the error for `parameter`."""
     raise VLLMValidationError(message, parameter=parameter, value=value)
@@ -61,13 +108,8 @@ def fail(parameter: str, message: str, value: Any = None) -> NoReturn:
 
 def check_sampling_params(params: SamplingParams) -> None:
     """Raise `VLLMValidationError` for the first bad field of `params`."""
-    for name, (accepts, rule) in _NUMBERS.items():
-        _check_number(name, getattr(params, name), accepts, rule)
-    for name, (check, rule) in _INTEGERS.items():
-        _check_integer(name, getattr(params, name), check, rule)
-    for name, (check, rule) in _OPTIONAL_INTEGERS.items():
-        if getattr(params, name) is not None:
-            _check_integer(name, getattr(params, name), check, rule)
+    for name, numbers in NUMBERS.items():
+        numbers.check(name, getattr(params, name))
     for name in _BOOLEANS:
         if not isinstance(getattr(params, name), bool):
             fail(name, f"{name} must be true or false, got {getattr(params, name)!r}")
@@ -79,11 +121,30 @@ def check_sampling_params(params: SamplingParams) -> None:
             fail(name, f"{name} is not supported; instead {instead}", getattr(params, name))
 
 
+def check_some_token_is_left(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `VLLMValidationError` where no token could be the first one.
+
+    `params`: the engine's own, ids of end-of-sequence and banned words filled in.
+    """
+    barred = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+    names = "bad_words" if barred else ""
+    if params.min_tokens and params.structured_outputs is None:
+        barred |= params.all_stop_token_ids
+        names = "bad_words and min_tokens" if names else "min_tokens"
+    allowed = params.allowed_token_ids
+    if allowed is None and len(barred) < vocab_size:
+        return
+    if all(token in barred for token in allowed or range(vocab_size)):
+        fail(
+            "bad_words" if allowed is None else "allowed_token_ids",
+            f"{names} bar every token that may be sampled: nothing could be generated",
+        )
+
+
 def check_beam_search_params(params: BeamSearchParams) -> None:
     """Raise `VLLMValidationError` for the first bad field of `params`."""
-    for name in ("beam_width", "max_tokens"):
-        _check_integer(name, getattr(params, name), lambda v: v >= 1, "at least 1")
-    _check_number("length_penalty", params.length_penalty, math.isfinite, "finite")
+    for name, numbers in _BEAM_NUMBERS.items():
+        numbers.check(name, getattr(params, name))
     for name in ("ignore_eos", "include_stop_str_in_output"):
         if not isinstance(getattr(params, name), bool):
             fail(name, f"{name} must be true or false, got {getattr(params, name)!r}")
@@ -96,18 +157,11 @@ def check_beam_search_params(params: BeamSearchParams) -> None:
         )
 
 
-def _check_number(name: str, value: Any, accepts: Callable[[float], bool], rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        fail(name, f"{name} must be a number, got {value!r}", value)
-    if not math.isfinite(value) or not accepts(value):
-        fail(name, f"{name} must be {rule}, got {value}", value)
-
-
-def _check_integer(name: str, value: Any, accepts: Callable[[int], bool], rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        fail(name, f"{name} must be an integer, got {value!r}", value)
-    if not accepts(value):
-        fail(name, f"{name} must be {rule}, got {value}", value)
+def _shortened(value: Any) -> str:
+    """`value` for a message, whatever its length."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    return _REPR.repr(value)
 
 
 def _check_lists(params: SamplingParams) -> None:
@@ -121,12 +175,11 @@ def _check_lists(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is None:
             continue
-        if not isinstance(value, list) or not all(
-            isinstance(v, kind) and not isinstance(v, bool) for v in value
-        ):
-            fail(name, f"{name} must be a list of {word}, got {value!r}", value)
-        if kind is int and any(v < 0 for v in value):
-            fail(name, f"{name} must hold token ids of at least 0, got {value!r}", value)
+        if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
+            fail(name, f"{name} must be a list of {word}, got {_shortened(value)}", value)
+        if kind is int and value:
+            for extreme in (min(value), max(value)):
+                _TOKEN_ID.check(name, extreme)
         if kind is str and "" in value:
             fail(name, f"{name} cannot contain an empty string", value)
     if params.allowed_token_ids == []:
@@ -135,14 +188,15 @@ def _check_lists(params: SamplingParams) -> None:
 
 def _check_mappings(params: SamplingParams) -> None:
     if params.extra_args is not None and not isinstance(params.extra_args, dict):
-        fail("extra_args", f"extra_args must be an object, got {params.extra_args!r}")
-    if params.logit_bias is None:
+        fail("extra_args", f"extra_args must be an object, got {_shortened(params.extra_args)}")
+    bias = params.logit_bias
+    if bias is None:
         return
-    if not isinstance(params.logit_bias, dict):
-        fail("logit_bias", f"logit_bias must map token ids to numbers, got {params.logit_bias!r}")
-    for token, bias in params.logit_bias.items():
-        _check_integer("logit_bias", token, lambda v: v >= 0, "keyed by token ids of at least 0")
-        _check_number("logit_bias", bias, lambda v: -100 <= v <= 100, "in [-100, 100]")
+    if not isinstance(bias, dict):
+        fail("logit_bias", f"logit_bias must map token ids to numbers, got {_shortened(bias)}")
+    for token, value in bias.items():
+        _TOKEN_ID.check("logit_bias", token)
+        _BIAS.check("logit_bias", value)
 
 
 def _check_combinations(params: SamplingParams) -> None:

@@ -36,6 +36,12 @@ def _chat(name: str, param: str | None, words: str = "", status: int = 400, **bo
     return BadRequest(name, "/v1/chat/completions", data, param, words, status)
 
 
+def _tokens(name: str, field: str, value: Any) -> BadRequest:
+    data = json.dumps({"token_ids": [1, 2], "sampling_params": {field: value}}).encode()
+    words = "filled in by the engine"
+    return BadRequest(name, "/inference/v1/generate", data, "sampling_params", words)
+
+
 def _raw(name: str, data: bytes, words: str = "", **fields: Any) -> BadRequest:
     return BadRequest(name, "/v1/completions", data, None, words, **fields)
 
@@ -104,11 +110,32 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         _completion("frequency_penalty", "frequency_penalty", frequency_penalty=2.1),
         _completion("presence_penalty", "presence_penalty", presence_penalty=-2.1),
         _completion("repetition_penalty", "repetition_penalty", repetition_penalty=0),
+        _completion("repetition overflow", "repetition_penalty", repetition_penalty=1e39),
+        _completion("repetition huge", "repetition_penalty", repetition_penalty=1e300),
+        _completion("repetition tiny", "repetition_penalty", repetition_penalty=1e-39),
         _completion("seed too large", "seed", seed=2**64),
         _completion("seed text", "seed", seed="x"),
         _completion("n zero", "n", n=0),
         _completion("n huge", "n", n=10**9),
         _completion("n greedy", "n", n=2, temperature=0),
+        _completion("n above", "n", "--request-limits", n=257, temperature=1),
+        _completion("many prompts", "n", "--request-limits", prompt=["a"] * 257),
+        _completion("many stops", "stop", "--request-limits", stop=["a"] * 65),
+        _completion("long stop", "stop", "stop_chars", stop="a" * 4097),
+        _completion("many stop ids", "stop_token_ids", "1025", stop_token_ids=[1] * 1025),
+        _completion("many bad words", "bad_words", "1025 words", bad_words=["a"] * 1025),
+        _completion("long bad words", "bad_words", "bad_words_chars", bad_words=["a" * 500] * 40),
+        _completion("many biases", "logit_bias", "1025",
+                    logit_bias={str(i): 1 for i in range(1025)}),
+        _completion("marks above", "cache_checkpoints", "65 offsets",
+                    cache_checkpoints=list(range(1, 66))),
+        _completion("mark huge", "cache_checkpoints", cache_checkpoints=[2**40]),
+        _completion("long schema", "structured_outputs", "schema_chars",
+                    structured_outputs={"choice": ["x" * 70_000]}),
+        _completion("prompt of a book", "prompt", "chars_per_token", prompt="a " * 10**6),
+        _completion("surrogate in stop", "sampling_params", stop="\ud800"),
+        _completion("nothing allowed", "allowed_token_ids", "nothing could be generated",
+                    allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1),
         _completion("n times prompts", "n", n=10_000, prompt=["a", "b"]),
         _completion("stop empty", "stop", stop=""),
         _completion("stop one empty", "stop", stop=["a", ""]),
@@ -160,6 +187,19 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
                     kv_transfer_params={"a": 1}),
         _completion("cache_salt", "cache_salt", cache_salt=""),
         _completion("priority", "priority", priority=2**63),
+        _chat("many messages", "messages", "4097 messages", messages=[{"role": "user"}] * 4097),
+        _chat("many tools", "tools", "513 tools", tools=[
+            {"type": "function", "function": {"name": f"f{i}"}} for i in range(513)]),
+        _chat("long schema in tools", "tools", "schema_chars", tool_choice="required", tools=[
+            {"type": "function", "function": {"name": "f", "parameters": {
+                "type": "object", "description": "x" * 70_000}}}]),
+        _chat("conversation of a book", "messages", "chars_per_token",
+              messages=[{"role": "user", "content": "a " * 10**6}]),
+        BadRequest("tokenize a book", "/tokenize",
+                   b'{"prompt": "' + b"a " * 10**6 + b'"}', "prompt", "chars_per_token"),
+        *(_tokens("internal " + name, name, value) for name, value in (
+            ("bad_words_token_ids", [[999999]]), ("bad_words_token_ids", [[]]),
+            ("bad_words_token_ids", [[-5]]), ("eos_token_ids", [10**6]))),
         BadRequest("no messages", "/v1/chat/completions", b"{}", "messages"),
         _chat("messages text", "messages", messages="hi"),
         _chat("messages empty", "messages", messages=[]),
@@ -216,6 +256,9 @@ ENGINE_CHECKS = frozenset(
         "top_logprobs too many",
         "logit_bias outside",
         "id outside",
+        "mark huge",
+        "surrogate in stop",
+        "nothing allowed",
         "id negative",
         "id huge",
         "allowed outside",

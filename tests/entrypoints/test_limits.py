@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import re
 import resource
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.entrypoints.conftest import MakeClient, events
-from tests.entrypoints.fake_engine import FakeAsyncLLM
+from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
 from tests.entrypoints.test_disconnect import Visit, until
 from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.asyncio
@@ -32,11 +36,36 @@ BODIES = [
         ({"max_connections": 0}, "--max-connections"),
         ({"max_queued_requests": -1}, "--max-queued-requests"),
         ({"request_timeout": 0.0}, "--request-timeout"),
+        ({"request_limits": {"nonsense": 1}}, "unknown limit 'nonsense'; known: sequences"),
+        ({"request_limits": {"stop": 0}}, "--request-limits: stop must be"),
+        ({"request_limits": {"stop": "many"}}, "--request-limits"),
     ],
 )
 async def test_bad_limits_are_named(fields: dict[str, float], words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words):
         FrontEndArgs(**fields)
+
+
+async def test_a_limit_can_be_raised_and_lowered(make_client: MakeClient) -> None:
+    client = make_client(request_limits={"stop": 2, "sequences": 300, "chars_per_token": 1})
+    for status, fields in (
+        (200, {"stop": ["a", "b"]}),
+        (400, {"stop": ["a", "b", "c"]}),
+        (200, {"prompt": ["a"] * 300}),
+        (400, {"prompt": ["a"] * 301}),
+        (400, {"prompt": "a" * (MAX_MODEL_LEN + 1), "truncate_prompt_tokens": 8}),
+        (200, {"prompt": "a" * 500, "truncate_prompt_tokens": 8}),
+    ):
+        body = {"prompt": "hi", "max_tokens": 1, **fields}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == status, (fields, reply.text)
+
+
+async def test_the_docs_list_every_limit() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    for field in dataclasses.fields(RequestLimits):
+        value = f"{field.default:,}"
+        assert re.search(rf"^\|[^|]*`{field.name}`[^|]*\| {value} \|", table, re.M), field.name
 
 
 async def test_a_full_queue_answers_503_with_retry_after(

@@ -294,9 +294,13 @@ def test_prompts_of_one_call_are_sent_together(make_llm, monkeypatch):
     llm = make_llm()
     client = llm.llm_engine.engine_core
     sent, add = [], client.add_requests
-    monkeypatch.setattr(client, "add_requests", lambda r: (sent.append(len(r)), add(r)))
+    monkeypatch.setattr(
+        client,
+        "add_requests",
+        lambda r: (sent.append([one.sampling_params.n for one in r]), add(r)),
+    )
     prompts = [{"prompt_token_ids": prompt_of(i, 20)} for i in range(3)]
     params = [SamplingParams(n=n, max_tokens=2) for n in (1, 3, 1)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [len(output.outputs) for output in outputs] == [1, 3, 1]
-    assert sent == [5]
+    assert sent == [[1, 3, 1]]

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from vllm.entrypoints.openai.prompt_marks import (
     Preambles,
+    common_characters,
     common_prefix,
     message_ends,
     preamble_ids,
@@ -61,13 +64,33 @@ def test_no_preamble_where_the_template_refuses():
     assert preamble_ids([SYSTEM], refuses_everything) == []
 
 
+def text_of(render):
+    return lambda messages, add_generation_prompt: bytes(
+        render(messages, add_generation_prompt)
+    ).decode()
+
+
+def ends(messages, render):
+    """Of every part of a conversation with a token per byte."""
+    parts = [messages[:count] for count in range(1, len(messages) + 1)]
+    text = text_of(simple if render is refuses_everything else render)(messages, True)
+    return message_ends(parts, text, text_of(render), range(1, len(text) + 1))
+
+
 def test_message_ends():
     messages = [SYSTEM, USER, ANSWER, USER]
-    whole = simple(messages, True)
     lengths = [len(simple(messages[:n], False)) for n in range(1, 5)]
-    assert message_ends(messages, whole, simple) == lengths
-    assert message_ends(messages, whole, needs_a_user) == lengths[1:]
-    assert message_ends(messages, whole, refuses_everything) == []
+    assert ends(messages, simple) == lengths
+    assert ends(messages, needs_a_user) == lengths[1:]
+    assert ends(messages, refuses_everything) == []
+
+
+def test_a_token_across_the_end_of_a_message_does_not_count():
+    text = text_of(simple)([USER, ANSWER], True)
+    end = len(text_of(simple)([USER], False))
+    token_ends = [3, end - 2, end + 1, len(text)]
+    assert message_ends([[USER]], text, text_of(simple), token_ends) == [2]
+    assert message_ends([[USER]], text, text_of(simple), [3, end, len(text)]) == [2]
 
 
 def test_a_template_that_rewrites_history_gives_the_shared_part():
@@ -82,7 +105,13 @@ def test_a_template_that_rewrites_history_gives_the_shared_part():
         return simple(shown, add_generation_prompt)
 
     whole = rewrites([USER, ANSWER], True)
-    assert message_ends([USER, ANSWER], whole, rewrites) == [len("<user>h"), len(whole) - 11]
+    assert ends([USER, ANSWER], rewrites) == [len("<user>h"), len(whole) - 11]
+
+
+@pytest.mark.parametrize("a", ["", "a", "abcd", "abce", "xbcd", "abcdefgh"])
+@pytest.mark.parametrize("b", ["", "abcd", "abcx", "abcdefg"])
+def test_common_characters(a, b):
+    assert common_characters(a, b) == len(os.path.commonprefix([a, b]))
 
 
 def test_the_latest_preambles_are_remembered():

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRendere
 @pytest.mark.parametrize("num_threads", [1, 2])
 async def test_number_of_threads(num_threads: int) -> None:
     """Two jobs that wait for each other meet only if there are two threads."""
-    renderer = PromptRenderer(None, 8, 8, ChatTemplateOptions(), num_threads)
+    renderer = PromptRenderer(None, 8, 8, ChatTemplateOptions(), num_threads=num_threads)
     barrier = threading.Barrier(2)
 
     def meet() -> bool:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from vllm.kernels.triton.sampling import LANE, argmax_rows, gumbel_sample
+from vllm.kernels.triton.token_filter import kept_tokens
+from vllm.v1.outputs import NO_TOKEN
 
 
 def philox(counter: np.ndarray, position: int, seed: int) -> list[np.ndarray]:
@@ -57,11 +59,27 @@ def test_argmax(vocab, dtype, device):
 
 
 def test_argmax_of_masked_rows(device):
-    logits = torch.full((2, 5000), float("-inf"), device=device)
+    logits = torch.full((3, 5000), float("-inf"), device=device)
     logits[0, 4321] = -5.0
-    assert argmax_rows(logits)[0] == 4321
-    assert 0 <= argmax_rows(logits)[1] < 5000
+    logits[2] = float("nan")
+    assert argmax_rows(logits).tolist() == [4321, NO_TOKEN, NO_TOKEN]
     assert argmax_rows(logits[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_nothing_is_drawn_where_everything_is_masked(filters, device):
+    logits = torch.full((4, 5000), float("-inf"), device=device)
+    logits[0, 4321], logits[3, 7] = -5.0, -80.0
+    logits[2] = float("nan")
+    temperature = torch.tensor([1.0, 0.7, 1.0, 0.0], device=device)
+    kept = None
+    if filters:
+        rows = {name: torch.full((4,), value, device=device) for name, value in filters.items()}
+        three = (rows.get(name) for name in ("top_k", "top_p", "min_p"))
+        kept = kept_tokens(logits, temperature, *three, top_p_alone="top_p" in filters)
+    seeds = torch.arange(4, device=device)
+    drawn = gumbel_sample(logits, temperature, seeds, seeds, kept)
+    assert drawn.tolist() == [4321, NO_TOKEN, NO_TOKEN, 7]
 
 
 @pytest.mark.parametrize("seed, position", [(0, 0), (7, 123), (2**63 - 5, 2**33 + 1), (-3, 9)])

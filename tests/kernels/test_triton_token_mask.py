@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm.kernels.triton.token_mask import BLOCK, mask_tokens
-from vllm.v1.sample.token_masks import BARRED, TokenMasks
+from vllm.v1.sample.token_masks import TokenMasks
 
 
 @pytest.mark.parametrize("vocab", [5, 32, 1000, BLOCK, BLOCK + 33])
@@ -17,5 +17,5 @@ def test_mask_tokens(vocab, dtype, device):
     TokenMasks(rows, words).apply(expected)
     assert (expected < -1e4).any()
     masked = logits.to(device)
-    mask_tokens(masked, rows.to(device), words.to(device), max(BARRED, torch.finfo(dtype).min))
+    mask_tokens(masked, rows.to(device), words.to(device))
     assert torch.equal(masked.cpu(), expected)

@@ -9,8 +9,9 @@ class Field(IntEnum):
 
     `MARKS`: `[vocab]` int32, twice the output count, plus one for a token of the prompt. `BIAS`:
     `[vocab]` fp32. The penalties are the bits of fp32 numbers. `BANNED`: `[num_banned]` int64.
-    `WORDS`: `[num_words, longest]` int64, right-aligned, -1 before a shorter word. `RECENT`:
-    `[longest - 1]` int64, the last output tokens, -1 before the first.
+    `WORDS`: `[total]` int64, the tokens of all banned words; `STARTS`: `[num_words + 1]` int64,
+    where each begins there. `RECENT`: `[num_recent]` int64, the last output tokens, -1 before the
+    first.
     """
 
     ROW = 0
@@ -22,6 +23,7 @@ class Field(IntEnum):
     BANNED = 6
     NUM_BANNED = 7
     WORDS = 8
-    NUM_WORDS = 9
-    LONGEST = 10
+    STARTS = 9
+    NUM_WORDS = 10
     RECENT = 11
+    NUM_RECENT = 12

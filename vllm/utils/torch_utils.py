@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch dtypes by name."""
+"""Torch dtypes by name, and copies that nobody waits for."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def get_kv_cache_torch_dtype(
             raise ValueError("cache dtype 'auto' needs the model's dtype")
         return dtype_from_name(model_dtype)
     return dtype_from_name(cache_dtype)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` on `device`, without waiting for the copy; itself on a CPU."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 @contextmanager

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+#: what stands for a token where every one of a row was barred, or the logits are no numbers
+NO_TOKEN = -1
+
 
 @dataclass
 class SamplerOutput:
-    """Device-side result: `sampled_token_ids [n]` int64; logprobs tensors or None."""
+    """Device-side result: `sampled_token_ids [n]` int64 (`NO_TOKEN` where there was none to
+    sample); logprobs tensors or None."""
 
     sampled_token_ids: Tensor
     logprobs: LogprobsTensors | None = None

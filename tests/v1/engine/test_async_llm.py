@@ -189,6 +189,43 @@ def test_invalid_requests_never_reach_the_core():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "params", [SamplingParams(stop_token_ids=[5], extra_args={"a": "\ud800"}), SamplingParams()]
+)
+def test_a_request_that_cannot_be_sent_is_not_kept(params, monkeypatch):
+    """Neither one that is refused for what it holds nor one whose sending fails."""
+
+    async def main():
+        async with running() as engine:
+            if params.extra_args is None:
+
+                def fail(requests):
+                    raise OSError("no buffer space")
+
+                monkeypatch.setattr(engine.engine_core, "add_requests", fail)
+            for prompt in ([1, 2], [1] * 400):
+                with pytest.raises((VLLMValidationError, OSError)):
+                    await collect(engine, "bad", prompt, params)
+            assert not engine.output_processor.has_unfinished_requests() and not engine._streams
+            assert engine.unfinished_request_ids() == []
+
+    asyncio.run(main())
+
+
+def test_n_completions_travel_as_one_request(monkeypatch):
+    async def main():
+        async with running() as engine:
+            sent, add = [], engine.engine_core.add_requests
+            monkeypatch.setattr(
+                engine.engine_core, "add_requests", lambda r: (sent.append(len(r)), add(r))
+            )
+            params = SamplingParams(n=40, max_tokens=2, seed=2**63 - 10, ignore_eos=True)
+            (*_, last) = await collect(engine, "a", prompt_of(0, 9), params)
+            assert sent == [1] and [c.index for c in last.outputs] == list(range(40))
+
+    asyncio.run(main())
+
+
 def test_shutdown_fails_pending_streams():
     async def main():
         async with running(additional_config={"step_s": 0.05}) as engine:

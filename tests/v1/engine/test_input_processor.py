@@ -120,10 +120,86 @@ def test_forms_of_a_prompt(processor, tokenizer):
     assert given.request.prompt_token_ids == [9, 8] and given.prompt_text == "x"
     salted = process(processor, {"prompt_token_ids": [9], "cache_salt": "s"})
     assert salted.cache_salt == "s"
-    truncated = process(
-        processor, list(range(100)), tokenization_kwargs={"truncate_prompt_tokens": -1}
-    )
-    assert truncated.prompt_token_ids == list(range(37, 100))
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(16, 48), (1, 63), (None, 63), (64, 1)])
+def test_truncation_leaves_room_for_the_output(processor, max_tokens, kept):
+    keep_last = {"truncate_prompt_tokens": -1}
+    params = SamplingParams(max_tokens=max_tokens)
+    made = process(processor, list(range(100)), params, tokenization_kwargs=keep_last)
+    assert made.prompt_token_ids == list(range(100 - kept, 100))
+
+
+@pytest.mark.parametrize("keep", [0, -2, 65, 1.5, True, 10**30])
+def test_truncation_to_what_cannot_be(processor, keep):
+    with pytest.raises(VLLMValidationError, match="truncate_prompt_tokens must be") as caught:
+        process(processor, tokenization_kwargs={"truncate_prompt_tokens": keep})
+    assert caught.value.parameter == "truncate_prompt_tokens"
+
+
+CONTRADICTIONS = [
+    ({"allowed_token_ids": [2], "min_tokens": 4, "stop_token_ids": [2]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("fields", "parameter"), CONTRADICTIONS)
+def test_contradictions_are_refused(processor, fields, parameter):
+    with pytest.raises(VLLMValidationError, match="min_tokens bar every token") as caught:
+        process(processor, params=SamplingParams(**fields))
+    assert caught.value.parameter == parameter
+    more = fields["allowed_token_ids"] + [9]
+    assert process(processor, params=SamplingParams(**fields | {"allowed_token_ids": more}))
+    constrained = StructuredOutputsParams(regex="a")
+    assert process(processor, params=SamplingParams(**fields, structured_outputs=constrained))
+
+
+def test_a_banned_word_may_not_be_all_that_is_allowed(processor, tokenizer):
+    (letter,) = tokenizer.encode("q", add_special_tokens=False)
+    allowed = {"bad_words": ["q"], "allowed_token_ids": [letter]}
+    with pytest.raises(VLLMValidationError, match="bad_words bar every token"):
+        process(processor, params=SamplingParams(**allowed))
+    allowed["bad_words"] = ["qq"]
+    assert process(processor, params=SamplingParams(**allowed)), "the second one is barred later"
+
+
+@pytest.mark.parametrize("name", ["bad_words_token_ids", "eos_token_ids"])
+def test_internal_fields_are_the_engines(processor, name):
+    params = SamplingParams()
+    setattr(params, name, [[5]] if "words" in name else [5])
+    with pytest.raises(VLLMValidationError, match="filled in by the engine") as caught:
+        process(processor, params=params)
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("params", "kwargs", "parameter"),
+    [
+        ({"stop": ["\ud800"]}, {}, "sampling_params"),
+        ({"extra_args": {"a": 2**64}}, {}, "sampling_params"),
+        ({"extra_args": {"a": object}}, {}, "sampling_params"),
+        ({}, {"cache_salt": "\udfff"}, "cache_salt"),
+        ({}, {"trace_headers": {"traceparent": "\ud800"}}, "trace_headers"),
+        ({}, {"priority": 2**64}, "priority"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(processor, params, kwargs, parameter):
+    with pytest.raises(VLLMValidationError) as caught:
+        process(processor, params=SamplingParams(**params), **kwargs)
+    assert caught.value.parameter == parameter
+
+
+def test_a_word_of_a_novels_length_is_refused_before_it_is_tokenised(processor):
+    with pytest.raises(VLLMValidationError, match="40000 characters; at most 512"):
+        process(processor, params=SamplingParams(bad_words=["a" * 40_000]))
+
+
+def test_parameters_are_not_shared_where_connectors_write(processor):
+    params = SamplingParams(extra_args={"mine": {"a": 1}}, logit_bias={3: 1.0})
+    made = process(processor, params=params).sampling_params
+    made.extra_args["mine"]["a"] = 2
+    assert params.extra_args == {"mine": {"a": 1}}
+    assert made.logit_bias is params.logit_bias, "nobody writes into lists, which may be long"
 
 
 def test_parameters_are_completed_on_a_copy(processor, tokenizer):

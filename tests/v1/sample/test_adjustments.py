@@ -90,3 +90,26 @@ def test_a_banned_word_is_stopped_at_its_last_token() -> None:
     assert _applied(adjustments, torch.zeros(VOCAB), 2)[3] == -math.inf
     _observe(adjustments, 2)
     assert _applied(adjustments, torch.zeros(VOCAB), 3)[3] == 0.0
+
+
+def test_words_of_any_lengths_cost_their_tokens() -> None:
+    """Two thousand short words and a long one, which dense rows would pad to its length."""
+    params, long = SamplingParams(), [5, 6] * 10_000
+    params.bad_words_token_ids = [[i % 10, (i * 7) % 9] for i in range(2000)] + [[*long, 7]]
+    adjustments = _make(params, [1], long)
+    assert adjustments.words is not None
+    assert len(adjustments.words.ids) == 2 * 2000 + len(long) + 1
+    begun = {word[-1] for word in params.bad_words_token_ids if word[:-1] in ([6], long)}
+    out = _applied(adjustments, torch.zeros(VOCAB), len(long))
+    assert {i for i in range(VOCAB) if out[i] == -math.inf} == begun and 7 in begun
+    _observe(adjustments, 9)
+    assert 9 == adjustments.words.recent[-1] and len(adjustments.words.recent) == len(long)
+
+
+def test_no_token_counts_nowhere() -> None:
+    params = SamplingParams(frequency_penalty=1.0)
+    params.bad_words_token_ids = [[1, 2]]
+    adjustments = _make(params, [1], [])
+    before = _applied(adjustments, torch.zeros(VOCAB), 0)
+    _observe(adjustments, -1)
+    assert torch.equal(_applied(adjustments, torch.zeros(VOCAB), 1), before)

@@ -14,6 +14,7 @@ from vllm.engine.unsupported_flags import (
     add_unsupported,
     check_unsupported,
 )
+from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
 from vllm.plugins.parser_file import import_parser_file
@@ -69,6 +70,11 @@ class FrontEndArgs:
         default=64 * 2**20,
         kind=FlagKind.HUMAN_INT,
         help="Largest request body in bytes; larger ones get status 413.",
+    )
+    request_limits: dict[str, int] = option(
+        default_factory=dict,
+        help="How much one request may ask for, a JSON object, as in "
+        '{"sequences": 512, "bad_words": 2000}; names and defaults are in docs/server.md.',
     )
     max_connections: int | None = option(
         default=None, help="Open connections; further ones get status 503. No limit if unset."
@@ -202,6 +208,7 @@ class FrontEndArgs:
             )
 
     def _check_limits(self) -> None:
+        RequestLimits.from_flag(self.request_limits)
         for name, lowest in (("max_connections", 1), ("max_queued_requests", 0)):
             value = getattr(self, name)
             if value is not None and value < lowest:

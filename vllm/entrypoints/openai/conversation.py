@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.chat_utils import parse_chat_messages
@@ -27,16 +28,20 @@ class ConversationRenderer:
     template_kwargs: dict[str, Any]
     add_special_tokens: bool
 
-    def text(
+    def parse(self, messages: list[Message]) -> list[Message]:
+        """Messages in the form of the template; raises `VLLMValidationError` for a bad one."""
+        return parse_chat_messages(messages, self.content_format)
+
+    def render(
         self,
-        messages: list[Message],
+        parsed: list[Message],
         add_generation_prompt: bool,
         continue_final_message: bool = False,
     ) -> str:
-        """Raises `VLLMValidationError` where the template refuses the messages."""
+        """The text of parsed messages; raises `VLLMValidationError` where the template refuses."""
         return render_conversation(
             self.tokenizer,
-            parse_chat_messages(messages, self.content_format),
+            parsed,
             chat_template=self.template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -51,7 +56,20 @@ class ConversationRenderer:
 
     def ids(self, messages: list[Message], add_generation_prompt: bool) -> list[int]:
         """Token ids of `messages`."""
-        return self.encode(self.text(messages, add_generation_prompt))
+        return self.encode(self.render(self.parse(messages), add_generation_prompt))
+
+    def token_ends(self, text: str) -> list[int]:
+        """For each of the text's tokens the number of characters up to its end.
+
+        Where the tokenizer cannot tell, the length of what the tokens so far decode to.
+        """
+        if self.tokenizer.is_fast:
+            encoded = self.tokenizer(
+                text, add_special_tokens=self.add_special_tokens, return_offsets_mapping=True
+            )
+            return [end for _, end in encoded["offset_mapping"]]
+        pieces = (self.tokenizer.decode([token]) for token in self.encode(text))
+        return list(accumulate(map(len, pieces)))
 
     def key(self, preamble: list[Message]) -> str:
         """Equal for conversations that begin in the same way."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in a rendered conversation the prefix cache should be able to continue.
 
-Offsets are found by rendering parts of the conversation and comparing token ids, so any chat
-template will do: what a part shares with the whole is a prefix of both.
+Offsets are found by rendering parts of the conversation and comparing text or token ids, so any
+chat template will do: what a part shares with the whole is a prefix of both.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -19,6 +20,8 @@ from vllm.exceptions import VLLMValidationError
 Message = dict[str, Any]
 #: (messages, add_generation_prompt) -> token ids; `VLLMValidationError` where the template refuses
 Render = Callable[[list[Message], bool], list[int]]
+#: the same in text
+RenderText = Callable[[list[Message], bool], str]
 
 _PREAMBLE_ROLES = ("system", "developer")
 #: preambles whose token ids are remembered; long ones have a hundred thousand
@@ -31,6 +34,20 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return length
     return min(len(a), len(b))
+
+
+def common_characters(a: str, b: str) -> int:
+    """Characters `a` and `b` share at their start."""
+    if b.startswith(a):
+        return len(a)
+    shared, differs = 0, min(len(a), len(b)) + 1
+    while differs - shared > 1:
+        middle = (shared + differs) // 2
+        if a[shared:middle] == b[shared:middle]:
+            shared = middle
+        else:
+            differs = middle
+    return shared
 
 
 def preamble_of(messages: list[Message]) -> list[Message]:
@@ -80,13 +97,20 @@ class Preambles:
         return common_prefix(found, ids)
 
 
-def message_ends(messages: list[Message], ids: list[int], render: Render) -> list[int]:
-    """Offsets in `ids` after each message; those the template cannot render alone are left out."""
+def message_ends(
+    parts: Iterable[list[Message]], text: str, render: RenderText, token_ends: Sequence[int]
+) -> list[int]:
+    """Token counts at the ends of `parts`, each the first messages of the conversation `text`;
+    parts the template cannot render alone are left out.
+
+    `token_ends`: the characters of `text` up to the end of each of its tokens, ascending. A token
+    that reaches beyond the part does not count.
+    """
     ends: set[int] = set()
-    for number in range(1, len(messages) + 1):
+    for part in parts:
         try:
-            part = render(messages[:number], False)
+            shared = common_characters(render(part, False), text)
         except VLLMValidationError:
             continue
-        ends.add(common_prefix(part, ids))
+        ends.add(bisect_right(token_ends, shared))
     return sorted(ends - {0})

@@ -11,13 +11,29 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.entrypoints.openai.prompt_marks import Preambles, message_ends, preamble_of
 from vllm.entrypoints.openai.protocol.chat import ConversationFields
+from vllm.entrypoints.openai.request_limits import FLAG, RequestLimits
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import ContentFormat, detect_content_format, require_chat_template
+from vllm.v1.engine.prompt_checks import truncated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+#: a prompt of more characters, or a body of more bytes, is long; and what a message counts beside
+#: its content
+_LONG = 32 * 1024
+_PER_MESSAGE = 100
+
+
+def _size_of(message: dict[str, Any]) -> int:
+    """About how many characters a message takes."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, dict))
+        return sum(len(text) + _PER_MESSAGE for text in parts if isinstance(text, str))
+    return _PER_MESSAGE + (len(content) if isinstance(content, str) else 0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,8 @@ class ChatTemplateOptions:
 class PromptRenderer:
     """Owns the tokenizer and its threads; `tokenizer` None serves token ids only.
 
-    `num_threads`: one per CPU, at most 8, if None.
+    `num_threads`: one per CPU, at most 8, if None. As many others take what is long, so that short
+    requests never wait for it.
     """
 
     def __init__(
@@ -55,14 +72,17 @@ class PromptRenderer:
         max_model_len: int,
         vocab_size: int,
         options: ChatTemplateOptions,
+        limits: RequestLimits | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.options = options
+        self.limits = limits or RequestLimits()
         self._num_threads = num_threads or min(8, os.cpu_count() or 1)
-        self._pool: ThreadPoolExecutor | None = None
+        #: threads for what is short, and for what is long
+        self._pools: dict[bool, ThreadPoolExecutor] = {}
         self._preambles = Preambles()
         if tokenizer is not None:
             # The first call may reset truncation settings stored in the checkpoint, which is not
@@ -71,15 +91,18 @@ class PromptRenderer:
 
     def close(self) -> None:
         """Stop the threads; a later call of `run` starts them again."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)` in one of the tokenizer threads."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, "tokenizer")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+    async def run(self, function: Callable[..., T], *args: Any, size: int = 0) -> T:
+        """`function(*args)` in one of the tokenizer threads; `size` in bytes, characters or ids
+        says how long it may take."""
+        long = size > _LONG
+        if long not in self._pools:
+            name = "long-prompts" if long else "tokenizer"
+            self._pools[long] = ThreadPoolExecutor(self._num_threads, name)
+        return await asyncio.get_running_loop().run_in_executor(self._pools[long], function, *args)
 
     def require_tokenizer(self, parameter: str) -> "PreTrainedTokenizerBase":
         """The tokenizer, or an error for servers started with --skip-tokenizer-init."""
@@ -103,7 +126,8 @@ class PromptRenderer:
         if isinstance(prompt, list):
             return RenderedPrompt(self.truncated(prompt, truncate, max_output_tokens))
         tokenizer = self.require_tokenizer("prompt")
-        ids = await self.run(self._encode, tokenizer, prompt, add_special_tokens)
+        self._check_length(prompt, "prompt")
+        ids = await self.run(self._encode, tokenizer, prompt, add_special_tokens, size=len(prompt))
         return RenderedPrompt(self.truncated(ids, truncate, max_output_tokens), prompt)
 
     async def chat_prompt(
@@ -118,7 +142,11 @@ class PromptRenderer:
         """The conversation through the chat template, tokenised; `mark_messages` marks the end of
         every message."""
         request.check_conversation()
-        text, ids, marks = await self.run(self._render_chat, request, hide_tools, mark_messages)
+        self.limits.check_conversation(request.messages, request.tools)
+        size = sum(map(_size_of, request.messages))
+        text, ids, marks = await self.run(
+            self._render_chat, request, hide_tools, mark_messages, size=size
+        )
         kept = self.truncated(ids, truncate, max_output_tokens)
         cut = len(ids) - len(kept)
         return RenderedPrompt(kept, text, tuple(mark - cut for mark in marks if mark > cut))
@@ -137,22 +165,26 @@ class PromptRenderer:
                 parameter=parameter,
             )
         text = await self.run(
-            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            size=len(token_ids),
         )
         return cast(str, text)
 
     def truncated(self, ids: list[int], keep: int | None, max_output_tokens: int) -> list[int]:
-        """The last `keep` ids; -1 keeps what leaves room for `max_output_tokens`."""
-        if keep is None:
-            return ids
-        if keep == -1:
-            keep = max(1, self.max_model_len - max(1, max_output_tokens))
-        if not 1 <= keep <= self.max_model_len:
+        """`ids` as `truncate_prompt_tokens` asks; see `prompt_checks.truncated`."""
+        return truncated(ids, keep, self.max_model_len, max_output_tokens)
+
+    def _check_length(self, text: str, parameter: str) -> None:
+        """Raise `VLLMValidationError` for a text so long that tokenising it would be in vain."""
+        per_token = self.limits.chars_per_token
+        most = self.max_model_len * per_token
+        if len(text) > most:
             raise VLLMValidationError(
-                f"truncate_prompt_tokens must be -1 or in [1, {self.max_model_len}], got {keep}",
-                parameter="truncate_prompt_tokens",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the "
+                f"prompt has {len(text)} characters, more than the {most} that are tokenised "
+                f"({per_token} per token; {FLAG}, chars_per_token). Please shorten the prompt.",
+                parameter=parameter,
             )
-        return ids[-keep:]
 
     def _encode(
         self, tokenizer: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool
@@ -163,13 +195,17 @@ class PromptRenderer:
         self, request: ConversationFields, hide_tools: bool, mark_messages: bool
     ) -> tuple[str, list[int], list[int]]:
         conversation = self._conversation(request, hide_tools)
-        text = conversation.text(
-            request.messages,
-            bool(request.add_generation_prompt),
-            bool(request.continue_final_message),
+        parsed = conversation.parse(request.messages)
+        text = conversation.render(
+            parsed, bool(request.add_generation_prompt), bool(request.continue_final_message)
         )
+        self._check_length(text, "messages")
         ids = conversation.encode(text)
-        marks = message_ends(request.messages, ids, conversation.ids) if mark_messages else []
+        marks: list[int] = []
+        if mark_messages:
+            most = self.limits.cache_checkpoints
+            parts = (parsed[:count] for count in range(1, len(parsed) + 1)[-most:])
+            marks = message_ends(parts, text, conversation.render, conversation.token_ends(text))
         preamble = preamble_of(request.messages)
         if self.options.mark_preambles and (preamble or conversation.tools):
             key = conversation.key(preamble)

@@ -113,8 +113,10 @@ class ServingChat(OpenAIServing):
     async def plan(self, request: ChatCompletionRequest, base_id: str) -> PlannedChat:
         """Validate, apply the template, tokenise and derive the engine's parameters."""
         request.check_supported()
+        self.limits.check_sequences(1, request.num_choices)
+        self.limits.check_sampling(request)
+        self.limits.check_checkpoints(request.cache_checkpoints)
         choice = resolve_tool_choice(request)
-        self.check_fan_out(1, request.num_choices)
         requested = request.requested_max_tokens
         hide_tools = (
             request.tool_choice == "none" and self.renderer.options.hide_tools_when_choice_none
@@ -141,7 +143,9 @@ class ServingChat(OpenAIServing):
             defaults=self.options.sampling_defaults,
             detokenize=True,
         )
+        self.limits.check_constraint("structured_outputs", params.structured_outputs)
         if (constraint := choice.constraint()) is not None:
+            self.limits.check_constraint("tools", constraint)
             params.structured_outputs = constraint
         reasoning = self._reasoning_parser(request, prompt)
         if reasoning is not None and params.structured_outputs is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,10 +65,17 @@ class ServingCompletion(OpenAIServing):
         prompts = request.prompts
         if not prompts:
             raise VLLMValidationError("prompt must not be empty", parameter="prompt")
-        self.check_fan_out(len(prompts), request.num_choices)
+        self.limits.check_sequences(len(prompts), request.num_choices)
+        self.limits.check_sampling(request)
+        self.limits.check_checkpoints(request.cache_checkpoints)
         rendered = await asyncio.gather(*(self._render(request, prompt) for prompt in prompts))
+        params = functools.cache(functools.partial(self._params, request))
         return [
-            Planned(f"cmpl-{base_id}-{index}", prompt, self._params(request, prompt))
+            Planned(
+                f"cmpl-{base_id}-{index}",
+                prompt,
+                params(self._max_tokens(request, len(prompt.token_ids))),
+            )
             for index, prompt in enumerate(rendered)
         ]
 
@@ -82,21 +90,23 @@ class ServingCompletion(OpenAIServing):
             raise VLLMValidationError("the prompt has no tokens", parameter="prompt")
         return rendered
 
-    def _params(self, request: CompletionRequest, prompt: RenderedPrompt) -> SamplingParams:
+    def _max_tokens(self, request: CompletionRequest, num_prompt_tokens: int) -> int:
+        """Raises `VLLMValidationError` when prompt and output do not fit the context."""
         max_tokens = resolve_max_tokens(
             request.max_tokens,
             _DEFAULT_MAX_TOKENS,
-            len(prompt.token_ids),
+            num_prompt_tokens,
             self.models.max_model_len,
             self.options.sampling_defaults.get("max_tokens"),
         )
         # The engine always generates; for max_tokens 0 that one token is dropped from the reply.
-        if request.max_tokens == 0:
-            max_tokens = 1
+        return 1 if request.max_tokens == 0 else max_tokens
+
+    def _params(self, request: CompletionRequest, max_tokens: int) -> SamplingParams:
         prompt_logprobs = request.prompt_logprobs
         if request.echo and prompt_logprobs is None:
             prompt_logprobs = request.logprobs
-        return build_sampling_params(
+        params = build_sampling_params(
             request,
             max_tokens=max_tokens,
             logprobs=request.logprobs,
@@ -104,6 +114,8 @@ class ServingCompletion(OpenAIServing):
             defaults=self.options.sampling_defaults,
             detokenize=self.renderer.tokenizer is not None,
         )
+        self.limits.check_constraint("structured_outputs", params.structured_outputs)
+        return params
 
     async def _echoes(self, request: CompletionRequest, planned: list[Planned]) -> list[Echo]:
         """What to put before the outputs of each prompt."""

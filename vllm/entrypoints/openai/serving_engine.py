@@ -9,14 +9,13 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm import envs
 from vllm.entrypoints.openai.protocol.base import PromptTokensDetails, UsageInfo
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
+from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.request_log import RequestLog
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.utils import merge, safe_id
-from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -38,6 +37,7 @@ class ServingOptions:
     prompt_tokens_details: bool = True
     force_include_usage: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    limits: RequestLimits = RequestLimits()
     log: RequestLog = RequestLog()
 
 
@@ -76,6 +76,7 @@ class OpenAIServing:
         self.models = models
         self.renderer = renderer
         self.options = options
+        self.limits = options.limits
 
     def tokens_as_ids(self, request: GenerationRequest) -> bool:
         """Whether logprobs show `token_id:N`; the request's word counts before the server's."""
@@ -94,17 +95,6 @@ class OpenAIServing:
 
     def continuous_usage(self, request: GenerationRequest) -> bool:
         return request.continuous_usage or self.options.force_include_usage
-
-    def check_fan_out(self, num_prompts: int, n: int) -> None:
-        """Refuse more sequences in one request than VLLM_MAX_N_SEQUENCES."""
-        limit = envs.VLLM_MAX_N_SEQUENCES
-        if num_prompts * max(n, 1) > limit:
-            raise VLLMValidationError(
-                f"{num_prompts} prompts with n={n} make more than {limit} sequences "
-                "(VLLM_MAX_N_SEQUENCES); split the request",
-                parameter="n",
-                value=n,
-            )
 
     def generate(
         self, planned: list[Planned], request: GenerationRequest, context: RequestContext

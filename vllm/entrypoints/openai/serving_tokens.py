@@ -11,6 +11,7 @@ import msgspec
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
 from vllm.entrypoints.openai.protocol.token_generate import (
+    SAMPLING_FIELDS,
     TokenChoice,
     TokenGenerateRequest,
     TokenGenerateResponse,
@@ -20,7 +21,7 @@ from vllm.entrypoints.openai.sampling import resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, RequestContext
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import INTERNAL_FIELDS, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -37,7 +38,9 @@ class ServingTokens(OpenAIServing):
         """The reply, or its stream of events; raises before anything reaches the engine."""
         self.models.check(request.model)
         params = self._params(request)
-        self.check_fan_out(1, params.n)
+        self.limits.check_sequences(1, params.n)
+        self.limits.check_sampling(params)
+        self.limits.check_constraint("sampling_params", params.structured_outputs)
         request_id = context.base_id(request.request_id)
         planned = Planned(request_id, RenderedPrompt(request.token_ids), params)
         scheduling = GenerationRequest(
@@ -64,8 +67,13 @@ class ServingTokens(OpenAIServing):
             refuse("features", "features belong to images, audio or video; only text is supported")
         if not request.token_ids:
             refuse("token_ids", "the prompt has no tokens")
+        given = request.sampling_params
+        for name in INTERNAL_FIELDS:
+            if given.get(name) is not None:
+                refuse("sampling_params", f"sampling_params.{name} is filled in by the engine")
+        fields = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
         try:
-            params = msgspec.convert(request.sampling_params, SamplingParams, str_keys=True)
+            params = msgspec.convert(fields, SamplingParams, str_keys=True)
         except msgspec.ValidationError as error:
             refuse("sampling_params", f"sampling_params: {error}")
         if request.stream and params.prompt_logprobs is not None:
@@ -74,8 +82,8 @@ class ServingTokens(OpenAIServing):
             params.max_tokens, None, len(request.token_ids), self.models.max_model_len, None
         )
         if request.kv_transfer_params is not None:
-            given = {"kv_transfer_params": request.kv_transfer_params}
-            params.extra_args = {**(params.extra_args or {}), **given}
+            connector = {"kv_transfer_params": request.kv_transfer_params}
+            params.extra_args = {**(params.extra_args or {}), **connector}
         # Stop strings are text; without them nothing needs to be decoded.
         params.detokenize = bool(params.stop) and self.renderer.tokenizer is not None
         params.output_kind = (

@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.chat_reply import ChatParsers
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.middleware import LoadCounter
 from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRenderer
+from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.request_log import RequestLog
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
@@ -51,6 +52,7 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
         model_config.served_names, model_config.model, model_config.max_model_len
     )
     content_format = args.chat_template_content_format
+    limits = RequestLimits.from_flag(args.request_limits)
     renderer = PromptRenderer(
         engine.get_tokenizer(),
         model_config.max_model_len,
@@ -63,9 +65,11 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
             hide_tools_when_choice_none=args.exclude_tools_when_tool_choice_none,
             mark_preambles=model_config.is_hybrid,
         ),
+        limits,
         args.renderer_num_workers,
     )
     options = ServingOptions(
+        limits=limits,
         response_role=args.response_role,
         return_tokens_as_token_ids=args.return_tokens_as_token_ids,
         prompt_tokens_details=args.enable_prompt_tokens_details,

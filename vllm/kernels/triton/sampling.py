@@ -16,9 +16,11 @@ from triton.language.extra import libdevice
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.token_filter import TILE, Kept
 from vllm.utils.math_utils import cdiv, next_power_of_2
+from vllm.v1.outputs import NO_TOKEN
 
 LANE = TILE // 4
 ARGMAX_TILE = 4096
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -130,15 +132,17 @@ def _argmax_reduce_kernel(
     i = tl.arange(0, BLOCK)
     score = tl.load(score_ptr + row * splits + i, mask=i < splits, other=float("-inf"))
     index = tl.load(index_ptr + row * splits + i, mask=i < splits, other=VOCAB)
-    best = tl.min(tl.where(score == tl.max(score, axis=0), index, VOCAB), axis=0)
-    tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1).to(tl.int64))
+    top = tl.max(score, axis=0)
+    best = tl.min(tl.where(score == top, index, VOCAB), axis=0)
+    found = (best < VOCAB) & (top > float("-inf"))
+    tl.store(out_ptr + row, tl.where(found, best, _NO_TOKEN).to(tl.int64))
 
 
 _argmax_reduce = Launcher(_argmax_reduce_kernel)
 
 
 def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
-    """The token of each row's best tile: `[n, tiles] -> int64 [n]`."""
+    """The token of each row's best tile, `NO_TOKEN` without one: `[n, tiles] -> int64 [n]`."""
     rows, tiles = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
@@ -153,7 +157,8 @@ def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tens
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Index of each row's largest value, the first of equals: `[n, vocab] -> int64 [n]`."""
+    """Index of each row's largest value, the first of equals, `NO_TOKEN` where all are -inf:
+    `[n, vocab] -> int64 [n]`."""
     rows, vocab = logits.shape
     tiles = cdiv(vocab, ARGMAX_TILE)
     scores, indices = _partials(rows, tiles, logits.device)
@@ -173,7 +178,8 @@ def gumbel_sample(
 ) -> Tensor:
     """One draw per row from `softmax(logits / temperature)`; temperature 0 takes the argmax.
 
-    `logits [n, vocab]`, `temperature [n]` fp32, `seeds, positions [n]` int64 -> int64 `[n]`. With
+    `logits [n, vocab]`, `temperature [n]` fp32, `seeds, positions [n]` int64 -> int64 `[n]`,
+    `NO_TOKEN` for a row without a finite logit. With
     `kept`, only among the tokens it keeps; filters change no token's noise.
     """
     rows, vocab = logits.shape

@@ -26,9 +26,10 @@ _PRESENCE = tl.constexpr(Field.PRESENCE.value)
 _BANNED = tl.constexpr(Field.BANNED.value)
 _NUM_BANNED = tl.constexpr(Field.NUM_BANNED.value)
 _WORDS = tl.constexpr(Field.WORDS.value)
+_STARTS = tl.constexpr(Field.STARTS.value)
 _NUM_WORDS = tl.constexpr(Field.NUM_WORDS.value)
-_LONGEST = tl.constexpr(Field.LONGEST.value)
 _RECENT = tl.constexpr(Field.RECENT.value)
+_NUM_RECENT = tl.constexpr(Field.NUM_RECENT.value)
 
 
 @triton.jit
@@ -66,44 +67,63 @@ def _change_kernel(
 
 
 @triton.jit
-def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, BLOCK: tl.constexpr):
-    """Grid (descriptors): banned tokens, and last tokens of words that else stand complete."""
+def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (descriptors): banned tokens, and last tokens of words that else stand complete.
+
+    Ids outside the vocabulary are left alone: their place in memory is another request's row.
+    """
     own = descriptor_ptr + tl.program_id(0).to(tl.int64) * NUM_FIELDS
     logits = logits_ptr + tl.load(own) * stride_row
     i = tl.arange(0, BLOCK)
     banned = tl.load(own + _BANNED).to(tl.pointer_type(tl.int64))
     num_banned = tl.load(own + _NUM_BANNED)
     for start in range(0, num_banned, BLOCK):
-        token = tl.load(banned + start + i, mask=start + i < num_banned, other=0)
-        tl.store(logits + token, float("-inf"), mask=start + i < num_banned)
+        token = tl.load(banned + start + i, mask=start + i < num_banned, other=-1)
+        tl.store(logits + token, float("-inf"), mask=(token >= 0) & (token < VOCAB))
     words = tl.load(own + _WORDS).to(tl.pointer_type(tl.int64))
-    recent = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64))
-    num_words, longest = tl.load(own + _NUM_WORDS), tl.load(own + _LONGEST)
+    starts = tl.load(own + _STARTS).to(tl.pointer_type(tl.int64))
+    num_words = tl.load(own + _NUM_WORDS)
+    num_recent = tl.load(own + _NUM_RECENT)
+    recent_end = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64)) + num_recent
     for start in range(0, num_words, BLOCK):
-        matched = start + i < num_words
-        word = words + (start + i) * longest
-        for j in range(0, longest - 1):
-            token = tl.load(word + j, mask=start + i < num_words, other=-1)
-            matched &= (token == -1) | (token == tl.load(recent + j))
-        last = tl.load(word + longest - 1, mask=matched, other=0)
-        tl.store(logits + last, float("-inf"), mask=matched)
+        there = start + i < num_words
+        begin = tl.load(starts + start + i, mask=there, other=0)
+        last = tl.load(starts + start + i + 1, mask=there, other=1) - 1
+        matched = there
+        # From the newest token back, as far as any word of the block still agrees.
+        back = 1
+        length = tl.max(tl.where(matched, last - begin, 0), axis=0)
+        while back <= length:
+            compared = matched & (begin + back <= last)
+            token = tl.load(words + last - back, mask=compared, other=0)
+            newest = tl.load(recent_end - back, mask=back <= num_recent, other=-1)
+            matched &= (begin + back > last) | (token == newest)
+            length = tl.max(tl.where(matched, last - begin, 0), axis=0)
+            back += 1
+        token = tl.load(words + last, mask=matched, other=-1)
+        tl.store(logits + token, float("-inf"), mask=(token >= 0) & (token < VOCAB))
 
 
 @triton.jit
-def _observe_kernel(token_ptr, descriptor_ptr):
+def _observe_kernel(token_ptr, descriptor_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (descriptors): count the sampled token and append it to the recent ones."""
     own = descriptor_ptr + tl.program_id(0).to(tl.int64) * NUM_FIELDS
     token = tl.load(token_ptr + tl.load(own))
     marks = tl.load(own + _MARKS)
     if marks != 0:
+        known = (token >= 0) & (token < VOCAB)
         mark_ptr = marks.to(tl.pointer_type(tl.int32)) + token
-        tl.store(mark_ptr, tl.load(mark_ptr) + 2)
-    if tl.load(own + _NUM_WORDS) > 0:
-        recent = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64))
-        length = tl.load(own + _LONGEST) - 1
-        for j in range(0, length - 1):
-            tl.store(recent + j, tl.load(recent + j + 1))
-        tl.store(recent + length - 1, token, mask=length > 0)
+        tl.store(mark_ptr, tl.load(mark_ptr, mask=known, other=0) + 2, mask=known)
+    recent = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64))
+    length = tl.load(own + _NUM_RECENT)
+    i = tl.arange(0, BLOCK)
+    # A block reads what only it overwrites, and one place of the next, before it writes.
+    for start in range(0, length, BLOCK):
+        place = start + i
+        newer = tl.load(recent + place + 1, mask=place + 1 < length, other=0)
+        newer = tl.where(place + 1 == length, token, newer)
+        tl.debug_barrier()
+        tl.store(recent + place, newer, mask=place < length)
 
 
 def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
@@ -123,10 +143,15 @@ def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
 def ban_tokens(logits: Tensor, descriptors: Tensor) -> None:
     """Set what the descriptors ban to -inf, in place; `logits [n, vocab]`."""
     _ban_kernel[(len(descriptors),)](
-        logits, descriptors, logits.stride(0), BLOCK=WORDS, num_warps=1
+        logits, descriptors, logits.stride(0), VOCAB=logits.shape[1], BLOCK=WORDS, num_warps=1
     )
 
 
-def observe_tokens(token_ids: Tensor, descriptors: Tensor) -> None:
-    """Add the sampled `token_ids [n]` int64 to the counts and recent tokens."""
-    _observe_kernel[(len(descriptors),)](token_ids, descriptors, num_warps=1)
+def observe_tokens(token_ids: Tensor, descriptors: Tensor, vocab_size: int) -> None:
+    """Add the sampled `token_ids [n]` int64 to the counts and recent tokens.
+
+    A row that had no token to sample has -1, which no count and no word contains.
+    """
+    _observe_kernel[(len(descriptors),)](
+        token_ids, descriptors, VOCAB=vocab_size, BLOCK=WORDS, num_warps=1
+    )

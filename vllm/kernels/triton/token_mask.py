@@ -18,7 +18,6 @@ def _mask_tokens_kernel(
     word_ptr,
     stride_row,
     words_stride,
-    VALUE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -29,11 +28,11 @@ def _mask_tokens_kernel(
     exists = token < VOCAB
     word = tl.load(word_ptr + mask * words_stride + token // 32, mask=exists, other=-1)
     barred = (word >> (token % 32)) & 1 == 0
-    tl.store(logits_ptr + row * stride_row + token, VALUE, mask=barred & exists)
+    tl.store(logits_ptr + row * stride_row + token, float("-inf"), mask=barred & exists)
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor, value: float) -> None:
-    """Set barred tokens of `logits [n, vocab]` to `value`, in place; `rows [m]` int64, `words
+def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set barred tokens of `logits [n, vocab]` to -inf, in place; `rows [m]` int64, `words
     [m, ceil(vocab / 32)]` int32."""
     vocab = logits.shape[1]
     grid = (rows.shape[0], cdiv(vocab, BLOCK))
@@ -43,7 +42,6 @@ def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor, value: float) -> No
         words,
         logits.stride(0),
         words.stride(0),
-        VALUE=value,
         VOCAB=vocab,
         BLOCK=BLOCK,
     )

@@ -20,7 +20,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream
-from vllm.v1.engine.prompt_checks import parse_prompt
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.stats import IterationStats
 
@@ -39,6 +38,23 @@ logger = init_logger(__name__)
 _CHUNK = 128
 #: pause between looks at whether all requests have ended
 _TICK_S = 0.02
+
+
+#: entries of a list that are gone through without a thread, in well under a millisecond
+_SHORT_LIST = 2048
+
+
+def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
+    """Whether to process a request off the event loop; a malformed one fails at once."""
+    if not isinstance(params, SamplingParams):
+        return False
+    if params.structured_outputs or params.bad_words:
+        return True
+    lists = (params.allowed_token_ids, params.logit_bias, params.stop_token_ids)
+    if any(len(entries or ()) > _SHORT_LIST for entries in lists):
+        return True
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return not isinstance(ids, list) or len(ids) > _SHORT_LIST
 
 
 class AsyncLLM:
@@ -182,12 +198,9 @@ class AsyncLLM:
     async def _process(
         self, prompt: PromptType, params: SamplingParams, process: Callable[[], ProcessedInput]
     ) -> ProcessedInput:
-        """Tokenise (prompts, bad words) and check grammars off the event loop; token ids alone need
-        no thread."""
-        slow = isinstance(params, SamplingParams) and (
-            params.structured_outputs or params.bad_words
-        )
-        if parse_prompt(prompt).token_ids is not None and not slow:
+        """Tokenise (prompts, bad words), check grammars and go through long lists off the event
+        loop; a few token ids need no thread."""
+        if not _takes_long(prompt, params):
             return process()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_thread, process)
@@ -202,8 +215,12 @@ class AsyncLLM:
             processed.request, request_id, processed.prompt_text, stream.put
         )
         stream.request_ids = [child.request_id for child in children]
+        try:
+            self.engine_core.add_requests([processed.request])
+        except BaseException:
+            self.output_processor.drop_requests(stream.request_ids)
+            raise
         self._streams.add(stream)
-        self.engine_core.add_requests(children)
         return stream
 
     def unfinished_request_ids(self) -> list[str]:

@@ -11,6 +11,9 @@ from vllm.exceptions import VLLMValidationError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: of one word: each of its tokens is compared at every step
+MAX_CHARS = 512
+
 
 def bad_word_token_ids(
     words: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
@@ -18,7 +21,8 @@ def bad_word_token_ids(
     """The sequences whose last token is banned after the others: each word as the text's start
     and after a space, unless the one ends with the other.
 
-    Raises `VLLMValidationError` without a tokenizer or for a word without tokens.
+    Raises `VLLMValidationError` without a tokenizer, for a word without tokens and for one longer
+    than `MAX_CHARS`.
     """
     if tokenizer is None:
         raise VLLMValidationError(
@@ -27,6 +31,11 @@ def bad_word_token_ids(
         )
     sequences: list[list[int]] = []
     for word in words:
+        if len(word) > MAX_CHARS:
+            raise VLLMValidationError(
+                f"bad_words: {word[:20]!r}… has {len(word)} characters; at most {MAX_CHARS}",
+                "bad_words",
+            )
         bare = list(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = list(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if not bare:

@@ -11,12 +11,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
 from vllm.v1.engine.core_link import CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.parallel_sampling import child_requests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -125,8 +127,8 @@ class InprocClient(EngineCoreClient):
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         self._process.require()
-        for request in requests:
-            refused = self.engine_core.add_request(self.engine_core.make_request(request))
+        for child in chain.from_iterable(map(child_requests, requests)):
+            refused = self.engine_core.add_request(self.engine_core.make_request(child))
             if refused is not None:
                 self._refused.append(refused)
 

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -37,6 +38,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
+from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object, unpickle_setup
 
@@ -181,7 +183,8 @@ class EngineCoreProc:
             kind = EngineCoreRequestType(kind_frame)
             payload: list[Request] | Any
             if kind is EngineCoreRequestType.ADD:
-                payload = list(map(self._core.make_request, requests.decode(payload_frame)))
+                children = chain.from_iterable(map(child_requests, requests.decode(payload_frame)))
+                payload = list(map(self._core.make_request, children))
             elif kind is EngineCoreRequestType.STOP:
                 payload = stops.decode(payload_frame)
             else:

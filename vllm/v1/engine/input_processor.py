@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest, check_no_lora
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import INTERNAL_FIELDS, SamplingParams
+from vllm.sampling_validation import PRIORITY, check_some_token_is_left
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.bad_words import bad_word_token_ids
-from vllm.v1.engine.prompt_checks import ParsedPrompt, check_token_ids, parse_prompt
+from vllm.v1.engine.prompt_checks import (
+    ParsedPrompt,
+    check_token_ids,
+    parse_prompt,
+    truncated,
+)
 from vllm.v1.engine.request_id import make_internal_id
 from vllm.v1.structured_output.validation import StructuredOutputValidator
 
@@ -78,7 +87,7 @@ class InputProcessor:
         check_no_lora(lora_request)
         self._check_scalars(request_id, priority, params)
         parsed = parse_prompt(prompt)
-        token_ids = self.tokenize(parsed, tokenization_kwargs)
+        token_ids = self.tokenize(parsed, tokenization_kwargs, params.max_tokens)
         check_token_ids(token_ids, self._vocab_size, self.max_model_len)
         request = EngineCoreRequest(
             request_id=make_internal_id(request_id),
@@ -91,6 +100,7 @@ class InputProcessor:
             cache=parsed.cache,
             trace_headers=None if trace_headers is None else dict(trace_headers),
         )
+        _check_can_travel(request)
         return ProcessedInput(request, parsed.text)
 
     @property
@@ -107,10 +117,7 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
                 "sampling_params",
             )
-        if type(priority) is not int:
-            raise VLLMValidationError(
-                f"priority must be an integer, got {priority!r}", "priority", priority
-            )
+        PRIORITY.check("priority", priority)
         if priority != 0 and self.vllm_config.scheduler_config.policy != "priority":
             raise VLLMValidationError(
                 f"priority {priority} needs --scheduling-policy priority", "priority", priority
@@ -119,9 +126,12 @@ class InputProcessor:
     # ---- tokens --------------------------------------------------------------------------------
 
     def tokenize(
-        self, prompt: ParsedPrompt, tokenization_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: ParsedPrompt,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        max_output_tokens: int | None = None,
     ) -> list[int]:
-        """The prompt's token ids; given ids pass unchanged."""
+        """The prompt's token ids, truncated if asked; else given ids pass unchanged."""
         options = dict(tokenization_kwargs or {})
         unknown = sorted(set(options) - set(_TOKENIZATION_KEYS))
         if unknown:
@@ -134,16 +144,7 @@ class InputProcessor:
             token_ids = prompt.token_ids
         else:
             token_ids = self._encode(prompt.text or "", options)
-        if keep_last is not None:
-            keep_last = self.max_model_len - 1 if keep_last == -1 else keep_last
-            if type(keep_last) is not int or keep_last < 1:
-                raise VLLMValidationError(
-                    f"truncate_prompt_tokens must be -1 or at least 1, got {keep_last!r}",
-                    "truncate_prompt_tokens",
-                    keep_last,
-                )
-            token_ids = token_ids[-keep_last:]
-        return token_ids
+        return truncated(token_ids, keep_last, self.max_model_len, max_output_tokens)
 
     def _encode(self, text: str, options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
@@ -163,7 +164,8 @@ class InputProcessor:
     def _finish_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """A checked copy with everything the engine needs filled in."""
         self._check_params(params)
-        params = params.clone()
+        params = params.shallow_copy()
+        params.extra_args = copy.deepcopy(params.extra_args)
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is None:
             params.max_tokens = room
@@ -180,10 +182,16 @@ class InputProcessor:
         params.update_from_generation_config(self._generation_config, self._eos_token_id)
         if params.bad_words:
             params.bad_words_token_ids = bad_word_token_ids(params.bad_words, self.tokenizer)
-        self._constraints.finish(params)
+        check_some_token_is_left(params, self._vocab_size)
+        if params.structured_outputs is not None:
+            params.structured_outputs = copy.copy(params.structured_outputs)
+            self._constraints.finish(params)
         return params
 
     def _check_params(self, params: SamplingParams) -> None:
+        for name in INTERNAL_FIELDS:
+            if getattr(params, name) is not None:
+                raise VLLMValidationError(f"{name} is filled in by the engine", name)
         self._check_connector(params)
         self._check_logprobs("logprobs", params.logprobs)
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
@@ -219,8 +227,10 @@ class InputProcessor:
                 asked,
             )
 
-    def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
+    def _check_in_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        if not token_ids:
+            return
+        for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self._vocab_size:
                 raise VLLMValidationError(
                     f"{name}: token id {token_id} is outside the vocabulary "
@@ -228,3 +238,20 @@ class InputProcessor:
                     name,
                     token_id,
                 )
+
+
+def _check_can_travel(request: EngineCoreRequest) -> None:
+    """Raise `VLLMValidationError` naming what the engine's process could not be sent: text that is
+    no Unicode, integers of more than 64 bits, objects that are no data."""
+    parts = {
+        "sampling_params": request.sampling_params,
+        "cache_salt": request.cache_salt,
+        "trace_headers": request.trace_headers,
+    }
+    for name, part in parts.items():
+        try:
+            msgspec.msgpack.encode(part)
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise VLLMValidationError(
+                f"{name} cannot be sent to the engine: {error}", name
+            ) from None

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
+from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 from vllm.v1.metrics.stats import IterationStats
@@ -101,18 +102,21 @@ class LLMEngine:
     ) -> None:
         """Validate and start a request; raises `VLLMValidationError` before the engine sees it,
         `EngineSleepingError` while it sleeps."""
-        self.send_requests(
-            self.prepare_request(
-                request_id,
-                prompt,
-                params,
-                arrival_time,
-                lora_request,
-                tokenization_kwargs,
-                trace_headers,
-                priority,
-            )
+        request = self.prepare_request(
+            request_id,
+            prompt,
+            params,
+            arrival_time,
+            lora_request,
+            tokenization_kwargs,
+            trace_headers,
+            priority,
         )
+        try:
+            self.send_requests([request])
+        except BaseException:
+            self.output_processor.drop_requests(one.request_id for one in child_requests(request))
+            raise
 
     def prepare_request(
         self,
@@ -124,9 +128,9 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> list[EngineCoreRequest]:
-        """As `add_request`, but leaves it to the caller to hand the result (one per completion) to
-        `send_requests`; until then the request can be aborted."""
+    ) -> EngineCoreRequest:
+        """As `add_request`, but leaves it to the caller to hand the result to `send_requests`;
+        until then the request can be aborted."""
         self._front_end.require_awake()
         processed = self.input_processor.process(
             request_id,
@@ -138,9 +142,8 @@ class LLMEngine:
             trace_headers=trace_headers,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self.output_processor.add_request(
-            processed.request, request_id, processed.prompt_text
-        )
+        self.output_processor.add_request(processed.request, request_id, processed.prompt_text)
+        return processed.request
 
     def send_requests(self, requests: list[EngineCoreRequest]) -> None:
         """Start prepared requests, all with the same step if they fit one."""

@@ -74,13 +74,13 @@ class OutputProcessor:
         prompt: str | None,
         sink: OutputSink | None = None,
     ) -> list[EngineCoreRequest]:
-        """Start following a request; returns what to send to the core (n requests).
+        """Start following a request; returns the n requests that the core makes of it.
 
         Raises `VLLMValidationError` if the id is in use.
         """
         params = request.sampling_params
         parent = None if params.n == 1 else ParentRequest(params.n, params.output_kind)
-        children = [request] if parent is None else child_requests(request)
+        children = child_requests(request)
         for child in children:
             if child.request_id in self.request_states:
                 raise VLLMValidationError(

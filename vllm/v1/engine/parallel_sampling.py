@@ -9,30 +9,32 @@ import msgspec
 
 from vllm.cache_options import CacheReport
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
 _SEED_RANGE = 1 << 63
 
 
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Child i has the id `<i>_<id>`, n = 1 and seed + i."""
-    return [
-        msgspec.structs.replace(
-            request,
-            request_id=f"{index}_{request.request_id}",
-            sampling_params=_child_params(request.sampling_params, index),
-        )
-        for index in range(request.sampling_params.n)
-    ]
+    """One request per completion: child i has the id `<i>_<id>`, n = 1 and seed + i; the request
+    itself for n = 1.
+
+    Both ends of the socket make them, so that n prompts are not sent. They share everything that
+    is not their own.
+    """
+    if request.sampling_params.n == 1:
+        return [request]
+    return [_child(request, index) for index in range(request.sampling_params.n)]
 
 
-def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    child = params.clone()
-    child.n = 1
-    if child.seed is not None:
-        child.seed = (child.seed + index) % _SEED_RANGE
-    return child
+def _child(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
+    params = request.sampling_params.shallow_copy()
+    params.n = 1
+    if params.seed is not None:
+        params.seed = (params.seed + index) % _SEED_RANGE
+    return msgspec.structs.replace(
+        request, request_id=f"{index}_{request.request_id}", sampling_params=params
+    )
 
 
 class CacheReceipt:

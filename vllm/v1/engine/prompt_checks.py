@@ -66,13 +66,31 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 def _as_ids(ids: Any) -> list[int]:
     if not isinstance(ids, list | tuple):
         _fail(f"token ids must be a list of integers, got {type(ids).__name__}")
-    for token_id in ids:
-        if type(token_id) is not int:
-            _fail(
-                f"token ids must be integers, got {token_id!r} ({type(token_id).__name__})",
-                token_id,
-            )
+    if not set(map(type, ids)) <= {int}:
+        bad = next(token_id for token_id in ids if type(token_id) is not int)
+        _fail(f"token ids must be integers, got {bad!r} ({type(bad).__name__})", bad)
     return list(ids)
+
+
+def truncated(
+    token_ids: list[int], keep: int | None, max_model_len: int, max_output_tokens: int | None
+) -> list[int]:
+    """The last `keep` ids (`truncate_prompt_tokens`); None keeps all, -1 what leaves room for
+    `max_output_tokens`, or for one token where that is None.
+
+    Raises `VLLMValidationError` for another number than -1 or one in `[1, max_model_len]`.
+    """
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        keep = max(1, max_model_len - max(1, max_output_tokens or 1))
+    if type(keep) is not int or not 1 <= keep <= max_model_len:
+        raise VLLMValidationError(
+            f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {keep!r}",
+            "truncate_prompt_tokens",
+            keep,
+        )
+    return token_ids[-keep:]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:

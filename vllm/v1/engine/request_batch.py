@@ -20,20 +20,22 @@ class RequestBatch:
         self, scheduler: SchedulerConfig, send: Callable[[list[EngineCoreRequest]], None]
     ) -> None:
         self._send = send
-        self._max_requests = scheduler.max_num_seqs
+        self._max_sequences = scheduler.max_num_seqs
         self._max_tokens = scheduler.max_num_batched_tokens
         self._requests: list[EngineCoreRequest] = []
-        self._num_tokens = 0
+        self._num_sequences = self._num_tokens = 0
 
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        """Requests of one prompt."""
-        self._requests += requests
-        self._num_tokens += sum(len(request.prompt_token_ids) for request in requests)
-        if len(self._requests) >= self._max_requests or self._num_tokens >= self._max_tokens:
+    def add(self, request: EngineCoreRequest) -> None:
+        """The request of one prompt, for one or more completions."""
+        num_sequences = request.sampling_params.n
+        self._requests.append(request)
+        self._num_sequences += num_sequences
+        self._num_tokens += len(request.prompt_token_ids) * num_sequences
+        if self._num_sequences >= self._max_sequences or self._num_tokens >= self._max_tokens:
             self.send()
 
     def send(self) -> None:
         """Send what there is."""
         self._send(self._requests)
         self._requests = []
-        self._num_tokens = 0
+        self._num_sequences = self._num_tokens = 0

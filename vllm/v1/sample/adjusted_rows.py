@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.adjustment_fields import Field
+from vllm.utils.torch_utils import to_device
 from vllm.v1.sample.adjustments import Adjustments
 
 #: (row of the logits, its adjustments, output tokens so far)
@@ -63,6 +64,7 @@ class DeviceRows:
     """
 
     rows: list[AdjustedRow]
+    vocab_size: int
     descriptors: Tensor
     changes_values: bool
     bans: bool
@@ -77,7 +79,8 @@ class DeviceRows:
         counted, worded = table[:, Field.MARKS] != 0, table[:, Field.NUM_WORDS] > 0
         return cls(
             rows,
-            _to_device(torch.from_numpy(table), device),
+            rows[0][1].vocab_size,
+            to_device(torch.from_numpy(table), device),
             changes_values=bool((counted | (table[:, Field.BIAS] != 0)).any()),
             bans=bool((worded | (table[:, Field.NUM_BANNED] > 0)).any()),
             observes=bool((counted | worded).any()),
@@ -89,7 +92,7 @@ class DeviceRows:
         if self.changes_values:
             order = np.full(len(logits), -1, dtype=np.int32)
             order[[row for row, _, _ in self.rows]] = np.arange(len(self.rows))
-            on_device = _to_device(torch.from_numpy(order), logits.device)
+            on_device = to_device(torch.from_numpy(order), logits.device)
             logits = change_logits(logits, self.descriptors, on_device)
         elif keep:
             logits = logits.clone()
@@ -101,10 +104,4 @@ class DeviceRows:
         from vllm.kernels.triton.token_adjust import observe_tokens
 
         if self.observes:
-            observe_tokens(token_ids, self.descriptors)
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+            observe_tokens(token_ids, self.descriptors, self.vocab_size)

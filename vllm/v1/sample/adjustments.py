@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vllm.kernels.adjustment_fields import Field
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import to_device
+from vllm.v1.sample.banned_words import BannedWords
 
 _NEVER = float("-inf")
 
@@ -24,9 +26,8 @@ class Adjustments:
 
     `token_ids`: prompt and output so far; `num_prompt_tokens` of them are the prompt. `bias
     [vocab]` fp32 and `marks [vocab]` int32 (twice the token's count in the output, plus one for a
-    token of the prompt) are None where nothing needs them. `words [num_words, longest]` int64 are
-    the banned words, right-aligned, -1 before shorter ones; `recent [longest - 1]` int64 the last
-    output tokens, -1 before the first.
+    token of the prompt) are None where nothing needs them. Ids outside the vocabulary can neither
+    be sampled nor barred and are left out.
     """
 
     def __init__(
@@ -38,22 +39,20 @@ class Adjustments:
         device: torch.device,
     ) -> None:
         self.params = params
+        self.vocab_size = vocab_size
         self.device = device
         output = token_ids[num_prompt_tokens:]
         self.bias = _bias(params, vocab_size, device)
-        stop_ids = torch.tensor(sorted(params.all_stop_token_ids), dtype=torch.int64)
-        self.stop_ids = stop_ids.to(device)
-        self.words = _words(params.bad_words_token_ids or []).to(device)
-        recent = torch.full((max(self.words.shape[1] - 1, 0),), -1, dtype=torch.int64)
-        known = torch.from_numpy(output[len(output) - min(len(recent), len(output)) :])
-        recent[len(recent) - len(known) :] = known
-        self.recent = recent.to(device)
+        stop_ids = _known(sorted(params.all_stop_token_ids), vocab_size)
+        self.stop_ids = to_device(torch.from_numpy(stop_ids), device)
+        words = params.bad_words_token_ids or ()
+        self.words = BannedWords(words, output, vocab_size, device) if words else None
         self.marks: Tensor | None = None
         if _penalises(params):
             marks = torch.bincount(torch.from_numpy(output), minlength=vocab_size).int() * 2
             marks[torch.from_numpy(token_ids[:num_prompt_tokens])] |= 1
-            self.marks = marks.to(device)
-        self._acts_always = self.bias is not None or self.marks is not None or len(self.words) > 0
+            self.marks = to_device(marks, device)
+        self._acts_always = any(kept is not None for kept in (self.bias, self.marks, self.words))
         # A grammar's masks bar stop tokens themselves, where anything else may follow.
         barred = params.structured_outputs is None and len(stop_ids) > 0
         self._stop_barred_until = params.min_tokens if barred else 0
@@ -83,11 +82,15 @@ class Adjustments:
             Field.PRESENCE: presence,
             Field.BANNED: self.stop_ids.data_ptr(),
             Field.NUM_BANNED: len(self.stop_ids),
-            Field.WORDS: self.words.data_ptr(),
-            Field.NUM_WORDS: len(self.words),
-            Field.LONGEST: self.words.shape[1],
-            Field.RECENT: self.recent.data_ptr(),
         }
+        if self.words is not None:
+            fields |= {
+                Field.WORDS: self.words.ids.data_ptr(),
+                Field.STARTS: self.words.starts.data_ptr(),
+                Field.NUM_WORDS: len(self.words),
+                Field.RECENT: self.words.recent.data_ptr(),
+                Field.NUM_RECENT: len(self.words.recent),
+            }
         return np.array([fields.get(field, 0) for field in Field], dtype=np.int64)
 
     def bars_stop(self, num_output_tokens: int) -> bool:
@@ -106,16 +109,15 @@ class Adjustments:
             self._penalise(logits, self.marks)
         if self.bars_stop(num_output_tokens):
             logits.index_fill_(0, self.stop_ids, _NEVER)
-        prefixes, last = self.words[:, :-1], self.words[:, -1]
-        matched = ((prefixes == -1) | (prefixes == self.recent)).all(1)
-        logits.index_fill_(0, last[matched], _NEVER)
+        if self.words is not None:
+            logits.index_fill_(0, self.words.completing(), _NEVER)
 
     def observe(self, token: Tensor) -> None:
-        """Take note of the sampled `token [1]` (device int64)."""
+        """Take note of the sampled `token [1]` int64, -1 where there was none."""
         if self.marks is not None:
-            self.marks[token] += 2
-        if len(self.recent):
-            self.recent = torch.cat([self.recent[1:], token])
+            self.marks[token[token >= 0]] += 2
+        if self.words is not None:
+            self.words.observe(token)
 
     def _penalise(self, logits: Tensor, marks: Tensor) -> None:
         params = self.params
@@ -138,16 +140,16 @@ def _penalises(params: SamplingParams) -> bool:
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
     if not params.logit_bias and not params.allowed_token_ids:
         return None
-    bias = torch.zeros(vocab_size)
+    bias = np.zeros(vocab_size, dtype=np.float32)
     if params.allowed_token_ids:
-        bias.fill_(_NEVER)
-        bias[params.allowed_token_ids] = 0.0
-    for token, value in (params.logit_bias or {}).items():
-        bias[int(token)] += value
-    return bias.to(device)
+        bias.fill(_NEVER)
+        bias[_known(params.allowed_token_ids, vocab_size)] = 0.0
+    if params.logit_bias:
+        known = {token: v for token, v in params.logit_bias.items() if 0 <= token < vocab_size}
+        bias[np.array(list(known), dtype=np.int64)] += np.array(list(known.values()), np.float32)
+    return to_device(torch.from_numpy(bias), device)
 
 
-def _words(words: list[list[int]]) -> Tensor:
-    longest = max((len(word) for word in words), default=1)
-    padded = [[-1] * (longest - len(word)) + list(word) for word in words]
-    return torch.tensor(padded, dtype=torch.int64).reshape(len(words), longest)
+def _known(token_ids: list[int], vocab_size: int) -> np.ndarray:
+    """Those of `token_ids` in the vocabulary, int64."""
+    return np.array([token for token in token_ids if 0 <= token < vocab_size], dtype=np.int64)

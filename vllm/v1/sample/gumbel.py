@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm.v1.outputs import NO_TOKEN
+
 _MASK = (1 << 64) - 1
 
 
 def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Sample one token per row -> `[n]` int64.
+    """Sample one token per row -> `[n]` int64, `NO_TOKEN` where there is none.
 
     `logits [n, vocab]` fp32, already divided by the temperature and filtered; `temperature [n]`
     fp32, rows with 0 take the argmax; `seeds, positions [n]` int64.
@@ -24,7 +26,14 @@ def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     for row, (row_temperature, seed, position) in enumerate(rows):
         if row_temperature > 0:
             noisy[row] += _noise(seed, position, logits.shape[1])
-    return noisy.argmax(dim=-1)
+    return best_tokens(noisy)
+
+
+def best_tokens(scores: Tensor) -> Tensor:
+    """The first of each row's largest `scores [n, vocab]` -> `[n]` int64; `NO_TOKEN` where all are
+    -inf or some are NaN."""
+    best, tokens = scores.max(dim=-1)
+    return tokens.masked_fill_(~(best > float("-inf")), NO_TOKEN)
 
 
 def _noise(seed: int, position: int, size: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.sampling_params import SAMPLING_EPS, SamplingParams
+from vllm.utils.torch_utils import to_device
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class SamplingMetadata:
             return cls(None, None, None, None, None, num_logprobs)
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
-            host = torch.tensor(values, dtype=dtype)
-            return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         def optional(values: list[float], off: float, dtype: torch.dtype) -> Tensor | None:
             # A greedy row ignores its filters.

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
 from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
-from vllm.v1.sample.gumbel import gumbel_sample
+from vllm.v1.sample.gumbel import best_tokens, gumbel_sample
 from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.token_masks import TokenMasks
@@ -26,8 +26,8 @@ def sample(
     """Sample one token per row of `logits [n, vocab]` (may change in place).
 
     `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
-    adjustments, output tokens so far) of the rows that have any. `masks` have the last word.
-    Logprobs are those of the unprocessed logits.
+    adjustments, output tokens so far) of the rows that have any. A row of which adjustments and
+    `masks` leave nothing samples `NO_TOKEN`. Logprobs are those of the unprocessed logits.
     """
     raw, keep = logits, metadata.num_logprobs is not None
     adjusted = adjusted_rows(adjustments, logits.device)
@@ -42,11 +42,13 @@ def sample(
         adjusted.observe(token_ids)
     if metadata.num_logprobs is None:
         return SamplerOutput(token_ids)
-    return SamplerOutput(token_ids, gather_logprobs(raw, token_ids, metadata.num_logprobs))
+    chosen = token_ids.clamp(min=0)
+    return SamplerOutput(token_ids, gather_logprobs(raw, chosen, metadata.num_logprobs))
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64.
+    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64; `NO_TOKEN`
+    where all are -inf.
 
     The order of 16-bit logits is that of their fp32 values.
     """
@@ -54,7 +56,7 @@ def greedy(logits: Tensor) -> Tensor:
         from vllm.kernels.triton.sampling import argmax_rows
 
         return argmax_rows(logits)
-    return logits.argmax(dim=-1)
+    return best_tokens(logits)
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:

@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.utils.torch_utils import to_device
 from vllm.v1.structured_output.mask_words import num_mask_words
 
 _BITS = 32
-#: Logit of a barred token: never sampled beside an allowed one, yet above the -inf of a banned
-#: word. So where bad_words ban every allowed token, a barred one is sampled, and the grammar,
-#: which refuses it, ends the request instead of letting a banned token through.
-BARRED = -1e30
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,7 @@ class TokenMasks:
         each row of the logits."""
         row_of = {req_id: row for row, req_id in enumerate(row_req_ids)}
         rows = torch.tensor([row_of[req_id] for req_id in masked_req_ids], dtype=torch.int64)
-        words = torch.from_numpy(masks)
-        if device.type == "cpu":
-            return cls(rows, words)
-        return cls(
-            rows.pin_memory().to(device, non_blocking=True),
-            words.pin_memory().to(device, non_blocking=True),
-        )
+        return cls(to_device(rows, device), to_device(torch.from_numpy(masks), device))
 
     @classmethod
     def dummy(cls, logits: Tensor) -> TokenMasks:
@@ -56,14 +47,13 @@ class TokenMasks:
         return cls(torch.arange(num_rows, device=logits.device), words)
 
     def apply(self, logits: Tensor) -> None:
-        """Set every barred token of `logits [rows, vocab]` to `BARRED`, in place."""
-        value = max(BARRED, torch.finfo(logits.dtype).min)
+        """Set every barred token of `logits [rows, vocab]` to -inf, in place."""
         if logits.device.type == "cuda":
             from vllm.kernels.triton.token_mask import mask_tokens
 
-            mask_tokens(logits, self.rows, self.words, value)
+            mask_tokens(logits, self.rows, self.words)
             return
         shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
         barred = ((self.words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
-        chosen = logits.index_select(0, self.rows).masked_fill_(barred, value)
+        chosen = logits.index_select(0, self.rows).masked_fill_(barred, float("-inf"))
         logits.index_copy_(0, self.rows, chosen)

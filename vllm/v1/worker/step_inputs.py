@@ -173,5 +173,9 @@ class StepInputBuilder:
         return self.build(order, num_tokens, num_reqs)
 
     def remember(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Keep the tokens just sampled (`rows, token_ids [n]`, device) for the next step."""
-        self.last_sampled.index_copy_(0, rows, token_ids)
+        """Keep the tokens just sampled (`rows, token_ids [n]`, device) for the next step.
+
+        A request without a token to sample is at its end; its next step, if there is one, computes
+        something that nobody reads.
+        """
+        self.last_sampled.index_copy_(0, rows, token_ids.clamp(min=0))

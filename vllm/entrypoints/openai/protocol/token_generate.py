@@ -11,9 +11,44 @@ from vllm.entrypoints.openai.protocol.base import (
     StreamOptions,
 )
 
+#: what a client may set of `SamplingParams`; the route itself decides what the output looks like
+SAMPLING_FIELDS = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "extra_args",
+        "flat_logprobs",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "logprob_token_ids",
+        "logprobs",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_detection",
+        "repetition_penalty",
+        "seed",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "structured_outputs",
+        "temperature",
+        "thinking_token_budget",
+        "top_k",
+        "top_p",
+    }
+)
+
 
 class TokenGenerateRequest(RequestModel):
-    """What the render routes reply with; `sampling_params` has the fields of `SamplingParams`."""
+    """What the render routes reply with; of `sampling_params` the `SAMPLING_FIELDS` count."""
 
     token_ids: list[Integer]
     sampling_params: JsonObject

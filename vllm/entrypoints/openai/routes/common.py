@@ -21,7 +21,7 @@ Body = TypeVar("Body", bound=RequestModel)
 Reply = BaseModel | Sequence[BaseModel] | AsyncGenerator[bytes, None]
 
 #: bodies above this many bytes are parsed in a thread
-_LARGE = 256 * 1024
+_LARGE = 32 * 1024
 #: the client closed the connection; nobody sees this status but the access log
 _CLIENT_CLOSED_REQUEST = 499
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -58,7 +58,9 @@ async def parse_body(request: Request, model: type[Body]) -> Body:
         )
     data = await request.body()
     if len(data) > _LARGE:
-        return await server_of(request).renderer.run(model.model_validate_json, data)
+        return await server_of(request).renderer.run(
+            model.model_validate_json, data, size=len(data)
+        )
     return model.model_validate_json(data)
 
 

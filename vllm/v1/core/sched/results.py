@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.state import ClientOutputs, SchedulerState, finish_output
 from vllm.v1.core.sched.utils import check_stop
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, RequestConflict
+from vllm.v1.outputs import NO_TOKEN
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import logprobs_to_wire
 
@@ -87,6 +88,7 @@ class SchedulerResults(SchedulerState):
             if (
                 len(tokens) != 1
                 or tokens[0] in request.stop_ids
+                or tokens[0] == NO_TOKEN
                 or num_known + 1 >= request.length_limit
                 or num_known == request.num_prompt_tokens  # the first token brings more with it
                 or request.status is not RequestStatus.RUNNING
@@ -116,6 +118,10 @@ class SchedulerResults(SchedulerState):
             if self.counts_drafts and request.output_token_ids:
                 self._counters.num_drafts += 1
                 self._counters.num_accepted_tokens += token == request.output_token_ids[-1]
+            if token == NO_TOKEN:
+                request.status = RequestStatus.FINISHED_ERROR
+                request.error = nothing_to_sample(request)
+                return tokens[:position]
             if request.grammar is not None and not request.grammar.accept(token):
                 request.status = RequestStatus.FINISHED_ERROR
                 request.error = request.grammar.error()
@@ -206,6 +212,19 @@ class SchedulerResults(SchedulerState):
         if stats is not None:
             packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats
         return packed
+
+
+def nothing_to_sample(request: Request) -> str | RequestConflict:
+    """Why there was no token: what the client barred, or the model gave no numbers."""
+    if request.grammar is not None:
+        return request.grammar.error()
+    params = request.sampling_params
+    if params is not None and (params.allowed_token_ids or params.bad_words_token_ids):
+        return RequestConflict(
+            f"after {len(request.output_token_ids)} tokens none was left to sample: "
+            "allowed_token_ids, bad_words and min_tokens bar them all"
+        )
+    return "the model's logits are not numbers"
 
 
 def _tokens_in_order(

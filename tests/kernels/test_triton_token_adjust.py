@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adjustment kernels write into their own row and counts alone, whatever ids they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.hostile_ids import NEAR, OUTPUT, PROMPT, VOCAB, filtered, hostile
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.adjusted_rows import DeviceRows, HostRows
+from vllm.v1.sample.adjustments import Adjustments
+
+NINF = float("-inf")
+
+
+def barred(row: torch.Tensor) -> list[int]:
+    return torch.nonzero(row == NINF).flatten().tolist()
+
+
+def test_ids_outside_the_vocabulary_change_no_other_row(device):
+    rows = DeviceRows.upload([(2, hostile(NEAR, torch.device(device)), 2)], torch.device(device))
+    logits = torch.zeros(5, VOCAB, device=device)
+    rows = DeviceRows(rows.rows, rows.vocab_size, rows.descriptors, False, True, True)
+    changed = rows.change(logits, False)
+    assert changed is logits
+    assert barred(logits[2]) == [3, 9]
+    assert not torch.isinf(logits[[0, 1, 3, 4]]).any(), "rows of other requests"
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 3, -VOCAB])
+def test_a_token_outside_the_vocabulary_is_counted_nowhere(device, token):
+    adjustments = hostile(NEAR, torch.device(device))
+    assert adjustments.marks is not None and adjustments.words is not None
+    guarded = torch.zeros(3 * VOCAB, dtype=torch.int32, device=device)
+    guarded[VOCAB : 2 * VOCAB] = adjustments.marks
+    adjustments.marks = guarded[VOCAB : 2 * VOCAB]
+    before = guarded.clone()
+    rows = DeviceRows.upload([(1, adjustments, 2)], torch.device(device))
+    rows.observe(torch.tensor([7, token, 8], device=device))
+    assert torch.equal(guarded, before)
+    assert adjustments.words.recent.tolist() == [OUTPUT[-1], token]
+    rows.observe(torch.tensor([7, 4, 8], device=device))
+    assert guarded.nonzero().flatten().tolist() == sorted({VOCAB + t for t in [*PROMPT, 4]})
+    assert adjustments.words.recent.tolist() == [token, 4]
+
+
+def test_unchecked_ids_are_left_out(device):
+    rows = [(1, filtered(NEAR, torch.device(device)), 2)]
+    make = HostRows if device == "cpu" else lambda r: DeviceRows.upload(r, torch.device(device))
+    logits = make(rows).change(torch.zeros(3, VOCAB, device=device), True)
+    assert torch.nonzero(logits[1] > NINF).flatten().tolist() == [4, 11]
+    assert logits[1, 4] == 2.0 and not logits[[0, 2]].any()
+
+
+def test_words_of_any_lengths_cost_their_tokens(device):
+    """Many short words and a long one: no padding to the longest. The interpreter gets fewer."""
+    num_words, repeats = (2000, 5000) if device == "cuda" else (70, 40)
+    params, long = SamplingParams(), [5, 6] * repeats
+    params.bad_words_token_ids = [[100 + i, 4000 - i] for i in range(num_words)] + [[*long, 7]]
+    tokens = np.array([1, *long, 150], dtype=np.int64)
+    made = Adjustments(params, tokens, 1, VOCAB, torch.device(device))
+    assert made.words is not None and len(made.words.ids) == 2 * num_words + len(long) + 1
+    logits = torch.zeros(1, VOCAB, device=device)
+    rows = DeviceRows.upload([(0, made, len(long) + 1)], torch.device(device))
+    assert barred(rows.change(logits, True)[0]) == [3950]
+    resumed = Adjustments(params, tokens[:-1], 1, VOCAB, torch.device(device))
+    rows = DeviceRows.upload([(0, resumed, len(long))], torch.device(device))
+    assert barred(rows.change(logits, True)[0]) == [7]
