@@ -28,7 +28,7 @@ def test_sizes_of_a_plain_model(llama: str) -> None:
     assert model.max_model_len == 512 and not model.max_model_len_auto
     assert model.tokenizer == llama and model.served_names == [llama]
     assert model.architectures == ["LlamaForCausalLM"] and not model.is_hybrid
-    assert (model.get_num_layers(parallel), model.get_num_attention_heads(parallel)) == (4, 4)
+    assert model.get_num_layers(parallel) == 4
     assert (model.get_num_kv_heads(parallel), model.get_head_size()) == (2, 16)
     assert (model.get_hidden_size(), model.get_vocab_size()) == (64, 300)
     assert model.hf_text_config is model.hf_config and not model.use_mla

@@ -2,11 +2,13 @@
 """State memory: how much, in what blocks, and what is kept for reuse."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import FlagKind, config, option, refuse
+from vllm.utils.options import FlagKind, config, option
 
 CacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"]
 _GIB = 2**30
@@ -24,13 +26,13 @@ def _sanitize() -> bool:
 class CacheConfig:
     """State memory of the model's layers."""
 
-    block_size: int = option(
+    block_size: Annotated[int, Field(gt=0, multiple_of=16)] = option(
         default=16, resolved=True, help="Tokens in a cache block; a multiple of 16."
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         default=0.92, help="Fraction of the GPU's memory the engine may use, in (0, 1]."
     )
-    kv_cache_memory_bytes: int | None = option(
+    kv_cache_memory_bytes: PositiveInt | None = option(
         default=None,
         kind=FlagKind.HUMAN_INT,
         help="Bytes for state memory of each worker; overrides --gpu-memory-utilization.",
@@ -41,8 +43,9 @@ class CacheConfig:
         help="Dtype of keys and values; `auto` is the model's, `fp8` (`fp8_e4m3`) half of a 16-bit "
         "one (CUDA). Hidden states keep the model's.",
     )
-    num_gpu_blocks_override: int | None = option(
-        default=None, help="Pages of the state arena, instead of what fits in memory."
+    num_gpu_blocks_override: Annotated[int, Field(ge=2)] | None = option(
+        default=None,
+        help="Pages of the state arena, the null page included, instead of what fits in memory.",
     )
     enable_prefix_caching: bool = option(
         default=True,
@@ -65,12 +68,12 @@ class CacheConfig:
         "counts (ends of prompts and turns, learnt divergences, marks): `all` adds one every "
         "--mamba-block-size prompt tokens; `none` and `align` add nothing.",
     )
-    mamba_block_size: int | None = option(
+    mamba_block_size: PositiveInt | None = option(
         default=None,
         kind=FlagKind.HUMAN_INT,
         help="Prompt tokens between the checkpoints of --mamba-cache-mode=all; 1024 by default.",
     )
-    deferred_commit_tokens: int | None = option(
+    deferred_commit_tokens: Annotated[int, Field(ge=1, le=16)] | None = option(
         default=None,
         resolved=True,
         help="Tokens a decoding request generates between two writes of its recurrent state, 1 to "
@@ -116,28 +119,12 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.block_size < 16 or self.block_size % 16:
-            refuse("block_size", self.block_size, "a positive multiple of 16")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            refuse("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "positive")
-        if self.deferred_commit_tokens not in (None, *range(1, 17)):
-            refuse("deferred_commit_tokens", self.deferred_commit_tokens, "1 to 16")
-        if self.mamba_block_size is not None and self.mamba_block_size < 1:
-            refuse("mamba_block_size", self.mamba_block_size, "positive")
         if self.mamba_block_size is not None and self.mamba_cache_mode != "all":
             raise VLLMValidationError(
                 "--mamba-block-size needs --mamba-cache-mode=all: other checkpoints are not "
                 "aligned",
                 "mamba_block_size",
                 self.mamba_block_size,
-            )
-        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
-            refuse(
-                "num_gpu_blocks_override",
-                self.num_gpu_blocks_override,
-                "at least 2 (page 0 is the null page)",
             )
         if self.cpu_kvcache_space_bytes < 1:
             raise VLLMValidationError("the variable VLLM_CPU_KVCACHE_SPACE must be positive")

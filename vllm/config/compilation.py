@@ -7,7 +7,7 @@ import enum
 from collections.abc import MutableMapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
@@ -90,13 +90,13 @@ class CompilationConfig:
         help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; None is resolved by "
         "the engine.",
     )
-    cudagraph_capture_sizes: list[int] | None = option(
+    cudagraph_capture_sizes: Annotated[list[PositiveInt], Field(min_length=1)] | None = option(
         default=None,
         help="Batch sizes (tokens) to capture, for decode steps (up to --max-num-seqs) and for "
         "steps with prefills alike. Default: for decodes 1, 2, 4, then steps of 8, 16 and 48; "
         "for steps with prefills 22 sizes from 8 to 2048.",
     )
-    max_cudagraph_capture_size: int | None = option(
+    max_cudagraph_capture_size: PositiveInt | None = option(
         default=None,
         help="Largest batch size (tokens) to capture; larger steps run eagerly. Default: at most "
         "512 for decode steps, 2048 for steps with prefills.",
@@ -110,7 +110,7 @@ class CompilationConfig:
     capture_sizes_given: bool = option(
         default=False, flag=False, help="Resolved: the sizes are the user's, not the default."
     )
-    ready_in: float | None = option(
+    ready_in: NonNegativeFloat | None = option(
         default=None,
         help="Seconds, from the start of the server's process or the call of LLM(), after which no "
         "more graphs are captured before the engine is ready: the rest is captured while it is "
@@ -141,24 +141,12 @@ class CompilationConfig:
     def __post_init__(self) -> None:
         sizes = self.cudagraph_capture_sizes
         if sizes is not None:
-            if not sizes or any(size < 1 for size in sizes):
-                raise VLLMValidationError(
-                    f"--cudagraph-capture-sizes must be positive sizes, got {sizes}",
-                    parameter="cudagraph_capture_sizes",
-                    value=sizes,
-                )
             self.cudagraph_capture_sizes = sorted(set(sizes))
-        if self.ready_in is not None and self.ready_in < 0:
-            raise VLLMValidationError(
-                f"--ready-in must not be negative, got {self.ready_in}", "ready_in", self.ready_in
-            )
         largest = self.max_cudagraph_capture_size
-        if largest is None:
-            return
-        if largest < 1 or (sizes is not None and largest != max(sizes)):
+        if largest is not None and sizes is not None and largest != max(sizes):
             raise VLLMValidationError(
-                f"--max-cudagraph-capture-size {largest} must be positive and, when "
-                "--cudagraph-capture-sizes is given too, its largest entry",
+                f"--max-cudagraph-capture-size {largest} must be the largest entry of "
+                "--cudagraph-capture-sizes",
                 parameter="max_cudagraph_capture_size",
                 value=largest,
             )

@@ -240,27 +240,13 @@ class ModelConfig:
         return False
 
     @property
-    def is_multimodal_model(self) -> bool:
-        """Only text is served."""
-        return False
-
-    @property
     def is_encoder_decoder(self) -> bool:
         return bool(self.hf_config.is_encoder_decoder)
-
-    @property
-    def runner_type(self) -> str:
-        return "generate"
 
     def get_num_layers(self, parallel_config: ParallelConfig | None = None) -> int:
         """Decoder layers of this pipeline stage."""
         stages = parallel_config.pipeline_parallel_size if parallel_config else 1
         return int(self.model_arch_config.num_hidden_layers) // stages
-
-    def get_num_attention_heads(self, parallel_config: ParallelConfig | None = None) -> int:
-        """Query heads of one tensor-parallel rank."""
-        ranks = parallel_config.tensor_parallel_size if parallel_config else 1
-        return int(self.model_arch_config.num_attention_heads) // ranks
 
     def get_num_kv_heads(self, parallel_config: ParallelConfig | None = None) -> int:
         """Key/value heads of one tensor-parallel rank, at least 1 (they are then replicated)."""

@@ -3,8 +3,10 @@
 
 from typing import Any
 
+from pydantic import PositiveInt
+
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option, refuse
+from vllm.utils.options import config, option
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
@@ -19,19 +21,19 @@ _SIZES: dict[str, tuple[str, str]] = {
 class ParallelConfig:
     """Spread over devices; every size but the tensor-parallel one is 1 so far."""
 
-    tensor_parallel_size: int = option(
+    tensor_parallel_size: PositiveInt = option(
         default=1,
         aliases=("-tp",),
         help="Workers that share each layer, each with a part of its heads, columns and state. On "
         "a CPU they are processes of this host; on GPUs only 1 so far.",
     )
-    pipeline_parallel_size: int = option(
+    pipeline_parallel_size: PositiveInt = option(
         default=1, aliases=("-pp",), help="Devices that share the layer stack (only 1 so far)."
     )
-    data_parallel_size: int = option(
+    data_parallel_size: PositiveInt = option(
         default=1, aliases=("-dp",), help="Replicas behind one port (only 1 so far)."
     )
-    decode_context_parallel_size: int = option(
+    decode_context_parallel_size: PositiveInt = option(
         default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
     )
     distributed_executor_backend: str | None = option(
@@ -48,7 +50,7 @@ class ParallelConfig:
         help="Dotted path of a class whose methods become callable on the worker by "
         "`collective_rpc`.",
     )
-    nnodes: int = option(default=1, aliases=("-n",), help="Hosts (only 1 so far).")
+    nnodes: PositiveInt = option(default=1, aliases=("-n",), help="Hosts (only 1 so far).")
     node_rank: int = option(default=0, aliases=("-r",), help="This host; 0 with one host.")
     master_addr: str = option(
         default="127.0.0.1", help="Address of the first host; unused with one host."
@@ -64,12 +66,8 @@ class ParallelConfig:
     data_parallel_index: int = option(default=0, flag=False, help="This engine among all replicas.")
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            refuse("tensor_parallel_size", self.tensor_parallel_size, "at least 1")
         for field, (flag, instead) in _SIZES.items():
             size: Any = getattr(self, field)
-            if size < 1:
-                raise VLLMValidationError(f"{flag} must be at least 1, got {size}", field, size)
             if size > 1:
                 raise VLLMValidationError(
                     f"{flag} {size} is not supported yet, only 1; {instead}", field, size
@@ -103,11 +101,3 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def world_size_across_dp(self) -> int:
-        return self.world_size * self.data_parallel_size
-
-    @property
-    def local_world_size(self) -> int:
-        return self.world_size

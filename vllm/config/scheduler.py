@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How requests are batched."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import FlagKind, config, option, refuse
+from vllm.utils.options import FlagKind, config, option
 
 
 @config
 class SchedulerConfig:
     """Limits and policy of the scheduler."""
 
-    max_num_batched_tokens: int = option(
+    max_num_batched_tokens: PositiveInt = option(
         default=2048,
         resolved=True,
         kind=FlagKind.HUMAN_INT,
         help="Tokens processed in one step. Default: 8192 (server) or 16384 (offline) on devices "
         "of 70 GiB or more, else 2048 or 8192.",
     )
-    max_num_seqs: int = option(
+    max_num_seqs: PositiveInt = option(
         default=256,
         resolved=True,
         help="Requests in one step. Default: 1024 on devices of 70 GiB or more, else 256.",
     )
-    max_model_len: int = option(
+    max_model_len: PositiveInt = option(
         default=8192, flag=False, help="Tokens of the longest sequence (the model config's)."
     )
     enable_chunked_prefill: bool = option(
@@ -39,13 +41,13 @@ class SchedulerConfig:
         resolved=True,
         help="Schedule a step while the previous one still runs.",
     )
-    long_prefill_token_threshold: int = option(
+    long_prefill_token_threshold: NonNegativeInt = option(
         default=0, help="Longest prompt chunk of one request in a step; 0 is no limit."
     )
-    stream_interval: int = option(
+    stream_interval: PositiveInt = option(
         default=1, help="Tokens between two messages of a stream; the first is sent at once."
     )
-    watermark: float = option(
+    watermark: Annotated[float, Field(ge=0, lt=1)] = option(
         default=0.0, help="Fraction of state memory kept free when a request is admitted."
     )
     scheduler_cls: str | None = option(
@@ -59,13 +61,6 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        for field in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "stream_interval"):
-            if getattr(self, field) < 1:
-                refuse(field, getattr(self, field), "at least 1")
-        if self.long_prefill_token_threshold < 0:
-            refuse("long_prefill_token_threshold", self.long_prefill_token_threshold, "at least 0")
-        if not 0 <= self.watermark < 1:
-            refuse("watermark", self.watermark, "in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise VLLMValidationError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "

@@ -6,20 +6,22 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from vllm.config.attention import AttentionConfig
+from vllm.config.areas import (
+    AttentionConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    LoadConfig,
+    LoRAConfig,
+    ObservabilityConfig,
+    StructuredOutputsConfig,
+)
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
-from vllm.config.device import DeviceConfig
-from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
-from vllm.config.load import LoadConfig
-from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
-from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
-from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import FlagKind, config, option
 

@@ -8,7 +8,7 @@ import difflib
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -148,11 +148,6 @@ def check_keys(
 def flag_name(name: str) -> str:
     """`max_model_len` -> `--max-model-len`."""
     return "--" + name.replace("_", "-")
-
-
-def refuse(field: str, value: object, rule: str) -> NoReturn:
-    """Raise `VLLMValidationError`: the flag of `field` must be as `rule` says."""
-    raise VLLMValidationError(f"{flag_name(field)} must be {rule}, got {value}", field, value)
 
 
 def merged(current: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm.config import SchedulerConfig
 from vllm.v1.engine import EngineCoreRequest
+
+if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig
 
 
 class RequestBatch:
