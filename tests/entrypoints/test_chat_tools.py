@@ -217,10 +217,71 @@ async def test_only_one_call_without_parallel_calls(
         assert calls_of(choice) == CALLS[:1]
 
 
-async def test_a_call_cut_by_the_limit(make_api: MakeApi, engine: ScriptedEngine) -> None:
+CUT_CALLS = [
+    ("hermes", HERMES, "auto"),
+    ("qwen3_coder", CODER, "auto"),
+    ("hermes", LIST, "required"),
+    ("hermes", '{"city": "Köln", "days": 2}', NAMED),
+]
+
+
+@pytest.mark.parametrize(("parser", "script", "choice"), CUT_CALLS)
+async def test_a_call_cut_by_the_limit_is_content(
+    make_api: MakeApi, engine: ScriptedEngine, parser: str, script: str, choice: Any
+) -> None:
+    """Wherever a reply ends, its calls are complete, and nothing the model wrote is lost."""
+    api = make_api(**auto(parser))
+    engine.finish_reason = "length"
+    for end in range(1, len(script)):
+        engine.script = script[:end]
+        found = await ask(api, tools=TOOLS, tool_choice=choice)
+        assert found.finish_reason == "length"
+        calls = calls_of(found)
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+        if not calls:
+            assert (found.message.content or "").strip() == script[:end].strip()
+        elif len(calls) == 1 and choice != NAMED:
+            assert (found.message.content or "").count("weather") == 0
+
+
+async def test_a_stream_has_sent_the_call_that_is_cut(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
     engine.script, engine.finish_reason = HERMES[: HERMES.index("ln")], "length"
-    choice = await ask(make_api(**auto("hermes")), tools=TOOLS)
-    assert calls_of(choice) == [("weather", '{"city": "Kö')] and choice.finish_reason == "length"
+    choices = await chunks_of(make_api(**auto("hermes")), tools=TOOLS)
+    entries = [entry for choice in choices for entry in choice.delta.tool_calls or []]
+    assert "".join(entry.function.arguments for entry in entries) == '{"city": "Kö'
+    assert choices[-1].finish_reason == "length"
+    engine.piece = 1000  # all of it in one piece
+    choices = await chunks_of(make_api(**auto("hermes")), tools=TOOLS)
+    assert not any(choice.delta.tool_calls for choice in choices)
+    assert "".join(choice.delta.content or "" for choice in choices) == engine.script
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+@pytest.mark.parametrize(
+    ("script", "reasoning", "content"),
+    [
+        ("<thin", None, "<thin"),
+        ("<think>hm", "hm", None),
+        ('<think>hm</think>\n{"ci', "hm", '{"ci'),
+        ("<think>hm</think>\n\n", "hm", "\n\n"),
+    ],
+)
+async def test_a_forced_call_that_does_not_come(
+    make_api: MakeApi,
+    engine: ScriptedEngine,
+    choice: Any,
+    script: str,
+    reasoning: str | None,
+    content: str | None,
+) -> None:
+    engine.script, engine.finish_reason = script, "length"
+    api = make_api(reasoning_parser="qwen3")
+    found = await ask(api, tools=TOOLS, tool_choice=choice)
+    assert not found.message.tool_calls and found.finish_reason == "length"
+    assert found.message.reasoning == reasoning
+    assert (found.message.content or "").strip() == (content or "").strip()
 
 
 async def test_choices_are_independent(make_api: MakeApi, engine: ScriptedEngine) -> None:

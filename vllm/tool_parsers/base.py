@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from vllm.tool_parsers.json_text import parse_json
+
 #: JSON schema of the parameters of each tool, by name
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 
@@ -44,6 +46,9 @@ class ReplyBuilder:
         self._spoken = False
         self._names: dict[int, str] = {}
         self._arguments: dict[int, str] = {}
+        #: the text of the call being read, as the model wrote it
+        self._written: list[str] = []
+        self._open = False
 
     def say(self, text: str) -> None:
         """Add content."""
@@ -55,8 +60,17 @@ class ReplyBuilder:
         self._content += body
         self._spoken = self._spoken or bool(body)
 
+    def open_call(self, opening: str) -> None:
+        """What follows may be a call; `opening` is what of it was read."""
+        self._written = [opening]
+
+    def wrote(self, text: str) -> None:
+        """More of what may be a call, exactly as the model wrote it."""
+        self._written.append(text)
+
     def start_call(self, name: str) -> None:
         """Begin the next call."""
+        self._open = True
         self._names[self.num_calls] = name
         self._arguments[self.num_calls] = ""
         self.num_calls += 1
@@ -65,6 +79,22 @@ class ReplyBuilder:
         """Extend the arguments of the current call."""
         index = self.num_calls - 1
         self._arguments[index] = self._arguments.get(index, "") + piece
+
+    def end_call(self) -> None:
+        """The arguments of the current call are complete."""
+        self._open = False
+
+    def drop_cut_call(self, unread: str) -> None:
+        """Make the last call content again if the reply ends within its arguments.
+
+        A call whose beginning was taken before stays. `unread`: text of it not passed to `wrote`.
+        """
+        index = self.num_calls - 1
+        if not self._open or index not in self._names or _is_json(self._arguments[index]):
+            return
+        del self._names[index], self._arguments[index]
+        self.num_calls, self._open = index, False
+        self.say("".join(self._written) + unread)
 
     def end(self) -> None:
         """Nothing follows: whitespace kept back is content if there was no call."""
@@ -81,15 +111,25 @@ class ReplyBuilder:
         )
         delta = ToolDelta(self._content, calls)
         self._content, self._names, self._arguments = "", {}, {}
+        if self._open:
+            self._written = []
         return delta
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 class ToolParser(ABC):
     """Reads one reply. The result does not depend on how its text is cut into pieces.
 
     What looks like a call but is none stays content. Of a reply that ends within a call, the
-    arguments are passed on as far as they go. A subclass implements `_consume` and `_flush` and
-    reports to `self.reply`.
+    arguments are passed on as far as they go; `end` makes such a call content if it can. A
+    subclass implements `_consume` and `_flush` and reports to `self.reply`.
     """
 
     #: texts that must survive detokenisation even where they are special tokens
@@ -114,6 +154,20 @@ class ToolParser(ABC):
         """A whole reply at once."""
         self._consume(text)
         return self.finish()
+
+    def end(self, text: str) -> ToolDelta:
+        """The last piece: as `parse`, but a call that began in this piece and whose arguments are
+        not complete is content, exactly as the model wrote it."""
+        self._consume(text)
+        unread = self._unread()
+        self._flush()
+        self.reply.drop_cut_call(unread)
+        self.reply.end()
+        return self.reply.take()
+
+    def _unread(self) -> str:
+        """Text of an unfinished call that was kept back."""
+        return ""
 
     @abstractmethod
     def _consume(self, text: str) -> None:

@@ -46,6 +46,7 @@ class HermesToolParser(TaggedCallParser):
             return False
         self.reply.say(content)
         self._pending = rest
+        self.reply.open_call(OPEN)
         self._call = CallReader(self.reply, "arguments")
         self._where = _Where.CALL
         return True

@@ -41,6 +41,7 @@ class CallReader:
         """Read more; returns how many characters of `text` belong to the call."""
         pieces, size = self._scanner.feed(text)
         self.raw = "" if self.started else self.raw + text[:size]
+        self._reply.wrote(text[:size])
         for piece in pieces:
             if self.state is CallState.OPEN:
                 self._read(piece)
@@ -85,6 +86,8 @@ class CallReader:
                 self._send(arguments)
         if self.state is CallState.OPEN:
             self.state = CallState.ENDED
+            if complete:
+                self._reply.end_call()
 
     def _check(self, good: bool) -> None:
         if not good:

@@ -52,6 +52,7 @@ class JsonListParser(ToolParser):
         elif self._where is _Where.BETWEEN and rest[0] == "{":
             self._pending = rest if self.reply.num_calls else self._pending
             self._call = CallReader(self.reply, "parameters")
+            self.reply.open_call("" if self.reply.num_calls else self._opening)
             self._where = _Where.CALL
         elif self._where is _Where.BETWEEN and rest[0] == "]" and self.reply.num_calls:
             self._pending = rest[1:]

@@ -70,6 +70,7 @@ class Qwen3CoderToolParser(TaggedCallParser):
         at, tag = found
         self.reply.say(self._pending[:at])
         self._raw = tag
+        self.reply.open_call(tag)
         self._pending = self._pending[at + len(tag) :]
         self._where = _Where.OPENED if tag == OPEN else _Where.FUNCTION_NAME
         return True
@@ -119,6 +120,7 @@ class Qwen3CoderToolParser(TaggedCallParser):
             self._pending = self._pending[at + len(tag) :]
         else:
             self.reply.add_arguments("}")
+            self.reply.end_call()
             self._where = _Where.BEHIND_FUNCTION
             self._pending = self._pending[at:].removeprefix(_END_FUNCTION)
         return True
@@ -148,6 +150,16 @@ class Qwen3CoderToolParser(TaggedCallParser):
         self._pending = self._pending[at:].removeprefix(_END_PARAMETER)
         self._where = _Where.FUNCTION
         return True
+
+    def _step(self) -> bool:
+        outside, before = self._where is _Where.CONTENT, self._pending
+        goes_on = super()._step()
+        if not outside:
+            self.reply.wrote(before[: len(before) - len(self._pending)])
+        return goes_on
+
+    def _unread(self) -> str:
+        return self._pending
 
     def _flush(self) -> None:
         if self._where is _Where.CONTENT:

@@ -35,9 +35,12 @@ class TaggedCallParser(ToolParser):
 
     def _consume(self, text: str) -> None:
         self._pending += text
-        steps = self._steps()
-        while self._pending and steps[self._where]():
+        while self._pending and self._step():
             pass
+
+    def _step(self) -> bool:
+        """Read on from the present place."""
+        return self._steps()[self._where]()
 
     def _read_behind(self) -> bool:
         """Past the closing tag, if there is one."""

@@ -101,7 +101,7 @@ class ReplySplitter:
             reasoning, content = split.reasoning + rest.reasoning, split.content + rest.content
         found = ToolDelta(content)
         if self._tool is not None:
-            found = self._tool.parse(content) if finished else self._tool.feed(content)
+            found = self._tool.end(content) if finished else self._tool.feed(content)
         calls = tuple(call for call in found.calls if self._parallel or call.index == 0)
         self.called = self.called or bool(calls)
         return ReplyDelta(reasoning if self._include_reasoning else "", found.content, calls)
