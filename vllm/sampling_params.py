@@ -21,6 +21,7 @@ __all__ = [
     "INTERNAL_FIELDS",
     "SAMPLING_EPS",
     "BeamSearchParams",
+    "ReasoningBudget",
     "RequestOutputKind",
     "SamplingParams",
     "SamplingType",
@@ -50,8 +51,33 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True):
+    """How many tokens the reasoning before a constrained answer may take.
+
+    It lies between the texts `begin` (empty where the prompt has opened it) and `end`; after
+    `max_tokens` generated tokens `end` follows.
+    """
+
+    begin: str
+    end: str
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        good = 0 < len(self.end) <= 64 and len(self.begin) <= 64 and self.max_tokens >= 0
+        if not good or not (self.begin + self.end).isprintable():
+            fail(
+                "structured_outputs",
+                "structured_outputs.reasoning needs a begin and an end of at most 64 printable "
+                "characters, not empty the latter, and max_tokens of at least 0",
+                self,
+            )
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """A constraint on the generated text; exactly one of the first six fields must be set."""
+    """A constraint on the generated text; exactly one of the first six fields must be set.
+
+    `reasoning` bounds reasoning that the constraint itself allows before the answer.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -62,6 +88,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    reasoning: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -54,6 +54,8 @@ def server() -> Iterator[RemoteServer]:
         "tiny",
         "--structured-outputs-config",
         '{"disable_any_whitespace": true}',
+        "--reasoning-parser",
+        "qwen3",
     ) as running:
         yield running
 
@@ -150,3 +152,36 @@ def test_impossible_schema_is_the_clients_error(client: openai.OpenAI) -> None:
     wanted: dict = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="minimum greater than maximum"):
         client.chat.completions.create(model="tiny", messages=ASK, response_format=wanted)
+
+
+FLAGS: dict = {
+    "type": "object",
+    "properties": {"pure": {"type": "boolean"}},
+    "required": ["pure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("max_tokens", [40, 600])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_comes_however_long_the_model_would_reason(
+    client: openai.OpenAI, max_tokens: int, stream: bool
+) -> None:
+    """This model does not know how to stop reasoning."""
+    tools: list = [{"type": "function", "function": {"name": "describe", "parameters": FLAGS}}]
+    begun = [*ASK, {"role": "assistant", "content": "<think>Well"}]
+    body: dict = {"model": "tiny", "messages": begun, "tools": tools, "max_tokens": max_tokens}
+    body["parallel_tool_calls"] = False
+    body["extra_body"] = {"continue_final_message": True, "add_generation_prompt": False}
+    named = {"type": "function", "function": {"name": "describe"}}
+    for choice in (named, "required") if max_tokens > 40 else (named,):
+        if stream:
+            with client.chat.completions.stream(**body, tool_choice=choice) as events:
+                found = events.get_final_completion().choices[0]
+        else:
+            found = client.chat.completions.create(**body, tool_choice=choice).choices[0]
+        (call,) = found.message.tool_calls or []
+        assert call.function.name == "describe" and found.finish_reason == "tool_calls"
+        assert set(json.loads(call.function.arguments)) == {"pure"}
+        reasoning = (found.message.model_extra or {}).get("reasoning") or ""
+        assert bool(reasoning) is (max_tokens > 40)

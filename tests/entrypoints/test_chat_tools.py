@@ -217,6 +217,7 @@ async def test_only_one_call_without_parallel_calls(
         assert calls_of(choice) == CALLS[:1]
 
 
+LISTED = {"type": "array"}
 CUT_CALLS = [
     ("hermes", HERMES, "auto"),
     ("qwen3_coder", CODER, "auto"),
@@ -419,6 +420,11 @@ async def test_tags_that_are_special_tokens_are_kept(
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
             "tools.0.function.parameters",
             "JSON schema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": LISTED}}]},
+            "tools.0.function.parameters",
+            "schema of an object",
         ),
         (
             {"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}},

@@ -10,7 +10,7 @@ import pytest
 from vllm.entrypoints.openai.reasoned_output import constrain_after_reasoning
 from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import reasoning_parsers
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
 from vllm.v1.structured_output.spec import GrammarSpec
 from vllm.v1.structured_output.vocabulary import byte_vocabulary
 
@@ -47,7 +47,7 @@ def follows(constraint: StructuredOutputsParams, text: str) -> bool:
 @pytest.mark.parametrize(("fields", "good", "bad"), KINDS, ids=lambda f: str(f)[:20])
 def test_reasoning_then_content(fields: dict, good: str, bad: str) -> None:
     wrapped = constrain_after_reasoning(
-        StructuredOutputsParams(**fields), reasoning_parsers.get("qwen3")("<think>\n")
+        StructuredOutputsParams(**fields), reasoning_parsers.get("qwen3")("<think>\n"), 1000
     )
     for text, expected in ((good, True), (bad, False)):
         for before in ("", "hm é [1] </thin", "<think>hm"):
@@ -58,7 +58,7 @@ def test_reasoning_then_content(fields: dict, good: str, bad: str) -> None:
 
 def test_reasoning_that_the_model_may_skip() -> None:
     given = StructuredOutputsParams(json=SCHEMA)
-    wrapped = constrain_after_reasoning(given, reasoning_parsers.get("qwen3")("assistant\n"))
+    wrapped = constrain_after_reasoning(given, reasoning_parsers.get("qwen3")("assistant\n"), 1000)
     for text in ('{"a": 1}', '<think>hm</think>\n\n{"a": 1}'):
         assert follows(wrapped, text)
     for text in ('hm</think>{"a": 1}', '<think>hm{"a": 1}', "<think>hm</think>{}"):
@@ -69,7 +69,21 @@ def test_closed_reasoning_leaves_the_constraint() -> None:
     given = StructuredOutputsParams(json=SCHEMA)
     for name in ("qwen3", "deepseek_r1"):
         parser = reasoning_parsers.get(name)("<think>\n\n</think>\n\n")
-        assert constrain_after_reasoning(given, parser) is given
+        assert constrain_after_reasoning(given, parser, 1000) is given
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "allowed"), [(40, 0), (256, 0), (300, 44), (512, 256), (4096, 2048)]
+)
+def test_reasoning_leaves_tokens_for_the_answer(max_tokens: int, allowed: int) -> None:
+    given = StructuredOutputsParams(json=SCHEMA)
+    for prompt, begin in (("<think>\n", ""), ("assistant\n", "<think>")):
+        parser = reasoning_parsers.get("qwen3")(prompt)
+        wrapped = constrain_after_reasoning(given, parser, max_tokens)
+        if begin and not allowed:
+            assert wrapped is given  # it begins with the answer
+        else:
+            assert wrapped.reasoning == ReasoningBudget(begin, "</think>", allowed)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +97,5 @@ def test_closed_reasoning_leaves_the_constraint() -> None:
 def test_refusals(fields: dict, words: str) -> None:
     parser = reasoning_parsers.get("deepseek_r1")()
     with pytest.raises(VLLMValidationError, match=words) as error:
-        constrain_after_reasoning(StructuredOutputsParams(**fields), parser)
+        constrain_after_reasoning(StructuredOutputsParams(**fields), parser, 1000)
     assert error.value.parameter == "structured_outputs"

@@ -49,6 +49,13 @@ class ReasoningParser(ABC):
         The vocabulary of formats is xgrammar's (`type`: sequence, or, tag, any_text, ...).
         """
 
+    def bounds(self) -> tuple[str, str] | None:
+        """Before the first piece: the texts that open (empty if it is open) and close reasoning.
+
+        None where no text closes it; then it cannot be bounded.
+        """
+        return None
+
     def parse(self, text: str) -> ReasoningDelta:
         """A whole reply at once."""
         first, rest = self.feed(text), self.finish()

@@ -77,13 +77,12 @@ class ThinkTagParser(ReasoningParser):
         return self._where is not _Where.CONTENT
 
     def with_reasoning(self, content: dict[str, Any]) -> dict[str, Any]:
-        must = self._where is _Where.REASONING or self._default is _Where.REASONING
-        reasoning = {
-            "type": "tag",
-            "begin": "" if must else _OPEN,
-            "content": {"type": "any_text"},
-            "end": _CLOSE,
-        }
+        begin, end = self.bounds()
+        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
         space = {"type": "regex", "pattern": "[ \\n]{0,4}"}
         both = {"type": "sequence", "elements": [reasoning, space, content]}
-        return both if must else {"type": "or", "elements": [both, content]}
+        return {"type": "or", "elements": [both, content]} if begin else both
+
+    def bounds(self) -> tuple[str, str]:
+        must = self._where is _Where.REASONING or self._default is _Where.REASONING
+        return "" if must else _OPEN, _CLOSE

@@ -114,3 +114,13 @@ def test_both_forms_of_structural_tags():
 def test_malformed(constraint, message):
     with pytest.raises(ValueError, match=message):
         spec_of(**constraint)
+
+
+def test_bounded_whitespace_reaches_the_schemas_of_a_structural_tag() -> None:
+    schema = {"type": "object", "properties": {"type": {"type": "json_schema"}}}
+    inner = {"type": "json_schema", "json_schema": schema}
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": [inner]}})
+    params = StructuredOutputsParams(structural_tag=tag)
+    assert "whitespace" not in GrammarSpec.from_params(params).source
+    bounded = json.loads(GrammarSpec.from_params(params, any_whitespace=False).source)
+    assert bounded["format"]["elements"] == [{"max_whitespace_cnt": 1, **inner}]

@@ -14,6 +14,7 @@ from tests.v1.engine.fakes import EOS, VOCAB_SIZE
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.grammar import CompiledConstraint, RequestGrammar
 from vllm.v1.structured_output.mask_words import pack_tokens
+from vllm.v1.structured_output.reasoning_limit import TokenTexts
 from vllm.v1.structured_output.spec import GrammarSpec
 from vllm.v1.structured_output.utf8 import Utf8Guard
 
@@ -51,7 +52,7 @@ def guard() -> Utf8Guard:
 
 
 def prepared(constraint: StructuredOutputsParams) -> CompiledConstraint:
-    return CompiledConstraint(compiled(constraint), guard())
+    return CompiledConstraint(compiled(constraint), guard(), TokenTexts(token_texts()))
 
 
 def done(constraint: StructuredOutputsParams) -> Future:
@@ -72,6 +73,7 @@ def request_grammar(params: SamplingParams, compilation: Future | None = None) -
         params.min_tokens,
         params.stop_token_ids,
         None if allowed is None else pack_tokens(allowed, VOCAB_SIZE),
+        params.structured_outputs.reasoning,
     )
 
 

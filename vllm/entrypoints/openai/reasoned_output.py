@@ -8,28 +8,45 @@ from typing import Any
 
 from vllm.entrypoints.openai.protocol.sampling import refuse
 from vllm.reasoning import ReasoningParser
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
+
+#: tokens of a reply that reasoning leaves to the answer, at least
+_ANSWER_TOKENS = 256
+
+
+def reasoning_tokens(max_tokens: int) -> int:
+    """How many of a constrained reply's `max_tokens` may be reasoning: what exceeds 256, at most
+    half."""
+    return max(0, min(max_tokens // 2, max_tokens - _ANSWER_TOKENS))
 
 
 def constrain_after_reasoning(
-    constraint: StructuredOutputsParams, parser: ReasoningParser
+    constraint: StructuredOutputsParams, parser: ReasoningParser, max_tokens: int
 ) -> StructuredOutputsParams:
-    """The constraint for the whole reply; the same one if the reply begins with its content.
+    """The constraint for a whole reply of at most `max_tokens`, whose reasoning is bounded.
 
-    Raises `VLLMValidationError` for a structural tag in the older form and for malformed JSON.
+    The same one if the reply begins with its content. Raises `VLLMValidationError` for a structural
+    tag in the older form and for malformed JSON.
     """
     if not parser.may_reason():
         return constraint
+    bounds, allowed = parser.bounds(), reasoning_tokens(max_tokens)
+    if bounds is not None and bounds[0] and not allowed:
+        return constraint
     tag = {"type": "structural_tag", "format": parser.with_reasoning(_content_format(constraint))}
-    return StructuredOutputsParams(structural_tag=json.dumps(tag))
+    return StructuredOutputsParams(
+        structural_tag=json.dumps(tag),
+        disable_any_whitespace=constraint.disable_any_whitespace,
+        reasoning=None if bounds is None else ReasoningBudget(*bounds, allowed),
+    )
 
 
 def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
     """The constraint in the language of structural tags."""
     if constraint.json is not None:
-        return _schema_format(_parsed("json", constraint.json), constraint)
+        return {"type": "json_schema", "json_schema": _parsed("json", constraint.json)}
     if constraint.json_object is not None:
-        return _schema_format({"type": "object"}, constraint)
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
     if constraint.regex is not None:
         return {"type": "regex", "pattern": constraint.regex}
     if constraint.choice is not None:
@@ -46,11 +63,6 @@ def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
             "reasoning off in chat_template_kwargs",
         )
     return inner
-
-
-def _schema_format(schema: Any, constraint: StructuredOutputsParams) -> dict[str, Any]:
-    spacing = {"max_whitespace_cnt": 1} if constraint.disable_any_whitespace else {}
-    return {"type": "json_schema", "json_schema": schema, **spacing}
 
 
 def _parsed(name: str, value: Any) -> Any:

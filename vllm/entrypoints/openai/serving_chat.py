@@ -150,7 +150,7 @@ class ServingChat(OpenAIServing):
         reasoning = self._reasoning_parser(request, prompt)
         if reasoning is not None and params.structured_outputs is not None:
             params.structured_outputs = constrain_after_reasoning(
-                params.structured_outputs, reasoning
+                params.structured_outputs, reasoning, max_tokens
             )
         if self._special_tokens & self.parsers.tags(choice):
             params.skip_special_tokens = False

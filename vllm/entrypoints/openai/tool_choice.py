@@ -50,8 +50,9 @@ class ToolChoice:
             schema = call_list_schema(self.tools, self.parallel)
         else:
             return None
-        # As text it reaches the engine's process whatever numbers it contains.
-        return StructuredOutputsParams(json=json.dumps(schema))
+        # As text it reaches the engine's process whatever numbers it contains. Without free
+        # whitespace, of which a model may write as much as fits instead of the call.
+        return StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
 
 
 def resolve_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
@@ -105,8 +106,11 @@ def _tool_schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if name in schemas:
             refuse(f"{where}.function.name", f"two tools are named {name!r}")
         parameters = function.get("parameters") or _NO_PARAMETERS
-        if not isinstance(parameters, dict):
-            refuse(f"{where}.function.parameters", "parameters must be a JSON schema, an object")
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            refuse(
+                f"{where}.function.parameters",
+                'parameters must be a JSON schema of an object ({"type": "object", ...})',
+            )
         schemas[name] = parameters
     return schemas
 

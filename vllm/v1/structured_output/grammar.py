@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.sampling_params import ReasoningBudget
 from vllm.v1.engine import RequestConflict
 from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
+from vllm.v1.structured_output.reasoning_limit import ReasoningLimit, TokenTexts
 from vllm.v1.structured_output.utf8 import Utf8Guard
 
 if TYPE_CHECKING:
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A grammar over the tokenizer's vocabulary, and what it leaves to `Utf8Guard`."""
+    """A grammar over the tokenizer's vocabulary, and what it leaves to `Utf8Guard` and to
+    `ReasoningLimit`."""
 
     grammar: xgrammar.CompiledGrammar
     guard: Utf8Guard
+    texts: TokenTexts
 
 
 class RequestGrammar:
@@ -32,6 +36,7 @@ class RequestGrammar:
     dropped at a preemption is seen by neither. `stop_token_ids` end the text where the grammar
     allows an end. Below `min_tokens` the tokens of `barred_below_min` are masked, unless the
     grammar leaves nothing else. `allowed [words]` int32: only these tokens, None for all.
+    `reasoning` bounds what the grammar allows before the answer.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class RequestGrammar:
         min_tokens: int = 0,
         barred_below_min: list[int] | None = None,
         allowed: np.ndarray | None = None,
+        reasoning: ReasoningBudget | None = None,
     ) -> None:
         self.num_words = num_mask_words(vocab_size)
         self._compiled = compiled
@@ -52,6 +58,8 @@ class RequestGrammar:
             barred = [*stop_token_ids, *(barred_below_min or ())]
             self._not_barred = ~pack_tokens(barred, vocab_size)
         self._allowed = allowed
+        self._reasoning = reasoning
+        self._limit: ReasoningLimit | None = None
         self._matcher: xgrammar.GrammarMatcher | None = None
         self._accepted: list[int] = []
         self._stuck = False
@@ -64,7 +72,13 @@ class RequestGrammar:
     def compile_error(self) -> str | None:
         """Why there is no grammar; call when `ready`."""
         error = self._compiled.exception()
-        return None if error is None else f"the grammar cannot be compiled: {error}"
+        if error is not None:
+            return f"the grammar cannot be compiled: {error}"
+        if self._reasoning is not None:
+            texts, end = self._compiled.result().texts, self._reasoning.end
+            if texts.spellings(end.encode())[0] is None:
+                return f"the vocabulary has no tokens for {end!r}, which ends the reasoning"
+        return None
 
     @property
     def terminated(self) -> bool:
@@ -110,6 +124,8 @@ class RequestGrammar:
             longer = mask & self._not_barred
             if longer.any():
                 mask[:] = longer
+        if self._limit is not None:
+            self._limit.narrow(mask, self._accepted)
         self._stuck = not mask.any()
         if self._stuck:
             mask.fill(-1)
@@ -121,4 +137,6 @@ class RequestGrammar:
             self._matcher = xgrammar.GrammarMatcher(
                 self._compiled.result().grammar, override_stop_tokens=self._stop_token_ids
             )
+            if self._reasoning is not None:
+                self._limit = ReasoningLimit(self._reasoning, self._compiled.result().texts)
         return self._matcher

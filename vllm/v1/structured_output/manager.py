@@ -7,12 +7,15 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.structured_output.grammar import CompiledConstraint, RequestGrammar
 from vllm.v1.structured_output.mask_words import pack_tokens
+from vllm.v1.structured_output.reasoning_limit import TokenTexts
 from vllm.v1.structured_output.spec import GrammarKind, GrammarSpec
 from vllm.v1.structured_output.utf8 import Utf8Guard
 from vllm.v1.structured_output.vocabulary import full_vocabulary
@@ -32,6 +35,15 @@ _Key = tuple[GrammarSpec, bool]
 _Vocabulary = tuple[bool, bytes]
 
 
+@dataclass(frozen=True)
+class _Compiler:
+    """A compiler for one vocabulary, with what depends on the vocabulary alone."""
+
+    compiler: xgrammar.GrammarCompiler
+    guard: Utf8Guard
+    texts: TokenTexts
+
+
 class StructuredOutputManager:
     """Gives each constrained request its grammar; the scheduler holds it back until it is ready.
 
@@ -45,7 +57,7 @@ class StructuredOutputManager:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[_Key, Future[CompiledConstraint]] = OrderedDict()
-        self._compilers: dict[_Vocabulary, tuple[xgrammar.GrammarCompiler, Utf8Guard]] = {}
+        self._compilers: dict[_Vocabulary, _Compiler] = {}
         self._compilers_lock = threading.Lock()
 
     def start(self, params: SamplingParams | None) -> RequestGrammar | None:
@@ -56,13 +68,18 @@ class StructuredOutputManager:
         special_as_text = not params.skip_special_tokens or spec.kind is GrammarKind.STRUCTURAL_TAG
         vocab_size = self._model_config.get_vocab_size()
         allowed = params.allowed_token_ids
+        reasoning = params.structured_outputs.reasoning
+        compiled = self._compiled((spec, special_as_text), list(params.eos_token_ids or ()))
+        if reasoning is not None:
+            compiled.add_done_callback(partial(_prepare_spelling, reasoning.end.encode()))
         return RequestGrammar(
-            self._compiled((spec, special_as_text), list(params.eos_token_ids or ())),
+            compiled,
             vocab_size,
             list(params.eos_token_ids or ()),
             params.min_tokens,
             params.stop_token_ids,
             None if allowed is None else pack_tokens(allowed, vocab_size),
+            reasoning,
         )
 
     def shutdown(self) -> None:
@@ -107,12 +124,10 @@ class StructuredOutputManager:
 
     def _compile(self, key: _Key, stop_ids: list[int]) -> CompiledConstraint:
         spec, special_as_text = key
-        compiler, guard = self._compiler((special_as_text, spec.barred_bytes), stop_ids)
-        return CompiledConstraint(spec.compile(compiler), guard)
+        found = self._compiler((special_as_text, spec.barred_bytes), stop_ids)
+        return CompiledConstraint(spec.compile(found.compiler), found.guard, found.texts)
 
-    def _compiler(
-        self, which: _Vocabulary, stop_ids: list[int]
-    ) -> tuple[xgrammar.GrammarCompiler, Utf8Guard]:
+    def _compiler(self, which: _Vocabulary, stop_ids: list[int]) -> _Compiler:
         import xgrammar
 
         with self._compilers_lock:
@@ -128,5 +143,12 @@ class StructuredOutputManager:
                 compiler = xgrammar.GrammarCompiler(
                     vocabulary, max_threads=max(1, (os.cpu_count() or 2) // 4), cache_enabled=False
                 )
-                self._compilers[which] = (compiler, Utf8Guard(vocabulary.decoded_vocab))
+                texts = vocabulary.decoded_vocab
+                self._compilers[which] = _Compiler(compiler, Utf8Guard(texts), TokenTexts(texts))
             return self._compilers[which]
+
+
+def _prepare_spelling(text: bytes, compiled: Future[CompiledConstraint]) -> None:
+    """On the compiler's thread, so that the scheduler does not wait for it."""
+    if not compiled.cancelled() and compiled.exception() is None:
+        compiled.result().texts.spellings(text)

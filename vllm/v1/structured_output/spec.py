@@ -62,7 +62,8 @@ class GrammarSpec:
             return cls(GrammarKind.EBNF, _choice(params.choice))
         if params.grammar is not None:
             return cls(GrammarKind.EBNF, _text("grammar", params.grammar))
-        return cls(GrammarKind.STRUCTURAL_TAG, _structural_tag(params.structural_tag))
+        tag = _structural_tag(params.structural_tag, any_whitespace)
+        return cls(GrammarKind.STRUCTURAL_TAG, tag)
 
     @property
     def barred_bytes(self) -> bytes:
@@ -131,13 +132,24 @@ def _choice(choice: Any) -> str:
     return "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choice)
 
 
-def _structural_tag(text: Any) -> str:
+def _structural_tag(text: Any, any_whitespace: bool) -> str:
     given = _parse("structural_tag", _text("structural_tag", text))
     if not isinstance(given, dict):
         raise ValueError(f"structural_tag must be a JSON object, got {type(given).__name__}")
     if "structures" in given or "triggers" in given:
         given = _from_structures(given)
-    return _dump("structural_tag", given)
+    return _dump("structural_tag", given if any_whitespace else _with_bounded_space(given))
+
+
+def _with_bounded_space(tag: Any) -> Any:
+    """`tag` whose JSON has at most one space where the schema's grammar allows any number."""
+    if isinstance(tag, list):
+        return [_with_bounded_space(one) for one in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        return {"max_whitespace_cnt": 1, **tag}
+    return {key: _with_bounded_space(value) for key, value in tag.items()}
 
 
 def _from_structures(given: dict[str, Any]) -> dict[str, Any]:
