@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 
 from vllm import distributed
 from vllm.distributed import parallel_state
-from vllm.distributed.utils import divide, get_pp_indices
+from vllm.distributed.utils import divide, get_pp_indices, per_rank
 
 
 def test_divide_is_exact() -> None:
     assert divide(12, 4) == 3
     with pytest.raises(ValueError, match="13 is not divisible by 4"):
         divide(13, 4)
+
+
+def test_what_cannot_be_shared_is_named() -> None:
+    assert per_rank("heads", 12, 4) == 3
+    with pytest.raises(ValueError, match="13 heads cannot be divided among 4 tensor-parallel"):
+        per_rank("heads", 13, 4)
 
 
 @given(st.integers(0, 200), st.integers(1, 16))

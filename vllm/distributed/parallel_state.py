@@ -50,12 +50,12 @@ class GroupCoordinator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the group; `x` itself when the group is one process.
 
-        On a CPU it is taken in rank order, so that an element's bits depend neither on the rank
-        nor on what else the tensor holds; the library's order follows the tensor's size.
+        On a CPU more than two are added in rank order, so that an element's bits do not depend on
+        what else the tensor holds: the library's order follows its size.
         """
         if self.world_size == 1:
             return x
-        if x.device.type != "cpu":
+        if self.world_size == 2 or x.device.type != "cpu":
             total = x.clone()
             dist.all_reduce(total, group=self.device_group)
             return total

@@ -14,6 +14,17 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def per_rank(what: str, count: int, num_ranks: int) -> int:
+    """What a tensor-parallel rank has of `count`; raises ValueError naming `what` when they cannot
+    be shared evenly."""
+    if count % num_ranks:
+        raise ValueError(
+            f"{count} {what} cannot be divided among {num_ranks} tensor-parallel ranks; choose a "
+            "--tensor-parallel-size that divides them"
+        )
+    return count // num_ranks
+
+
 def get_pp_indices(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Layers `[start, end)` of a pipeline stage; earlier stages take the remainder."""
     base, extra = divmod(num_layers, pp_size)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm.distributed.utils import divide
+from vllm.distributed.utils import per_rank
 
 ShardId = str | int
 WeightLoader = Callable[..., None]
@@ -48,7 +48,7 @@ class Section:
 
     @property
     def local_size(self) -> int:
-        return divide(self.size, self.parts)
+        return per_rank("rows or columns of a weight", self.size, self.parts)
 
 
 def local_size(sections: Sequence[Section]) -> int:

@@ -333,7 +333,10 @@ def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:
     assert halved.tensor_parallel_size == 2
     assert tuple(cost.num_bytes for cost in halved.requests) == two.request_bytes
     assert halved.memory.weight_bytes < 0.6 * report.memory.weight_bytes
-    assert "2 is not divisible by 4" in rows["--tensor-parallel-size 4"].refused
+    assert (
+        "2 recurrent key heads cannot be divided among 4"
+        in rows["--tensor-parallel-size 4"].refused
+    )
     dense = explained(tiny_model("llama"), settings_of("llama", Path())[1])
     rows = {row.flag: row for row in dense.what_ifs}
     assert "some state is replicated" in rows["--tensor-parallel-size 4"].note

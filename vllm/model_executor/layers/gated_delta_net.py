@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
-from vllm.distributed.utils import divide
+from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.decode_ring import GatedNorm, RingShape
 from vllm.kernels.residual_stream import ResidualStream
@@ -140,8 +140,8 @@ class GatedDeltaNet(nn.Module, DefersCommit):
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape
         self.tp_size = size
-        self.num_k_heads = divide(shape.num_k_heads, size)
-        self.num_v_heads = divide(shape.num_v_heads, size)
+        self.num_k_heads = per_rank("recurrent key heads", shape.num_k_heads, size)
+        self.num_v_heads = per_rank("recurrent value heads", shape.num_v_heads, size)
         key_dim, value_dim = shape.key_dim, shape.value_dim
         self.conv_dim = divide(2 * key_dim + value_dim, size)
         gates = [shape.num_v_heads, shape.num_v_heads]

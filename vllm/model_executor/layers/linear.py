@@ -259,8 +259,15 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
         q_size, k_size, v_size = output_sizes
-        kv_parts = min(self.tp_size, self.total_num_kv_heads)
-        kv_part = self.tp_rank // divide(self.tp_size, kv_parts)
+        kv_heads = self.total_num_kv_heads
+        kv_parts = min(self.tp_size, kv_heads)
+        if max(self.tp_size, kv_heads) % kv_parts:
+            raise ValueError(
+                f"{kv_heads} key/value heads can be neither divided among {self.tp_size} "
+                "tensor-parallel ranks nor copied to them evenly; choose another "
+                "--tensor-parallel-size"
+            )
+        kv_part = self.tp_rank // (self.tp_size // kv_parts)
         return (
             Section("q", q_size, self.tp_size, self.tp_rank),
             Section("k", k_size, kv_parts, kv_part),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
-from vllm.distributed.utils import divide
+from vllm.distributed.utils import per_rank
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
         self.gated = shape.gated
-        self.num_heads = divide(shape.num_heads, tp_size)
+        self.num_heads = per_rank("attention heads", shape.num_heads, tp_size)
         q_heads = shape.num_heads * (2 if shape.gated else 1)
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -97,10 +98,19 @@ class Worker:
             # Captures need a stream of their own; everything runs there, so order is implied.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
             self._log_compilations()
+        self._share_threads()
         self._join_world()
         torch.manual_seed(self.model_config.seed)
         self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
         self.sleeper = Sleeper(self.model_runner)
+
+    def _share_threads(self) -> None:
+        """Workers on one CPU share its cores, unless OMP_NUM_THREADS says how many each uses."""
+        size = self.parallel_config.world_size
+        if self.device.type == "cpu" and size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            num_threads = max(1, torch.get_num_threads() // size)
+            torch.set_num_threads(num_threads)
+            decisions.record("threads per worker", num_threads, f"{size} workers share the CPU")
 
     def _join_world(self) -> None:
         """Make the process groups; waits for the other ranks."""

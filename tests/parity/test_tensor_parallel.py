@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose layers are shared by two processes.
+
+`VLLM_TEST_TP=2 pytest tests/parity` runs the other tests of this folder like that, too; these are
+the ones that run always, and those about ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
+from tiny_models import make_tiny, tiny_model
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.usefixtures("forking"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far"),
+]
+
+FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5", "qwen3_5_tied")
+
+
+def logprobs(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[float]]:
+    """Of every sampled token and, if asked for, every prompt position."""
+    settings = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0, **fields}
+    batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+    rows = []
+    for output in llm.generate(batch, SamplingParams(**settings), use_tqdm=False):
+        sampled = [row for one in output.outputs for row in one.logprobs or []]
+        scored = [row for row in output.prompt_logprobs or [] if row is not None]
+        rows.append([entry.logprob for row in [*sampled, *scored] for entry in row.values()])
+    return rows
+
+
+def tokens(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[int]]:
+    settings = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields}
+    batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+    outputs = llm.generate(batch, SamplingParams(**settings), use_tqdm=False)
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -> None:
+    """Chunked, preempted, and a second time from the prefix cache."""
+    llm = make_engine(
+        family,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, preempted = scheduler.schedule, 0
+
+    def preempt_and_schedule() -> Any:
+        nonlocal preempted
+        if 0 < len(scheduler.running) and preempted < 3:
+            scheduler._preempt_last()
+            preempted += 1
+        return schedule()
+
+    scheduler.schedule = preempt_and_schedule
+    for _ in range(2):
+        outputs = generate(llm, prompts((1, 17, 63, 300)), 32)
+        for output in outputs:
+            assert_equals_reference(output, tiny_model(family), 32)
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 0
+    assert preempted == 3
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
+def test_ranks_share_key_value_heads(
+    ranks: int, kv_heads: int, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = make_tiny("qwen3", tmp_path, num_key_value_heads=kv_heads)
+    llm = make_engine("qwen3", model=str(model), tensor_parallel_size=ranks)
+    for output in generate(llm, prompts((3, 40)), 16):
+        assert_equals_reference(output, model, 16)
+
+
+def test_ranks_that_cannot_share_a_model_are_refused(make_engine: MakeEngine) -> None:
+    for family, what in (("llama", "4 attention heads"), ("qwen3_5", "2 recurrent key heads")):
+        ranks = 3 if family == "llama" else 4
+        with pytest.raises(ValueError, match=f"{what} cannot be divided among {ranks} tensor"):
+            make_engine(family, tensor_parallel_size=ranks)
+
+
+def test_a_process_of_its_own_changes_no_bit(make_engine: MakeEngine) -> None:
+    here = make_engine("qwen3_5", max_num_batched_tokens=64)
+    there = make_engine("qwen3_5", max_num_batched_tokens=64, distributed_executor_backend="mp")
+    batch = prompts((5, 70))
+    assert logprobs(there, batch, prompt_logprobs=2) == logprobs(here, batch, prompt_logprobs=2)
+
+
+def test_two_ranks_are_as_good_as_one(make_engine: MakeEngine) -> None:
+    """Logprobs of samples and prompts, seeded samples, and all of these however steps are cut."""
+    one = make_engine("qwen3_5", max_logprobs=-1)
+    two = make_engine("qwen3_5", max_logprobs=-1, tensor_parallel_size=2)
+    batch = prompts((5, 33, 70))
+    for fields in ({"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}):
+        found, expected = logprobs(two, batch, **fields), logprobs(one, batch, **fields)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=5e-5)
+    seeded = {"temperature": 1.0, "seed": 3, "top_p": 0.9, "n": 3}
+    assert tokens(two, batch, **seeded) == tokens(one, batch, **seeded)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_do_not_depend_on_the_batch(ranks: int, make_engine: MakeEngine) -> None:
+    """Nor on what is computed: the second time everything but the last token is cached."""
+    llm = make_engine("llama", tensor_parallel_size=ranks, enable_prefix_caching=True)
+    batch = prompts((5, 17, 33))
+    together = logprobs(llm, batch)
+    assert logprobs(llm, batch) == together
+    assert llm.reset_prefix_cache()
+    assert [logprobs(llm, [prompt])[0] for prompt in batch] == together
+
+
+def test_ranks_sample_what_a_grammar_allows(make_engine: MakeEngine) -> None:
+    llm = make_engine("qwen3_5", tensor_parallel_size=2, max_model_len=256)
+    schema = {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 3, "maxItems": 5}
+    constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    constrained = SamplingParams(max_tokens=60, structured_outputs=constraint, seed=1)
+    free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    outputs = llm.generate(
+        ["x", "y", "z"], [constrained, free, constrained.clone()], use_tqdm=False
+    )
+    for output in (outputs[0], outputs[2]):
+        assert 3 <= len(json.loads(output.outputs[0].text)) <= 5
+    assert not outputs[1].outputs[0].text.startswith("[")
+
+
+def test_ranks_sleep_and_reload(make_engine: MakeEngine) -> None:
+    llm = make_engine("qwen3_5", tensor_parallel_size=2, enable_sleep_mode=True)
+    batch = prompts((5, 33))
+    expected = tokens(llm, batch)
+    assert llm.collective_rpc(lambda worker: worker.rank) == [0, 1]
+    parts = llm.collective_rpc(
+        lambda worker: [p.data_ptr() == 0 for p in worker.get_model().parameters()]
+    )
+    assert not any(map(any, parts))
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        assert tokens(llm, batch) == expected
+    llm.collective_rpc(lambda worker: worker.get_model().lm_head.weight.data.zero_())
+    assert tokens(llm, batch) != expected
+    llm.collective_rpc("reload_weights")
+    assert tokens(llm, batch) == expected
+
+
+def test_hidden_states_are_whole_and_written_once(make_engine: MakeEngine, tmp_path: Path) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        load_hidden_states,
+    )
+
+    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
+        folder = tmp_path / str(ranks)
+        llm = make_engine(
+            "qwen3_5",
+            tensor_parallel_size=ranks,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=True,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+                },
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+            },
+        )
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
+        found = []
+        for output in llm.generate(batch, params, use_tqdm=False):
+            assert output.kv_transfer_params is not None
+            found.append(load_hidden_states(output.kv_transfer_params["hidden_states_path"]))
+        assert len(list(folder.glob("*.safetensors"))) == len(batch)
+        return found
+
+    for whole, shared in zip(extract(1), extract(2), strict=True):
+        assert torch.equal(whole["token_ids"], shared["token_ids"])
+        assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
+        scale = float(whole["hidden_states"].std())
+        difference = (whole["hidden_states"] - shared["hidden_states"]).abs().max()
+        assert float(difference) < 1e-5 * scale
