@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from vllm import decisions, envs
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, dtype_name
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 #: length of models whose config states none
 _UNSTATED_LENGTH = 2048
+_SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def resolve_dtype(
@@ -26,7 +30,6 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype to run in. `auto` follows the checkpoint, except that float32 becomes 16 bit."""
     from vllm.platforms import current_platform
-    from vllm.transformers_utils.dtype import checkpoint_dtype
 
     supported = current_platform.supported_dtypes
     if wanted not in ("auto", None):
@@ -49,6 +52,34 @@ def resolve_dtype(
         parameter="dtype",
         value=dtype_name(stored),
     )
+
+
+def checkpoint_dtype(
+    model: str, config: PretrainedConfig, text_config: PretrainedConfig
+) -> torch.dtype:
+    """What the config states, else what most tensors of a local checkpoint have, else float32."""
+    for part in (text_config, config):
+        stated = part.dtype
+        if isinstance(stated, torch.dtype):
+            return stated
+        if isinstance(stated, str) and stated.removeprefix("torch.") in STR_DTYPE_TO_TORCH_DTYPE:
+            return dtype_from_name(stated)
+    return safetensors_dtype(Path(model)) or torch.float32
+
+
+def safetensors_dtype(directory: Path) -> torch.dtype | None:
+    """The most common float dtype in a directory's first safetensors file; None without one."""
+    for path in sorted(directory.glob("*.safetensors"))[:1]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+        except SafetensorError:
+            return None
+        counts = Counter(
+            _SAFETENSORS_DTYPES[name] for name in stored if name in _SAFETENSORS_DTYPES
+        )
+        return counts.most_common(1)[0][0] if counts else None
+    return None
 
 
 def _explicit_dtype(wanted: Any, supported: Sequence[torch.dtype], device_type: str) -> torch.dtype:

@@ -33,7 +33,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
-from vllm.utils.options import build, check_keys
+from vllm.utils.options import build, check_keys, flag_name
 from vllm.utils.startup_phases import FIRST_OF_ENGINE, startup_phase
 
 logger = init_logger(__name__)
@@ -54,6 +54,13 @@ FLAG_CLASSES: tuple[type[Any], ...] = (
 )
 FLAG_SPECS: tuple[FlagSpec, ...] = tuple(s for cls in FLAG_CLASSES for s in flag_specs(cls))
 
+#: arguments that are objects of these classes, or JSON
+_OBJECTS: dict[str, type[Any]] = {
+    "attention_config": AttentionConfig,
+    "kv_events_config": KVEventsConfig,
+    "kv_transfer_config": KVTransferConfig,
+    "structured_outputs_config": StructuredOutputsConfig,
+}
 #: shortcut -> key of the speculative config
 _SPEC_SHORTCUTS = {
     "spec_method": "method",
@@ -102,7 +109,7 @@ class EngineArgs(_Fields):
         for name, key in _SPEC_SHORTCUTS.items():
             kind: Any = int if key == "num_speculative_tokens" else str
             text = f"Sets `{key}` of --speculative-config."
-            group.add_argument(_flag(name), type=kind, default=None, help=text)
+            group.add_argument(flag_name(name), type=kind, default=None, help=text)
         other = parser.add_argument_group("Other", "A flag file, and flags without effect.")
         other.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line "
                            "is stronger.")  # fmt: skip
@@ -117,26 +124,11 @@ class EngineArgs(_Fields):
         names = [f.name for f in dataclasses.fields(cls) if f.name in values]
         return cls(**{name: values[name] for name in names})
 
-    def _values(self, cls: type[Any]) -> dict[str, Any]:
-        """The given values for the fields of `cls`; "decide for me" entries are left out."""
-        values = {}
-        for spec in FLAG_SPECS:
-            if spec.config is cls:
-                value = getattr(self, spec.name)
-                if value is not None or (spec.default is None and not spec.info.resolved):
-                    values[spec.field] = value
-        return values
-
     def create_model_config(self) -> ModelConfig:
         """Read the checkpoint's config and check that its architecture is served."""
         from vllm.engine.resolve import check_architecture
 
-        values = self._values(ModelConfig)
-        if values.get("tokenizer") is None:
-            values.pop("tokenizer", None)
-        if values.get("max_model_len") is None:
-            values.pop("max_model_len", None)
-        config = ModelConfig(**values)
+        config = self._make(ModelConfig)
         check_architecture(config)
         return config
 
@@ -150,47 +142,44 @@ class EngineArgs(_Fields):
 
         envs.warn_unknown_variables()
         model = self.create_model_config()
-        parallel = ParallelConfig(**self._values(ParallelConfig))
-        transfer = self._kv_transfer_config()
+        parallel = self._make(ParallelConfig)
         speculative = self._speculative_config(model, parallel)
         values = self._values(VllmConfig)
-        values.pop("compilation_config", None)
-        if self.attention_config is not None:
-            given = self.attention_config
-            values["attention_config"] = build(AttentionConfig, given, "--attention-config")
-        if self.kv_events_config is not None:
-            given = self.kv_events_config
-            values["kv_events_config"] = build(KVEventsConfig, given, "--kv-events-config")
-        if self.structured_outputs_config is not None:
-            values["structured_outputs_config"] = build(
-                StructuredOutputsConfig,
-                self.structured_outputs_config,
-                "--structured-outputs-config",
-            )
+        for name, cls in _OBJECTS.items():
+            if name in values:
+                values[name] = build(cls, values[name], flag_name(name))
+        transfer = values.get("kv_transfer_config")
         values.update(
             model_config=model,
             cache_config=self._cache_config(model),
             parallel_config=parallel,
             scheduler_config=self._scheduler_config(model, transfer, speculative, usage_context),
-            device_config=DeviceConfig(**self._values(DeviceConfig)),
-            load_config=LoadConfig(**self._values(LoadConfig)),
+            device_config=self._make(DeviceConfig),
+            load_config=self._make(LoadConfig),
             compilation_config=self._compilation_config(),
-            observability_config=ObservabilityConfig(**self._values(ObservabilityConfig)),
-            kv_transfer_config=transfer,
+            observability_config=self._make(ObservabilityConfig),
             speculative_config=speculative,
         )
         return resolve(VllmConfig(**values))
 
+    def _values(self, cls: type[Any]) -> dict[str, Any]:
+        """The given values for the fields of `cls`; None leaves a field at its default."""
+        mine = [spec for spec in FLAG_SPECS if spec.config is cls]
+        values = {spec.field: getattr(self, spec.name) for spec in mine}
+        return {field: value for field, value in values.items() if value is not None}
+
+    def _make(self, cls: type[C]) -> C:
+        return cls(**self._values(cls))
+
     def _cache_config(self, model: ModelConfig) -> CacheConfig:
         values = self._values(CacheConfig)
-        caching = self.enable_prefix_caching
-        if caching is None:
-            caching = True
+        if "enable_prefix_caching" not in values:
+            values["enable_prefix_caching"] = True
             decisions.record("enable_prefix_caching", True, "every kind of state can be continued")
         if model.is_hybrid and values.get("mamba_cache_mode") == "align":
             why = "checkpoints are kept at exact token counts, so nothing needs aligning"
             decisions.record("mamba_cache_mode", "none", why, "align")
-        return CacheConfig(**{**values, "enable_prefix_caching": caching})
+        return CacheConfig(**values)
 
     def _scheduler_config(
         self,
@@ -203,7 +192,6 @@ class EngineArgs(_Fields):
         from vllm.platforms import current_platform
 
         values = self._values(SchedulerConfig)
-        chunked = values.setdefault("enable_chunked_prefill", True)
         if "async_scheduling" not in values:
             values["async_scheduling"] = True
             decisions.record("async_scheduling", True, "every feature works with it", False)
@@ -211,77 +199,60 @@ class EngineArgs(_Fields):
             values.get("max_num_batched_tokens"),
             values.get("max_num_seqs"),
             max_model_len=model.max_model_len,
-            chunked_prefill=chunked,
+            chunked_prefill=values.get("enable_chunked_prefill", True),
             usage=usage,
             platform=current_platform,
             tokens_per_request=speculative.tokens_per_request if speculative else 1,
         )
-        disable = resolve_hybrid_manager(self.disable_hybrid_kv_cache_manager, transfer)
         values.update(
             dataclasses.asdict(limits),
             max_model_len=model.max_model_len,
-            disable_hybrid_kv_cache_manager=disable,
+            disable_hybrid_kv_cache_manager=resolve_hybrid_manager(
+                self.disable_hybrid_kv_cache_manager, transfer
+            ),
         )
         return SchedulerConfig(**values)
 
-    def _kv_transfer_config(self) -> KVTransferConfig | None:
-        given = self.kv_transfer_config
-        return None if given is None else build(KVTransferConfig, given, "--kv-transfer-config")
-
     def _compilation_config(self) -> CompilationConfig:
-        given = self.compilation_config
-        if given is None:
-            given = {}
-        if isinstance(given, int):
-            given = {"mode": given}
-        flags = {k: v for k, v in self._values(CompilationConfig).items() if v is not None}
+        flag, given = "--compilation-config", self.compilation_config
+        values = self._values(CompilationConfig)
+        shortcuts = {key: (flag_name(key), value) for key, value in values.items()}
         if isinstance(given, CompilationConfig):
-            if flags:
-                _fail_twice(next(iter(flags)), "--compilation-config")
+            _joined(flag, vars(given), shortcuts)  # refuses them all
             return given
+        given = {"mode": given} if isinstance(given, int) else {} if given is None else given
         if isinstance(given, Mapping):
-            for key in flags:
-                if key in given:
-                    _fail_twice(key, "--compilation-config")
-            given = {**given, **flags}
-        return build(CompilationConfig, given, "--compilation-config")
+            given = _joined(flag, given, shortcuts)
+        return build(CompilationConfig, given, flag)
 
     def _speculative_config(
         self, model: ModelConfig, parallel: ParallelConfig
     ) -> SpeculativeConfig | None:
-        given = self._given_speculation()
-        if given is None:
-            return None
-        if "tensor_parallel_size" in given:
-            raise VLLMValidationError(
-                "--speculative-config: write draft_tensor_parallel_size instead of "
-                "tensor_parallel_size",
-                parameter="speculative_config.tensor_parallel_size",
-            )
-        check_keys(SpeculativeConfig, given, "--speculative-config", hidden=FILLED_BY_ENGINE)
-        return SpeculativeConfig(
-            **given, target_model_config=model, target_parallel_config=parallel
-        )
-
-    def _given_speculation(self) -> dict[str, Any] | None:
-        """`--speculative-config` with the shortcuts merged in."""
-        given = self.speculative_config
+        flag, given = "--speculative-config", self.speculative_config
         if isinstance(given, SpeculativeConfig):
             names = [f.name for f in dataclasses.fields(given)]
             given = {n: getattr(given, n) for n in names if n not in FILLED_BY_ENGINE}
-        if given is not None and not isinstance(given, Mapping):
+        shortcuts = {
+            key: (flag_name(name), getattr(self, name))
+            for name, key in _SPEC_SHORTCUTS.items()
+            if getattr(self, name) is not None
+        }
+        if given is None and not shortcuts:
+            return None
+        if not isinstance(given, Mapping | None):
             raise VLLMValidationError(
-                f"--speculative-config must be a JSON object, got {given!r}", "speculative_config"
+                f"{flag} must be a JSON object, got {given!r}", "speculative_config"
             )
-        merged = dict(given or {})
-        for name, key in _SPEC_SHORTCUTS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if key in merged:
-                _fail_twice(key, "--speculative-config", _flag(name))
-            merged[key] = value
-        return merged or (None if given is None else {})
+        values = _joined(flag, given or {}, shortcuts)
+        if "tensor_parallel_size" in values:
+            raise VLLMValidationError(
+                f"{flag}: write draft_tensor_parallel_size instead of tensor_parallel_size",
+                parameter="speculative_config.tensor_parallel_size",
+            )
+        check_keys(SpeculativeConfig, values, flag, hidden=FILLED_BY_ENGINE)
+        return SpeculativeConfig(
+            **values, target_model_config=model, target_parallel_config=parallel
+        )
 
 
 @dataclasses.dataclass
@@ -289,12 +260,18 @@ class AsyncEngineArgs(EngineArgs):
     """Arguments of the asynchronous engine; the same fields."""
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _joined(
+    structured: str, given: Mapping[str, Any], shortcuts: Mapping[str, tuple[str, Any]]
+) -> dict[str, Any]:
+    """The object given for the flag `structured` with what other flags say: key -> (flag, value).
 
-
-def _fail_twice(key: str, structured: str, flag: str | None = None) -> None:
-    raise VLLMValidationError(
-        f"{key} is given both by {flag or _flag(key)} and in {structured}; use one of them",
-        parameter=key,
-    )
+    Raises `VLLMValidationError` for a key that is given in both places.
+    """
+    joined = dict(given)
+    for key, (flag, value) in shortcuts.items():
+        if key in joined:
+            raise VLLMValidationError(
+                f"{key} is given both by {flag} and in {structured}; use one of them", key
+            )
+        joined[key] = value
+    return joined

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.transformers_utils.overrides import apply_overrides
-from vllm.transformers_utils.speculators import refuse_speculators
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,12 +36,27 @@ def get_config(
     readable config, the type is unknown, or the checkpoint is a speculators draft model.
     """
     raw = read_config_dict(model, revision=revision)
-    refuse_speculators(str(model), raw)
+    _refuse_speculators(str(model), raw)
     config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
     if callable(hf_overrides):
         return _checked(hf_overrides(config))
     _override(config, hf_overrides or {})
     return config
+
+
+def _refuse_speculators(model: str, raw: Mapping[str, Any]) -> None:
+    """Raise `VLLMValidationError` when `raw` is the config of a speculators draft model."""
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return
+    described = raw.get("speculators_config") or {}
+    verifier = (described.get("verifier") or {}).get("name_or_path")
+    instead = verifier or "its own config names none"
+    raise _model_error(
+        f"{model!r} is a speculators draft checkpoint ({kind}); drafting with {kind} is not "
+        f"supported yet; serve the verifier instead: {instead}",
+        model,
+    )
 
 
 def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:

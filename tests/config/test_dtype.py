@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.config.checkpoints import write_config
+from vllm.config.model_rules import checkpoint_dtype, safetensors_dtype
 from vllm.transformers_utils.config import get_config
-from vllm.transformers_utils.dtype import checkpoint_dtype, safetensors_dtype
 from vllm.utils.torch_utils import (
     dtype_from_name,
     dtype_name,
