@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest, check_no_lora
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import startup_phases
-from vllm.utils.gc_paused import gc_paused
+from vllm.utils.imports import gc_paused
 from vllm.utils.spare_process import prestarted
 from vllm.v1.engine.request_batch import RequestBatch
 from vllm.v1.engine.sleep import check_sleep

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for classes that are imported when they are first asked for."""
+"""Classes named in configuration: by dotted path, or by a name in a registry."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import importlib
+from typing import Any, Generic, TypeVar
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.dotted import resolve_class
 
 T = TypeVar("T")
 
 
+def resolve_class(path: str) -> type[Any]:
+    """`"package.module.Class"` -> the class; ValueError when there is no such class."""
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{path!r} is not a dotted path of the form package.module.Class")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {path!r}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"{path!r} is not a class")
+    return found
+
+
 class ClassRegistry(Generic[T]):
-    """Maps names to subclasses of `base`; `what` names the kind in errors."""
+    """Maps names to subclasses of `base`, imported when first asked for; `what` names the kind in
+    errors."""
 
     def __init__(self, what: str, base: type[T]) -> None:
         self._what = what

@@ -17,9 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from vllm.utils.gc_paused import gc_paused
-from vllm.utils.heavy_imports import import_heavy_modules
-from vllm.utils.short_turns import short_turns
+from vllm.utils.imports import gc_paused, import_heavy_modules, short_turns
 from vllm.utils.start_method import start_method
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.utils.bytecode import missing_bytecode
+from vllm.utils.imports import missing_bytecode
 from vllm.utils.phase_ledger import PhaseEvent, ledger
 
 logger = init_logger(__name__)

@@ -8,7 +8,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from vllm.utils.gc_paused import gc_paused
+from vllm.utils.imports import gc_paused
 from vllm.version import __version__
 
 if TYPE_CHECKING:

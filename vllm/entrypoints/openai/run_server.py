@@ -16,7 +16,7 @@ from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.user_middleware import import_middleware
 from vllm.utils import startup_phases
-from vllm.utils.gc_paused import gc_paused
+from vllm.utils.imports import gc_paused
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

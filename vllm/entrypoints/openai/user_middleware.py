@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.dotted import resolve_class
+from vllm.utils.class_registry import resolve_class
 
 
 def import_middleware(path: str) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import decisions, envs
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.logger import init_logger
-from vllm.utils.dotted import resolve_class
+from vllm.utils.class_registry import resolve_class
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     BlockHasher,

@@ -26,9 +26,8 @@ from vllm import decisions
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
-from vllm.utils.gc_paused import gc_paused
+from vllm.utils.imports import gc_paused, short_turns
 from vllm.utils.parent_watch import ParentWatch
-from vllm.utils.short_turns import short_turns
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.dotted import resolve_class
+from vllm.utils.class_registry import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput

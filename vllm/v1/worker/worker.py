@@ -27,7 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm.utils.dotted import resolve_class
+from vllm.utils.class_registry import resolve_class
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
