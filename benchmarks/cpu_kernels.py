@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.interface import Kernels
+from vllm.kernels.linear.cpu import skinny_linear
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.rotary import RotaryProblem
 
 HIDDEN = 640
 GDN = dict(num_k_heads=8, num_v_heads=16, head_k_dim=64, head_v_dim=64)
@@ -101,7 +104,7 @@ def common_ops(kernels: Kernels, tokens: int, dtype: torch.dtype) -> dict[str, C
         "gated_rms_norm": lambda: kernels.gated_rms_norm(heads, heads, head_weight, 1e-6),
         "mul_sigmoid": lambda: kernels.mul_sigmoid(wide, wide),
         "qk_norm_rope_cache": lambda: kernels.qk_norm_rope_cache(
-            qkv, positions, cos_sin, norm, norm, cache, positions, **rope
+            RotaryProblem(qkv, positions, cos_sin, norm, norm, cache, positions, **rope)
         ),
     }
 
@@ -117,7 +120,7 @@ def decode_ops(kernels: Kernels, batch: int, context: int, dtype: torch.dtype) -
     attention = attention_inputs([(1, context)] * batch, dtype)
     return common_ops(kernels, batch, dtype) | {
         "gdn_decode": lambda: kernels.gdn_decode(**gdn),
-        "paged_attention": lambda: kernels.paged_attention(**attention),
+        "paged_attention": lambda: kernels.paged_attention(AttentionProblem(**attention)),
     }
 
 
@@ -140,7 +143,7 @@ def prefill_ops(kernels: Kernels, prompt: int, dtype: torch.dtype) -> dict[str, 
     return common_ops(kernels, prompt, dtype) | {
         "causal_conv1d": lambda: kernels.causal_conv1d(**conv),
         "gdn_prefill": lambda: kernels.gdn_prefill(**gdn),
-        "paged_attention": lambda: kernels.paged_attention(**attention),
+        "paged_attention": lambda: kernels.paged_attention(AttentionProblem(**attention)),
     }
 
 
@@ -170,7 +173,7 @@ def report(title: str, ours: dict[str, Any], torch_ops: dict[str, Any] | None) -
     print(f"{'all':22}{'':17}{total:9.2f}")
 
 
-def report_linear(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def report_linear(dtype: torch.dtype) -> None:
     """`skinny_linear` beside torch: where it stops paying."""
     print(f"\n{'linear, us: ours / torch':28}" + "".join(f"{f'{m} rows':>18}" for m in ROWS))
     for k, n in ((HIDDEN, 4 * HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 32000)):
@@ -178,7 +181,7 @@ def report_linear(kernels: CpuKernels, dtype: torch.dtype) -> None:
         line = f"{f'{k} -> {n}':28}"
         for m in ROWS:
             x = torch.randn(m, k).to(dtype)
-            ours = microseconds(partial(kernels.skinny_linear, x, weight, None), 0.1)
+            ours = microseconds(partial(skinny_linear, x, weight, None), 0.1)
             torch_us = microseconds(partial(torch.nn.functional.linear, x, weight), 0.1)
             line += f"{f'{ours:.0f} / {torch_us:.0f}':>18}"
         print(line)
@@ -210,7 +213,7 @@ def main() -> None:
             prefill_ops(kernels, args.prompt, dtype),
             prefill_ops(naive, args.prompt, dtype) if args.compare else None,
         )
-        report_linear(kernels, dtype)
+        report_linear(dtype)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,7 @@ from tests.kernels.cases import Case, strided
 from vllm.kernels.adjustment_fields import Field
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
-from vllm.kernels.hopper_attention import find_hopper_attention
-from vllm.kernels.hopper_gdn import find_hopper_gdn
 from vllm.kernels.scan_segments import ScanCuts
-from vllm.kernels.skinny import find_skinny_ops
 from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
 from vllm.kernels.triton.token_adjust import change_logits
 from vllm.kernels.triton.token_filter import kept_tokens
@@ -62,11 +59,7 @@ ROWS: list[dict[str, Any]] = []
 
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 CAPABILITY = torch.cuda.get_device_capability()
-kernels = CudaKernels(
-    find_skinny_ops(CAPABILITY),
-    find_hopper_gdn(CAPABILITY),
-    short_attention=find_hopper_attention(CAPABILITY),
-)
+kernels = CudaKernels(CAPABILITY)
 
 
 @dataclass(frozen=True)
@@ -308,10 +301,9 @@ def time_all(only: list[str]) -> None:
     for bench in benches():
         if only and not any(name in bench.op for name in only):
             continue
-        op = getattr(kernels, bench.op)
         with torch.device("cuda"):  # random numbers are drawn there: a seed is not needed
             case = bench.make()
-        us = time_us([partial(op, **case) for case in copies(case)])
+        us = time_us([partial(cases.run, kernels, bench.op, case) for case in copies(case)])
         report(bench.op, bench.shape, us, bench.bytes, bench.flops)
     if only and "sampling" not in only:
         return

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.kernels.skinny import find_skinny_ops
 
 GB_PER_S = 4300.0
 BF16 = torch.bfloat16
@@ -133,7 +132,7 @@ def linear(kernels: CudaKernels, gated: bool, x: Tensor, weight: Tensor) -> Tens
 
 
 def our_kernels() -> CudaKernels:
-    return CudaKernels(find_skinny_ops(torch.cuda.get_device_capability()))
+    return CudaKernels(torch.cuda.get_device_capability())
 
 
 def make_step() -> list[tuple[str, Tensor]]:

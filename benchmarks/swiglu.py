@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.swiglu import find_swiglu, swiglu
+from vllm.kernels.linear.swiglu import OPS, swiglu
 
 BF16 = torch.bfloat16
 #: [outputs, k]: Qwen3.5-4B, Qwen3-8B, and that on two GPUs
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if find_swiglu(torch.cuda.get_device_capability()) is None:
+    if not OPS.choose(torch.cuda.get_device_capability()):
         raise SystemExit("the kernel needs Hopper and the CUDA ops: see VLLM_TARGET_DEVICE=cuda")
     for name in SHAPES:
         for m in args.tokens.split(","):

@@ -3,6 +3,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,12 @@ def load_cpu_ops() -> None:
         "Run `python setup.py build_ext --inplace`, or install a wheel built with"
         " VLLM_TARGET_DEVICE=cpu",
     )
+
+
+def cpu_ops() -> Any:
+    """`torch.ops.vllm_cpu`, loaded."""
+    load_cpu_ops()
+    return torch.ops.vllm_cpu
 
 
 @cache

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import attention_case
+from vllm.kernels.activation import triton as activation
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import triton_decode as decode_attention
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton import activation, decode_attention, norm
+from vllm.kernels.norm import triton as norm
 
 pytestmark = pytest.mark.gpu
 kernels = CudaKernels()
@@ -27,7 +30,7 @@ def _chain(x: Tensor, gate_up: Tensor, weight: Tensor, case: dict) -> list[Tenso
         hidden = kernels.rms_norm(hidden, weight, 1e-6)
         query = kernels.rms_norm(hidden.view(-1, 16, 256), weight[:256], 1e-6)
         out = torch.empty_like(query)
-        kernels.paged_attention(**case | dict(query=query, out=out))
+        kernels.paged_attention(AttentionProblem(**case | dict(query=query, out=out)))
         hidden = kernels.mul_sigmoid(out, query)
         results += [hidden, residual]
     return results

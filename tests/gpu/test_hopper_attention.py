@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import TOLERANCE, Case, attention_case, check
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention.hopper import (
+    MAX_ROWS,
+    OPS,
+    arrivals,
+    hopper_attention,
+    takes_attention,
+)
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.fp8 import FP8
-from vllm.kernels.hopper_attention import (
-    MAX_ROWS,
-    arrivals,
-    find_hopper_attention,
-    takes_attention,
-)
+from vllm.kernels.rotary import RotaryProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +49,8 @@ CASES = [
 def kernels() -> CudaKernels:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    op = find_hopper_attention(HOPPER)
-    assert op is not None, "build the CUDA ops first"
-    return CudaKernels(short_attention=op)
+    assert OPS.choose(HOPPER), "build the CUDA ops first"
+    return CudaKernels(HOPPER)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ def made(
 def rows_of(kernels: CudaKernels, case: Case) -> Tensor:
     """The output rows of sequences, in a tensor of their own."""
     out = torch.full_like(case["out"], float("nan"))
-    kernels.paged_attention(**case | dict(out=out))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     return out[: int(case["query_start_loc"][-1])]
 
 
@@ -151,7 +153,7 @@ def test_replays_give_the_same_bits(kernels: CudaKernels, rows: int, cache: torc
     outs = [torch.empty_like(case["out"]) for _ in range(10)]
     with torch.cuda.graph(graph):
         for out in outs:
-            kernels.paged_attention(**case | dict(out=out))
+            kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     for _ in range(100):
         for out in outs:
             out.fill_(float("nan"))
@@ -181,11 +183,12 @@ def test_it_waits_for_the_keys_of_this_step(
         wide = qkv
         for _ in range(4):
             wide = kernels.silu_and_mul(torch.cat([wide, wide], dim=1))
-        query = kernels.qk_norm_rope_cache(
+        rotary = RotaryProblem(
             qkv + 0 * wide, positions, angles, None, None, case["kv_cache"], slots,
             gated=False, eps=1e-6, one_plus=True, **options,
         )  # fmt: skip
-        kernels.paged_attention(**case | dict(query=query, out=out))
+        query = kernels.qk_norm_rope_cache(rotary)
+        kernels.paged_attention(AttentionProblem(**case | dict(query=query, out=out)))
 
     step()
     expected = out.clone()
@@ -200,13 +203,11 @@ def test_it_waits_for_the_keys_of_this_step(
 
 
 def test_wrong_arguments_are_refused(kernels: CudaKernels) -> None:
-    op = find_hopper_attention(HOPPER)
-    assert op is not None
     case = made([(1, 100)])
-    given = case | dict(v_scale=1.0)
     with pytest.raises(RuntimeError, match="query must be bfloat16"):
-        op(**given | dict(query=case["query"].half()))
+        hopper_attention(AttentionProblem(**case | dict(query=case["query"].half())))
     with pytest.raises(RuntimeError, match="too many query rows"):
-        op(**given | dict(max_query_len=3))
+        hopper_attention(AttentionProblem(**case | dict(max_query_len=3)))
     with pytest.raises(RuntimeError, match="kv_cache must be bfloat16 or float8_e4m3fn"):
-        op(**given | dict(kv_cache=case["kv_cache"][:, :, :8]))
+        short = case["kv_cache"][:, :, :8]
+        hopper_attention(AttentionProblem(**case | dict(kv_cache=short)))

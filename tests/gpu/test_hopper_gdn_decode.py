@@ -18,8 +18,8 @@ from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.decode_ring import GatedNorm, RingMemory, RingShape
 from vllm.kernels.hopper_gdn import find_hopper_gdn
 from vllm.kernels.hopper_gdn_decode import MAX_SLOTS, claims, hopper_decode, takes_decode
+from vllm.kernels.linear.skinny import OPS, skinny_linear
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.skinny import find_skinny_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -201,8 +201,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
     kernels: CudaKernels, num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step reads the projection of what the one before wrote, and may start before it."""
-    skinny = find_skinny_ops(HOPPER)
-    assert skinny is not None
+    assert OPS.choose(HOPPER)
     cases = [gdn_decode_case(num_seqs, MODEL, BF16, "cuda") for _ in range(6)]
     cases = [case | dict(state_indices=cases[0]["state_indices"]) for case in cases]
     used = cases[0]["state_indices"].long()
@@ -216,7 +215,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
     def chain(overlap: bool) -> None:
         hidden = x
         for case in cases:
-            parts = skinny.linear(hidden, weight, None, overlap)
+            parts = skinny_linear(hidden, weight, None, overlap)
             qkv, z, b, a = parts.split([8192, 4096, 32, 32], dim=-1)
             case |= dict(qkv=qkv, a=a, b=b)
             norm = GatedNorm(z.unflatten(1, (-1, 128)), gates.weight, 1e-6)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.kernels.cases import TOLERANCE, error_ratio
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.linear.skinny import OPS, skinny_linear, skinny_silu_and_mul
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm
-from vllm.kernels.skinny import SkinnyOps, find_skinny_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -26,14 +26,13 @@ VARIANTS = (0, 1)
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(scope="module")
-def ops() -> Iterator[SkinnyOps]:
+@pytest.fixture(scope="module", autouse=True)
+def _ops() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the kernel needs compute capability 9.0")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
-    found = find_skinny_ops(torch.cuda.get_device_capability())
-    assert found is not None
-    yield found
+    found = OPS.choose(torch.cuda.get_device_capability())
+    assert found, "build the CUDA ops first"
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +66,16 @@ def into_nan(op: Callable[[], Tensor], rows: int, columns: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_fp64(ops: SkinnyOps, n: int, k: int, dtype: torch.dtype) -> None:
+def test_fp64(n: int, k: int, dtype: torch.dtype) -> None:
     weight, reference = weight_of(n, k, dtype), NaiveKernels()
     for m in (1, 2, 7, 8, 9, 15, 16):
         x = tokens_of(m, k, dtype)
         for bias in (None, torch.randn(n, device="cuda").to(dtype)):
             wide = [t if t is None else t.double() for t in (x, weight, bias)]
-            out = into_nan(lambda: ops.linear(x, weight, bias, False), m, n, dtype)  # noqa: B023
+            out = into_nan(lambda: skinny_linear(x, weight, bias, False), m, n, dtype)  # noqa: B023
             assert error_ratio(out, reference.linear(*wide)) < TOLERANCE[dtype]
             gated = into_nan(
-                lambda: ops.linear_silu_and_mul(x, weight, bias, False),  # noqa: B023
+                lambda: skinny_silu_and_mul(x, weight, bias, False),  # noqa: B023
                 m,
                 n // 2,
                 dtype,
@@ -102,15 +101,15 @@ def launched(
 
 @pytest.mark.parametrize("ctas_per_sm", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_compiled_variant(ops: SkinnyOps, variant: int, ctas_per_sm: int) -> None:
+def test_every_compiled_variant(variant: int, ctas_per_sm: int) -> None:
     for (n, k), m in itertools.product([(2560, 4096), (12352, 2560), (1058, 544)], (3, 16)):
         x, weight = tokens_of(m, k), weight_of(n, k)
         out = launched(x, weight, (variant, 102 * 1024, ctas_per_sm))
         assert error_ratio(out, x.double() @ weight.double().T) < TOLERANCE[BF16]
-        assert torch.equal(out, ops.linear(x, weight, None, False))
+        assert torch.equal(out, skinny_linear(x, weight, None, False))
 
 
-def test_launches_that_cannot_be_are_refused(ops: SkinnyOps) -> None:
+def test_launches_that_cannot_be_are_refused() -> None:
     x, weight = tokens_of(2, 64), weight_of(8, 64)
     gated = torch.ops.vllm_cuda.skinny_linear_silu_and_mul.default
     with pytest.raises(RuntimeError, match="odd number of tiles"):
@@ -136,21 +135,21 @@ def test_launches_that_cannot_be_are_refused(ops: SkinnyOps) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(2560, 9216), (1058, 544)])
-def test_a_row_does_not_depend_on_the_rows_beside_it(ops: SkinnyOps, n: int, k: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(n: int, k: int) -> None:
     x, weight = tokens_of(16, k), weight_of(n, k)
-    whole = ops.linear(x, weight, None, False)
-    gated = ops.linear_silu_and_mul(x, weight, None, False)
+    whole = skinny_linear(x, weight, None, False)
+    gated = skinny_silu_and_mul(x, weight, None, False)
     for m in range(1, 16):
         start = 16 - m
-        assert torch.equal(ops.linear(x[start:], weight, None, False), whole[start:])
-        assert torch.equal(ops.linear_silu_and_mul(x[:m], weight, None, False), gated[:m])
-    assert torch.equal(ops.linear(x, weight[: n // 2], None, False), whole[:, : n // 2])
+        assert torch.equal(skinny_linear(x[start:], weight, None, False), whole[start:])
+        assert torch.equal(skinny_silu_and_mul(x[:m], weight, None, False), gated[:m])
+    assert torch.equal(skinny_linear(x, weight[: n // 2], None, False), whole[:, : n // 2])
 
 
-def chain(ops: SkinnyOps, x: Tensor, weights: list[Tensor], overlap: bool) -> Tensor:
+def chain(x: Tensor, weights: list[Tensor], overlap: bool) -> Tensor:
     """Each result is the next one's input; the buffers of two steps ago are reused."""
     for up, down in weights:
-        x = ops.linear(ops.linear_silu_and_mul(x, up, None, overlap), down, None, overlap)
+        x = skinny_linear(skinny_silu_and_mul(x, up, None, overlap), down, None, overlap)
     return x
 
 
@@ -162,18 +161,18 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 @pytest.mark.parametrize("m", [1, 16])
-def test_overlapping_launches_give_the_serial_bits(ops: SkinnyOps, m: int) -> None:
+def test_overlapping_launches_give_the_serial_bits(m: int) -> None:
     weights = [(weight_of(2 * 9216, 2560), weight_of(2560, 9216)) for _ in range(8)]
     x = torch.randn(m, 2560, dtype=BF16, device="cuda")
-    expected = chain(ops, x, weights, overlap=False)
-    graph, out = captured(lambda: chain(ops, x, weights, overlap=True))
+    expected = chain(x, weights, overlap=False)
+    graph, out = captured(lambda: chain(x, weights, overlap=True))
     for _ in range(30):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, expected)
 
 
-def test_overlap_beside_other_work_of_a_graph(ops: SkinnyOps) -> None:
+def test_overlap_beside_other_work_of_a_graph() -> None:
     """Predecessors that are no kernels or take no part, and a stream that forks and joins."""
     weight, x = weight_of(2560, 2560), torch.randn(4, 2560, dtype=BF16, device="cuda")
 
@@ -182,14 +181,14 @@ def test_overlap_beside_other_work_of_a_graph(ops: SkinnyOps) -> None:
         for _ in range(4):
             copied, total = torch.empty_like(y), torch.zeros_like(y)
             copied.copy_(y)
-            y = ops.linear(copied, weight, None, overlap)
+            y = skinny_linear(copied, weight, None, overlap)
             total += y
             side.wait_stream(stream)
             with torch.cuda.stream(side):
-                left = ops.linear(total, weight, None, overlap)
-            right = ops.linear(total * 0.5, weight, None, overlap)
+                left = skinny_linear(total, weight, None, overlap)
+            right = skinny_linear(total * 0.5, weight, None, overlap)
             stream.wait_stream(side)
-            y = ops.linear(left, weight, None, overlap) + right
+            y = skinny_linear(left, weight, None, overlap) + right
         return y
 
     expected = run(overlap=False)
@@ -201,21 +200,21 @@ def test_overlap_beside_other_work_of_a_graph(ops: SkinnyOps) -> None:
         assert torch.equal(out, expected)
 
 
-def test_what_the_kernel_cannot_read_is_refused(ops: SkinnyOps) -> None:
+def test_what_the_kernel_cannot_read_is_refused() -> None:
     x, weight = tokens_of(2, 64), weight_of(8, 64)
     with pytest.raises(RuntimeError, match="x must be at most 16 rows"):
-        ops.linear(tokens_of(17, 64), weight, None, False)
+        skinny_linear(tokens_of(17, 64), weight, None, False)
     with pytest.raises(RuntimeError, match="weight must be dense .* got .*8, 48"):
-        ops.linear(tokens_of(2, 48), weight_of(8, 48), None, False)
+        skinny_linear(tokens_of(2, 48), weight_of(8, 48), None, False)
     with pytest.raises(RuntimeError, match="weight must have as many columns as x"):
-        ops.linear(x, weight_of(8, 96), None, False)
+        skinny_linear(x, weight_of(8, 96), None, False)
     with pytest.raises(RuntimeError, match="residual must be dense"):
-        ops.linear(x, weight, None, False, residual=tokens_of(2, 9))
+        skinny_linear(x, weight, None, False, residual=tokens_of(2, 9))
     with pytest.raises(RuntimeError, match="norm must be dense"):
-        ops.linear(x, weight, None, False, norm=Norm(weight[0].float(), 1e-6, True))
+        skinny_linear(x, weight, None, False, norm=Norm(weight[0].float(), 1e-6, True))
     with pytest.raises(RuntimeError, match="x must be bfloat16 or float16"):
-        ops.linear(x.float(), weight.float(), None, False)
+        skinny_linear(x.float(), weight.float(), None, False)
     with pytest.raises(RuntimeError, match="bias must be dense"):
-        ops.linear(x, weight, weight[0], False)
+        skinny_linear(x, weight, weight[0], False)
     with pytest.raises(RuntimeError, match="even number of rows"):
-        ops.linear_silu_and_mul(x, weight[:7], None, False)
+        skinny_silu_and_mul(x, weight[:7], None, False)

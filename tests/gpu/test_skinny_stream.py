@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.cuda_library import HOPPER
+from vllm.kernels.linear.skinny import OPS, skinny_linear, skinny_silu_and_mul
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.kernels.skinny import HopperSkinnyOps, SkinnyOps, find_skinny_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -20,13 +19,12 @@ BF16 = torch.bfloat16
 COLUMNS = (544, 1024, 1056, 2048, 2080, 2560, 3072)
 
 
-@pytest.fixture(scope="module")
-def ops() -> Iterator[SkinnyOps]:
+@pytest.fixture(scope="module", autouse=True)
+def _ops() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the kernel needs compute capability 9.0")
-    found = find_skinny_ops(torch.cuda.get_device_capability())
-    assert found is not None, "build the CUDA ops first"
-    yield found
+    found = OPS.choose(torch.cuda.get_device_capability())
+    assert found, "build the CUDA ops first"
 
 
 @pytest.fixture(autouse=True)
@@ -45,36 +43,38 @@ def norm_of(k: int, one_plus: bool = True, dtype: torch.dtype = BF16) -> Norm:
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("k", COLUMNS)
-def test_norm_bits(ops: SkinnyOps, k: int, one_plus: bool, dtype: torch.dtype) -> None:
+def test_norm_bits(k: int, one_plus: bool, dtype: torch.dtype) -> None:
     weight, norm = rows(1058, k, dtype=dtype, scale=k**-0.5), norm_of(k, one_plus, dtype)
     triton = CudaKernels()
     for m in range(1, 9):
         x = rows(m, k, dtype=dtype, scale=10.0)
         normed = triton.rms_norm(x, norm.weight, norm.eps, one_plus=one_plus)
-        out = ops.linear(x, weight, None, False, norm=norm)
-        assert torch.equal(out, ops.linear(normed, weight, None, False))
-        gated = ops.linear_silu_and_mul(x, weight, None, False, norm=norm)
-        assert torch.equal(gated, ops.linear_silu_and_mul(normed, weight, None, False))
+        out = skinny_linear(x, weight, None, False, norm=norm)
+        assert torch.equal(out, skinny_linear(normed, weight, None, False))
+        gated = skinny_silu_and_mul(x, weight, None, False, norm=norm)
+        assert torch.equal(gated, skinny_silu_and_mul(normed, weight, None, False))
         wide = torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")
         wide[:, :k] = x
-        assert torch.equal(out, ops.linear(wide[:, :k], weight, None, False, norm=norm))
+        assert torch.equal(out, skinny_linear(wide[:, :k], weight, None, False, norm=norm))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(2560, 9216), (2560, 4096), (1058, 544), (4096, 2560)])
-def test_addition_bits(ops: SkinnyOps, n: int, k: int, dtype: torch.dtype) -> None:
+def test_addition_bits(n: int, k: int, dtype: torch.dtype) -> None:
     weight, bias = rows(n, k, dtype=dtype, scale=k**-0.5), rows(n, dtype=dtype)
     for m in range(1, 17):
         x, residual = rows(m, k, dtype=dtype), rows(m, n, dtype=dtype, scale=3.0)
-        out = ops.linear(x, weight, bias, False, residual=residual)
-        assert torch.equal(out, residual + ops.linear(x, weight, bias, False))
+        out = skinny_linear(x, weight, bias, False, residual=residual)
+        assert torch.equal(out, residual + skinny_linear(x, weight, bias, False))
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(ops: SkinnyOps) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight, norm = rows(8, 2560), rows(512, 2560, scale=0.02), norm_of(2560)
-    whole = ops.linear(x, weight, None, False, norm=norm)
+    whole = skinny_linear(x, weight, None, False, norm=norm)
     for m in range(1, 8):
-        assert torch.equal(ops.linear(x[8 - m :], weight, None, False, norm=norm), whole[8 - m :])
+        assert torch.equal(
+            skinny_linear(x[8 - m :], weight, None, False, norm=norm), whole[8 - m :]
+        )
 
 
 def layers(kernels: CudaKernels, weights: list[tuple[Tensor, ...]], x: Tensor) -> list[Tensor]:
@@ -98,15 +98,14 @@ class SeparateKernels(CudaKernels):
         return ResidualStream(residual, self.linear(x, weight, bias))
 
 
-@pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize("m", [1, 8, 16])
 def test_streams_of_a_graph_have_the_bits_of_separate_kernels(m: int) -> None:
     """With launches that overlap."""
     shapes = (4096, 2560), (2560, 4096), (2 * 4608, 2560), (2560, 4608)
     weights = [tuple(rows(*s, scale=s[1] ** -0.5) for s in shapes) for _ in range(6)]
     x = rows(m, 2560)
-    expected = layers(SeparateKernels(HopperSkinnyOps()), weights, x)
-    kernels = CudaKernels(HopperSkinnyOps())
+    expected = layers(SeparateKernels(HOPPER), weights, x)
+    kernels = CudaKernels(HOPPER)
     eager = layers(kernels, weights, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.swiglu import SHAPES, find_swiglu, swiglu
+from vllm.kernels.linear.swiglu import OPS, SHAPES, swiglu
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def _hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel holds machine code of compute capability 9.0")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
-    assert find_swiglu((9, 0)) is swiglu
+    assert OPS.choose((9, 0))
 
 
 @pytest.fixture(autouse=True)

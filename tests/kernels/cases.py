@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.rotary import RotaryProblem
 
 Case = dict[str, Any]
 CACHES = {"kv_cache", "cache", "conv_state", "ssm_state"}
@@ -41,11 +43,21 @@ def widen(value: Any) -> Any:
     return value.detach().to(dtype, copy=True)
 
 
+#: of ops that take one; others take the case's entries as arguments
+PROBLEMS = {"paged_attention": AttentionProblem, "qk_norm_rope_cache": RotaryProblem}
+
+
+def run(kernels: Kernels, op: str, case: Case) -> Any:
+    """The op's result for a case."""
+    function = getattr(kernels, op)
+    return function(PROBLEMS[op](**case)) if op in PROBLEMS else function(**case)
+
+
 def check(kernels: Kernels, op: str, case: Case, tolerance: float) -> None:
     """Run `op` and the fp64 reference on copies of `case`; compare results and every argument."""
     wide = {name: widen(value) for name, value in case.items()}
-    expected = getattr(NaiveKernels(), op)(**wide)
-    result = getattr(kernels, op)(**case)
+    expected = run(NaiveKernels(), op, wide)
+    result = run(kernels, op, case)
     if not isinstance(result, tuple):
         result, expected = (result,), (expected,)
     pairs = {f"result {i}": p for i, p in enumerate(zip(result, expected, strict=True))}

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from tests.kernels import no_gpu  # noqa: F401
+from vllm.kernels.activation.triton import _silu_and_mul_kernel, silu_and_mul
 from vllm.kernels.triton import compile_log
-from vllm.kernels.triton.activation import _silu_and_mul_kernel, silu_and_mul
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, noted_launches
 from vllm.kernels.triton.kernel_plan import KernelPlan
 

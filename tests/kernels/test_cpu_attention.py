@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import Case, arena_cache, attention_case, check, randn, rope_case, strided
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.rotary import RotaryProblem
 
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -19,7 +21,7 @@ DTYPES = list(TOLERANCE)
 def run(case: Case, **changed: object) -> Tensor:
     case = case | changed
     case["out"] = torch.full_like(case["out"], float("nan"))
-    KERNELS.paged_attention(**case)
+    KERNELS.paged_attention(AttentionProblem(**case))
     return case["out"]
 
 
@@ -130,8 +132,8 @@ def test_qk_norm_rope_cache_matches_fp64(
 def test_qk_norm_rope_cache_rounds_like_the_reference(one_plus: bool) -> None:
     case = rope_case(60, (4, 2, 64), torch.bfloat16, "cpu", one_plus=one_plus)
     other = {k: v.clone() if isinstance(v, Tensor) else v for k, v in case.items()}
-    out = KERNELS.qk_norm_rope_cache(**case)[:-1]
-    expected = NaiveKernels().qk_norm_rope_cache(**other)[:-1]
+    out = KERNELS.qk_norm_rope_cache(RotaryProblem(**case))[:-1]
+    expected = NaiveKernels().qk_norm_rope_cache(RotaryProblem(**other))[:-1]
     assert (out != expected).float().mean() < 2e-3
     keys = (x["kv_cache"].nan_to_num() for x in (case, other))
     assert torch.ne(*keys).float().mean() < 2e-3
@@ -148,10 +150,10 @@ class Rows:
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
 
-    def qk_norm_rope_cache(self, **case: object) -> Tensor:
-        out = self.kernels.qk_norm_rope_cache(**case)
-        copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in case.items()}
-        out[-1] = NaiveKernels().qk_norm_rope_cache(**copy)[-1]
+    def qk_norm_rope_cache(self, p: RotaryProblem) -> Tensor:
+        out = self.kernels.qk_norm_rope_cache(p)
+        copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(p).items()}
+        out[-1] = NaiveKernels().qk_norm_rope_cache(RotaryProblem(**copy))[-1]
         return out
 
 

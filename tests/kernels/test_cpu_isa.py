@@ -48,7 +48,7 @@ def test_the_environment_chooses_the_instruction_set() -> None:
 
 THREADS = """
 import torch
-from tests.kernels.cases import attention_case, gdn_case, gdn_decode_case
+from tests.kernels.cases import attention_case, gdn_case, gdn_decode_case, run
 from vllm.kernels.cpu import CpuKernels
 
 kernels, results = CpuKernels(), {}
@@ -67,7 +67,7 @@ for threads in (1, 2, 5):
     outs = []
     for op, of_op in cases.items():
         for case in of_op:
-            getattr(kernels, op)(**case)
+            run(kernels, op, case)
             outs += [case["out"], case.get("ssm_state", case["out"]).nan_to_num()]
     x = torch.randn(3000, 320)
     outs += [kernels.rms_norm(x, x[0], 1e-6), kernels.silu_and_mul(x)]

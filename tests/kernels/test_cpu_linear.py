@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.cases import error_ratio, randn, strided
 from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.linear.cpu import skinny_linear
 
 KERNELS = CpuKernels()
 # One unit roundoff of the dtype; fp32 also accumulates.
@@ -23,7 +24,7 @@ def test_skinny_linear_matches_fp64(
     x = strided(randn(rows, k, dtype=dtype, device="cpu"))
     weight = strided(randn(n, k, dtype=dtype, device="cpu"))
     offset = randn(n, dtype=dtype, device="cpu") if bias else None
-    out = KERNELS.skinny_linear(x, weight, offset)
+    out = skinny_linear(x, weight, offset)
     ref = torch.nn.functional.linear(
         x.double(), weight.double(), None if offset is None else offset.double()
     )
@@ -41,10 +42,10 @@ def test_skinny_linear_matches_fp64(
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, k: int) -> None:
     x, weight = (randn(n, k, dtype=dtype, device="cpu") for n in (29, 75))
     bias = randn(75, dtype=dtype, device="cpu")
-    whole = KERNELS.skinny_linear(x, weight, bias)
+    whole = skinny_linear(x, weight, bias)
     for size in (1, 2, 3, 4, 8, 13):
         for start in range(0, 29 - size, 5):
-            part = KERNELS.skinny_linear(x[start : start + size], weight, bias)
+            part = skinny_linear(x[start : start + size], weight, bias)
             assert torch.equal(part, whole[start : start + size])
 
 
@@ -52,7 +53,7 @@ def test_nan_stays_in_its_row_and_column() -> None:
     x, weight = torch.randn(9, 50), torch.randn(30, 50)
     x[4, 7] = float("nan")
     weight[3, 49] = float("nan")
-    out = KERNELS.skinny_linear(x, weight, None)
+    out = skinny_linear(x, weight, None)
     expected = torch.zeros(9, 30, dtype=torch.bool)
     expected[4], expected[:, 3] = True, True
     assert torch.equal(out.isnan(), expected)
@@ -68,4 +69,4 @@ def test_wrong_arguments_are_named() -> None:
         "x must be float32, bfloat16 or float16": (x.double(), weight, None),
     }.items():
         with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
-            KERNELS.skinny_linear(*arguments)
+            skinny_linear(*arguments)

@@ -3,31 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from vllm import decisions
-from vllm.kernels import cuda_library, hopper_attention, hopper_gdn, skinny, swiglu
+from vllm.kernels import cuda_library, hopper_gdn
+from vllm.kernels.attention import hopper
+from vllm.kernels.cuda_library import CudaOps
+from vllm.kernels.linear import skinny, swiglu
 
 NOT_BUILT = "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"
-#: the finder, what it decides, what it is instead of, whether Hopper alone has the kernels
 CHOICES = [
-    pytest.param(skinny.find_skinny_ops, skinny.WHAT, "cuBLAS", False, id="skinny"),
-    pytest.param(hopper_gdn.find_hopper_gdn, hopper_gdn.WHAT, "Triton", True, id="gdn"),
-    pytest.param(
-        hopper_attention.find_hopper_attention,
-        hopper_attention.WHAT,
-        "Triton",
-        True,
-        id="attention",
-    ),
-    pytest.param(swiglu.find_swiglu, swiglu.WHAT, "cuBLAS, then Triton", True, id="swiglu"),
+    pytest.param(skinny.OPS, id="skinny"),
+    pytest.param(hopper_gdn.OPS, id="gdn"),
+    pytest.param(hopper.OPS, id="attention"),
+    pytest.param(swiglu.OPS, id="swiglu"),
 ]
 
 
-@pytest.mark.parametrize(("find", "what", "instead_of", "hopper_only"), CHOICES)
+@pytest.mark.parametrize("ops", CHOICES)
 @pytest.mark.parametrize(
     ("capability", "built", "why"),
     [
@@ -40,10 +35,7 @@ CHOICES = [
 def test_the_choice_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    find: Callable[[tuple[int, int]], object | None],
-    what: str,
-    instead_of: str,
-    hopper_only: bool,
+    ops: CudaOps,
     capability: tuple[int, int],
     built: bool,
     why: str | None,
@@ -54,11 +46,11 @@ def test_the_choice_is_recorded(
     loaded: list[None] = []
     monkeypatch.setattr(cuda_library, "CUDA_LIBRARY", library)
     monkeypatch.setattr(cuda_library, "load_cuda_ops", lambda: loaded.append(None))
-    expected = why is None or (capability == (10, 0) and not hopper_only)
-    assert (find(capability) is not None) == expected == (len(loaded) == 1)
-    (decision,) = [d for d in decisions.decisions() if d.what == what]
+    expected = why is None or (capability == (10, 0) and not ops.hopper_only)
+    assert ops.choose(capability) == expected == (len(loaded) == 1)
+    (decision,) = [d for d in decisions.decisions() if d.what == ops.what]
     if expected:
-        assert decision.chosen.startswith("vllm_cuda") and decision.instead_of == instead_of
+        assert decision.chosen.startswith("vllm_cuda") and decision.instead_of == ops.instead_of
     else:
-        assert (decision.chosen, decision.instead_of) == (instead_of, "vllm_cuda")
+        assert (decision.chosen, decision.instead_of) == (ops.instead_of, "vllm_cuda")
         assert why is not None and why in decision.why

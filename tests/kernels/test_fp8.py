@@ -9,10 +9,11 @@ from tests.kernels.cases import error_ratio, randn, strided
 from vllm.kernels import fp8
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.fp8 import skinny
+from vllm.kernels.fp8.quantize import quantize_groups, quantize_rows
 from vllm.kernels.interface import Kernels
+from vllm.kernels.linear.cpu import skinny_linear
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.triton import fp8_skinny
-from vllm.kernels.triton.quantize import quantize_groups, quantize_rows
 
 # Sums in fp32, results rounded once.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -104,12 +105,12 @@ def test_saturation_and_nan() -> None:
 def test_cpu_product_reads_every_code() -> None:
     """Also in the lanes of a ragged end."""
     weight = all_codes().repeat(3)[None, :701].contiguous()
-    out = CpuKernels().skinny_linear(torch.eye(701), weight, None)
+    out = skinny_linear(torch.eye(701), weight, None)
     assert torch.equal(out[:, 0], weight[0].float())
     nan = torch.full((1, 40), float("nan")).to(fp8.FP8)
-    assert CpuKernels().skinny_linear(torch.ones(1, 40), nan, None).isnan().all()
+    assert skinny_linear(torch.ones(1, 40), nan, None).isnan().all()
     with pytest.raises(RuntimeError, match="x must be float32 with a float8 weight"):
-        CpuKernels().skinny_linear(torch.ones(1, 701).bfloat16(), weight, None)
+        skinny_linear(torch.ones(1, 701).bfloat16(), weight, None)
 
 
 @pytest.mark.parametrize("kernels", [NaiveKernels(), CpuKernels()])
@@ -181,9 +182,9 @@ def test_long_sums_are_split(grouped, dtype, device):
         values, x_scale = quantize_rows(x)
     out = torch.full((3, 40), float("nan"), dtype=dtype, device=device)
     alone = torch.full_like(out[:1], float("nan"))
-    fp8_skinny.skinny_matmul(values, x_scale, weight, scale, bias, out)
+    skinny.skinny_matmul(values, x_scale, weight, scale, bias, out)
     assert error_ratio(out, expected) < bound(dtype, device)
-    fp8_skinny.skinny_matmul(values[2:3], x_scale[2:3], weight, scale, bias, alone)
+    skinny.skinny_matmul(values[2:3], x_scale[2:3], weight, scale, bias, alone)
     assert torch.equal(alone, out[2:])
 
 

@@ -8,6 +8,7 @@ from tests.kernels.cases import TOLERANCE, attention_case, check, randn, rope_ca
 from vllm.kernels import fp8
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.rotary import RotaryProblem
 
 kernels = CudaKernels()
 HEADS = (8, 2, 64)
@@ -35,8 +36,8 @@ def test_fused_write_is_that_of_the_definition(dtype, device):
     case = rope_case(33, HEADS, dtype, device) | SCALES
     cache = torch.full(case["kv_cache"].shape, float("nan"), device=device).to(fp8.FP8)
     found, expected = cache, cache.clone()
-    q = kernels.qk_norm_rope_cache(**case | {"kv_cache": found})
-    ref = NaiveKernels().qk_norm_rope_cache(**case | {"kv_cache": expected})
+    q = kernels.qk_norm_rope_cache(RotaryProblem(**case | {"kv_cache": found}))
+    ref = NaiveKernels().qk_norm_rope_cache(RotaryProblem(**case | {"kv_cache": expected}))
     torch.testing.assert_close(q[:-1], ref[:-1], rtol=2e-2, atol=2e-2)
     written = ~expected.float().isnan()
     assert torch.equal(found.float().isnan(), ~written)

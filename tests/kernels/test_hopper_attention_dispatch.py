@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import TOLERANCE, attention_case, check, strided
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.fp8 import FP8
-from vllm.kernels.hopper_attention import (
+from vllm.kernels.attention import AttentionProblem, hopper
+from vllm.kernels.attention.hopper import (
     FEW_SHARE_KEYS,
     MANY_SHARE_KEYS,
     MAX_SEQUENCES,
@@ -21,6 +21,9 @@ from vllm.kernels.hopper_attention import (
     num_shares,
     takes_attention,
 )
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.fp8 import FP8
+from vllm.kernels.triton.configs import shipped
 
 HEADS = (8, 2, 128)
 BF16 = torch.bfloat16
@@ -28,15 +31,22 @@ CHIP = 132
 ROW = 16 * 256  # numbers of a token's output
 
 
-def problem(**changes: Any) -> dict[str, Any]:
-    """Arguments of `takes_attention`, all of which it takes, but for the changes."""
+@pytest.fixture(autouse=True)
+def _chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = replace(shipped(None), multiprocessors=CHIP)
+    monkeypatch.setattr(hopper, "device_configs", lambda device: chip)
+
+
+def problem(*, num_seqs: int = 1, **changes: Any) -> AttentionProblem:
+    """One that the op takes, but for the changes."""
     case = attention_case([(1, 20)], HEADS, BF16, "cpu", gated=True)
-    given = {name: case[name] for name in ("query", "kv_cache", "out", "gate", "max_query_len")}
-    return given | dict(num_seqs=1, chip=CHIP) | changes
+    seq_lens = torch.zeros(num_seqs, dtype=torch.int32)
+    return AttentionProblem(**case | dict(seq_lens=seq_lens) | changes)
 
 
-def heads_of(case: dict[str, Any], head_dim: int) -> dict[str, Tensor]:
-    return {name: case[name][..., :head_dim].contiguous() for name in ("query", "kv_cache", "out")}
+def heads_of(p: AttentionProblem, head_dim: int) -> dict[str, Tensor]:
+    tensors = {"query": p.query, "kv_cache": p.kv_cache, "out": p.out}
+    return {name: tensor[..., :head_dim].contiguous() for name, tensor in tensors.items()}
 
 
 BASE = problem()
@@ -56,26 +66,26 @@ FP8_CACHE = torch.zeros(3, 2, 16, 2, 128).to(FP8)
     ],
 )
 def test_what_is_taken(changes: dict[str, Any]) -> None:
-    assert takes_attention(**problem(**changes))
+    assert takes_attention(problem(**changes))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"query": BASE["query"].half()}, id="fp16"),
-        pytest.param({"kv_cache": BASE["kv_cache"].half()}, id="fp16 cache"),
+        pytest.param({"query": BASE.query.half()}, id="fp16"),
+        pytest.param({"kv_cache": BASE.kv_cache.half()}, id="fp16 cache"),
         pytest.param(heads_of(BASE, 64), id="heads of 64"),
         pytest.param({"max_query_len": 3}, id="12 rows"),
         pytest.param({"num_seqs": 34}, id="a share each"),
         pytest.param({"kv_cache": torch.zeros(3, 2, 8, 2, 128, dtype=BF16)}, id="blocks of 8"),
         pytest.param({"num_seqs": MAX_SEQUENCES + 1, "kv_cache": FP8_CACHE}, id="too many"),
-        pytest.param({"query": strided(BASE["query"], 2)}, id="head stride"),
-        pytest.param({"gate": strided(BASE["gate"], 8)[..., 2:130]}, id="gate offset"),
-        pytest.param({"out": BASE["out"].transpose(1, 2).contiguous().transpose(1, 2)}, id="apart"),
+        pytest.param({"query": strided(BASE.query, 2)}, id="head stride"),
+        pytest.param({"gate": strided(BASE.gate, 8)[..., 2:130]}, id="gate offset"),
+        pytest.param({"out": BASE.out.transpose(1, 2).contiguous().transpose(1, 2)}, id="apart"),
     ],
 )
 def test_what_is_left_to_triton(changes: dict[str, Any]) -> None:
-    assert not takes_attention(**problem(**changes))
+    assert not takes_attention(problem(**changes))
 
 
 def test_few_sequences_fill_the_chip_once() -> None:
@@ -98,17 +108,18 @@ def test_shares_leave_memory_for_other_things(sequences: int) -> None:
     assert splits == 1 or splits * sequences * ROW <= SHARED_NUMBERS
 
 
-def test_only_what_is_taken_goes_to_the_op(device: str) -> None:
-    calls: list[dict[str, Any]] = []
-    kernels = CudaKernels(short_attention=lambda *args, **options: calls.append(options))
+def test_only_what_is_taken_goes_to_the_op(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[AttentionProblem] = []
+    recorder = replace(hopper.paged_attention, run=calls.append, needs=None)
+    monkeypatch.setattr(hopper, "paged_attention", recorder)
+    kernels = CudaKernels()
     case = attention_case([(1, 20), (2, 30)], (4, 2, 128), torch.float32, device)
     check(kernels, "paged_attention", case, TOLERANCE[torch.float32])
     assert not calls
     case = attention_case([(1, 20), (2, 30)], (4, 2, 128), BF16, device)
-    kernels.paged_attention(**case | dict(k_scale=0.5, v_scale=3.0, sliding_window=7))
-    assert len(calls) == 1
-    assert calls[0]["scale"] == case["scale"] * 0.5 and calls[0]["v_scale"] == 3.0
-    assert calls[0]["sliding_window"] == 7 and calls[0]["max_seq_len"] == 30
+    taken = AttentionProblem(**case | dict(k_scale=0.5, v_scale=3.0, sliding_window=7))
+    kernels.paged_attention(taken)
+    assert len(calls) == 1 and calls[0] is taken
     long = attention_case([(9, 20)], (4, 2, 128), torch.float32, device)
     check(kernels, "paged_attention", long, TOLERANCE[torch.float32])
     assert len(calls) == 1

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.kernels.cases import attention_case, error_ratio
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.naive import NaiveKernels
 
 kernels = NaiveKernels()
@@ -16,7 +17,7 @@ kernels = NaiveKernels()
 def test_paged_equals_dense(heads, window):
     lengths = [(1, 1), (5, 21), (33, 33), (1, 40)]
     case = attention_case(lengths, heads, torch.float64, "cpu", window=window, padding=1)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     group = heads[0] // heads[1]
     for seq, (query_len, seq_len) in enumerate(lengths):
         start = case["query_start_loc"][seq]
@@ -40,11 +41,11 @@ def test_paged_equals_dense(heads, window):
 def test_blocks_below_the_window_are_not_read():
     """They may be another group's by now, and hold NaN."""
     case = attention_case([(4, 100), (40, 40)], (4, 2, 16), torch.float32, "cpu", window=20)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     freed = case["block_table"][0, : (100 - 4 - 20) // 16]
     case["kv_cache"][freed.long()] = float("nan")
     out = torch.full_like(case["out"], float("nan"))
-    kernels.paged_attention(**case | dict(out=out))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     assert torch.equal(out, case["out"]) and not out.isnan().any()
 
 
@@ -58,7 +59,7 @@ def test_write_rows_skips_negative_slots():
 
 def test_the_gate():
     case = attention_case([(3, 20)], (4, 2, 16), torch.float64, "cpu", gated=True)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     plain = torch.empty_like(case["out"])
-    kernels.paged_attention(**case | dict(out=plain, gate=None))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=plain, gate=None)))
     assert error_ratio(case["out"], plain / (1 + (-case["gate"]).exp())) < 1e-14

@@ -6,7 +6,8 @@ import torch
 
 from tests.kernels.cases import error_ratio, rope_case, strided
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.naive_norm import rotate
+from vllm.kernels.rotary import RotaryProblem
+from vllm.kernels.rotary.naive import rotate
 
 kernels = NaiveKernels()
 
@@ -65,7 +66,7 @@ def test_rotation_depends_on_relative_position_only(rot):
 
 def test_qk_norm_rope_cache_splits_gated_heads_and_skips_padding():
     case = rope_case(5, (4, 2, 8), torch.float32, "cpu", rot=8)
-    q = kernels.qk_norm_rope_cache(**case)
+    q = kernels.qk_norm_rope_cache(RotaryProblem(**case))
     packed = case["qkv"][:, : 4 * 16].unflatten(1, (4, 2, 8))[:, :, 0]
     normed = kernels.rms_norm(packed, case["q_norm_weight"], 1e-6, one_plus=True)
     assert error_ratio(q, rotate(normed, case["cos_sin"][case["positions"]]).double()) < 1e-6

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
+from vllm.kernels.residual_stream import Norm, ResidualStream
 
 KERNELS = [
     (NaiveKernels, torch.float64),
@@ -53,5 +53,5 @@ def test_linear_add(make: type[Kernels], dtype: torch.dtype) -> None:
     weight, bias = rows(48, 64, dtype=dtype), rows(48, dtype=dtype)
     norm = Norm(rows(48, dtype=dtype), 1e-6, False)
     stream = kernels.linear_add(x, weight, bias, residual)
-    _, total = normalise(kernels, stream, norm)
+    _, total = kernels.enter(stream, norm)
     assert torch.equal(total, residual + kernels.linear(x, weight, bias))

@@ -3,27 +3,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import Tensor
 
-from vllm.kernels import cuda
+from vllm.kernels import cuda_library
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.cuda_library import HOPPER, CudaOps
 from vllm.kernels.interface import Kernels
+from vllm.kernels.linear import skinny
+from vllm.kernels.linear.skinny import (
+    FEW_ROWS,
+    MANY_ROWS,
+    can_add,
+    can_normalise,
+    is_skinny,
+    skinny_launch,
+)
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.kernels.skinny import can_add, can_normalise, is_skinny
-from vllm.kernels.skinny_launch import FEW_ROWS, MANY_ROWS, skinny_launch
 
 BF16 = torch.bfloat16
 
 
+@dataclass
 class Recorder:
-    """Ops that note how they were called and compute in plain torch."""
+    """The kernels in plain torch; notes how they were called."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, bool]] = []
+    calls: list[tuple[str, bool]] = field(default_factory=list)
 
     def linear(
         self,
@@ -39,7 +49,7 @@ class Recorder:
         out = torch.nn.functional.linear(normed(x, norm), weight, bias)
         return out if residual is None else out + residual
 
-    def linear_silu_and_mul(
+    def silu_and_mul(
         self,
         x: Tensor,
         weight: Tensor,
@@ -53,6 +63,16 @@ class Recorder:
         return NaiveKernels().silu_and_mul(out)
 
 
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What `CudaKernels(HOPPER)` multiplies few tokens by."""
+    recorder = Recorder()
+    monkeypatch.setattr(skinny, "skinny_linear", recorder.linear)
+    monkeypatch.setattr(skinny, "skinny_silu_and_mul", recorder.silu_and_mul)
+    monkeypatch.setattr(CudaOps, "choose", lambda ops, capability: ops is skinny.OPS)
+    return recorder
+
+
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
@@ -62,7 +82,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 @pytest.fixture(autouse=True)
 def _not_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds of torch without CUDA cannot even be asked."""
-    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_library.torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def ones(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -96,18 +116,18 @@ def test_few_tokens_are_skinny(tokens: int, dtype: torch.dtype) -> None:
         pytest.param(ones(2, 72)[:, 4:68], ones(8, 64), id="token offset"),
     ],
 )
-def test_what_is_not_skinny_goes_to_torch(x: Tensor, weight: Tensor) -> None:
+def test_what_is_not_skinny_goes_to_torch(recorder: Recorder, x: Tensor, weight: Tensor) -> None:
     assert not is_skinny(x, weight)
-    recorder = Recorder()
-    out = CudaKernels(recorder).linear(x, weight, None)
+    out = CudaKernels(HOPPER).linear(x, weight, None)
     assert torch.equal(out, torch.nn.functional.linear(x, weight)) and not recorder.calls
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_launches_overlap_in_graphs_only(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
-    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    recorder = Recorder()
-    kernels = CudaKernels(recorder)
+def test_launches_overlap_in_graphs_only(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    monkeypatch.setattr(cuda_library.torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    kernels = CudaKernels(HOPPER)
     x, weight, bias = ones(3, 64), ones(8, 64), ones(8)
     assert kernels.linear(x, weight, bias).tolist() == [[65.0] * 8] * 3
     assert kernels.linear_silu_and_mul(x, weight, bias).tolist() == [[4224.0] * 4] * 3
@@ -153,10 +173,9 @@ def test_norms_that_the_ops_take_along(x: Tensor, norm: Norm, takes: bool) -> No
     assert can_normalise(norm, x) == takes
 
 
-def test_a_stream_that_is_added_up_is_one_launch() -> None:
+def test_a_stream_that_is_added_up_is_one_launch(recorder: Recorder) -> None:
     torch.manual_seed(0)
-    recorder = Recorder()
-    kernels, naive = CudaKernels(recorder), NaiveKernels()
+    kernels, naive = CudaKernels(HOPPER), NaiveKernels()
     x, weight, norm = torch.randn(3, 544).to(BF16), torch.randn(8, 544).to(BF16), norm_of(544)
     out, total = kernels.norm_linear(ResidualStream(x), norm, weight, None)
     assert total is x and torch.equal(out, naive.linear(normed(x, norm), weight, None))
@@ -169,9 +188,7 @@ def test_a_stream_that_is_added_up_is_one_launch() -> None:
 class SeparateNorms(CudaKernels):
     """Plain torch for what else is Triton's; counts norms."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
-        self.norms = 0
+    norms = 0
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return NaiveKernels().silu_and_mul(gate_up)
@@ -196,9 +213,10 @@ class SeparateNorms(CudaKernels):
         pytest.param(3, 64, False, id="few columns"),
     ],
 )
+@pytest.mark.usefixtures("recorder")
 def test_other_streams_have_a_norm_of_their_own(tokens: int, columns: int, pending: bool) -> None:
     torch.manual_seed(0)
-    kernels, naive = SeparateNorms(Recorder()), NaiveKernels()
+    kernels, naive = SeparateNorms(HOPPER), NaiveKernels()
     x, branch = (torch.randn(tokens, columns).to(BF16) for _ in range(2))
     weight, norm = torch.randn(8, columns).to(BF16), norm_of(columns)
     stream = ResidualStream(x, branch if pending else None)
@@ -211,10 +229,9 @@ def test_other_streams_have_a_norm_of_their_own(tokens: int, columns: int, pendi
     assert torch.equal(out, naive.linear_silu_and_mul(normed(expected, norm), weight, None))
 
 
-def test_few_tokens_are_added_by_the_matmul() -> None:
+def test_few_tokens_are_added_by_the_matmul(recorder: Recorder) -> None:
     torch.manual_seed(0)
-    recorder = Recorder()
-    kernels, naive = CudaKernels(recorder), NaiveKernels()
+    kernels, naive = CudaKernels(HOPPER), NaiveKernels()
     weight = torch.randn(8, 64).to(BF16)
     for tokens, fused in ((3, True), (17, False)):
         x, residual = torch.randn(tokens, 64).to(BF16), torch.randn(tokens, 8).to(BF16)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.kernels import cuda, swiglu
+from vllm.kernels import cuda_library
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.cuda_library import HOPPER, CudaOps
+from vllm.kernels.linear import swiglu
+from vllm.kernels.linear.swiglu import SHAPES, Shape, is_faster, swiglu_launch, takes_swiglu
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.kernels.swiglu import SHAPES, Shape, is_faster, swiglu_launch, takes_swiglu
 
 BF16 = torch.bfloat16
 H200 = 132
@@ -31,6 +33,15 @@ class Recorder:
         return NaiveKernels().linear_silu_and_mul(x, weight, None)
 
 
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """The op of `CudaKernels(HOPPER)`."""
+    recorder = Recorder()
+    monkeypatch.setattr(swiglu, "swiglu", recorder)
+    monkeypatch.setattr(CudaOps, "choose", lambda ops, capability: ops is swiglu.OPS)
+    return recorder
+
+
 class PlainRest(CudaKernels):
     """Plain torch for what else is Triton's."""
 
@@ -44,7 +55,7 @@ class PlainRest(CudaKernels):
 @pytest.fixture(autouse=True)
 def _not_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds of torch without CUDA cannot even be asked."""
-    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_library.torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -91,21 +102,22 @@ def test_taken(x: Tensor, weight: Tensor) -> None:
         pytest.param(X, ones(16 * 64 + 4)[4:].view(16, 64), None, id="weight at 8 bytes"),
     ],
 )
-def test_not_taken(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def test_not_taken(recorder: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert not takes_swiglu(x, weight, bias)
     if x.dim() == 2 and x.stride(1) == 1:
-        recorder = Recorder()
-        out = PlainRest(swiglu=recorder).linear_silu_and_mul(x, weight, bias)
+        out = PlainRest(HOPPER).linear_silu_and_mul(x, weight, bias)
         assert torch.equal(out, NaiveKernels().linear_silu_and_mul(x, weight, bias))
         assert not recorder.calls
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_many_tokens_are_one_launch(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
-    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: capturing)
+def test_many_tokens_are_one_launch(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    monkeypatch.setattr(cuda_library.torch.cuda, "is_current_stream_capturing", lambda: capturing)
     torch.manual_seed(0)
-    recorder, naive = Recorder(), NaiveKernels()
-    kernels = PlainRest(swiglu=recorder)
+    naive = NaiveKernels()
+    kernels = PlainRest(HOPPER)
     x, weight = torch.randn(140, 64).to(BF16), torch.randn(16, 64).to(BF16)
     expected = naive.linear_silu_and_mul(x, weight, None)
     assert torch.equal(kernels.linear_silu_and_mul(x, weight, None), expected)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.kernels.cases import TOLERANCE, attention_case, check
+from vllm.kernels.attention import AttentionProblem, triton_decode
+from vllm.kernels.attention.triton_decode import SPLIT_KEYS, arrivals, decode_tile, num_splits
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton import decode_attention
 from vllm.kernels.triton.configs import pick, shipped
-from vllm.kernels.triton.decode_attention import SPLIT_KEYS, arrivals, decode_tile, num_splits
 
 kernels = CudaKernels()
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 300)]
@@ -35,12 +35,12 @@ def test_blocks_below_the_window_are_not_read(lengths, device):
     """They may be another group's by now, and hold NaN."""
     window = 20
     case = attention_case(lengths, (4, 2, 16), torch.float32, device, window=window)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     for seq, (query_len, seq_len) in enumerate(lengths):
         freed = case["block_table"][seq, : max(0, seq_len - query_len - window + 1) // 16]
         case["kv_cache"][freed.long()] = float("nan")
     out = torch.full_like(case["out"], float("nan"))
-    kernels.paged_attention(**case | dict(out=out))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     assert torch.equal(out, case["out"]) and not out.isnan().any()
 
 
@@ -68,9 +68,9 @@ def test_the_gate(lengths, dtype, device):
 @pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
 def test_the_gate_has_the_bits_of_a_launch_of_its_own(lengths, dtype, device):
     case = attention_case(lengths, (4, 2, 32), dtype, device, gated=True)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     out = torch.empty_like(case["out"])
-    kernels.paged_attention(**case | dict(out=out, gate=None))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out, gate=None)))
     assert torch.equal(kernels.mul_sigmoid(out, case["gate"]), case["out"].flatten(1))
 
 
@@ -89,10 +89,10 @@ def test_shares_are_joined_once_all_are_there(bound, device):
 
 
 def test_more_joins_than_counters_are_refused(device, monkeypatch):
-    monkeypatch.setattr(decode_attention, "MAX_JOINS", 5)
+    monkeypatch.setattr(triton_decode, "MAX_JOINS", 5)
     case = attention_case([(1, 300)] * 3, (4, 2, 16), torch.float32, device)
     with pytest.raises(ValueError, match="3 sequences of 2 kv heads"):
-        kernels.paged_attention(**case)
+        kernels.paged_attention(AttentionProblem(**case))
 
 
 def test_large_scores_stay_finite(device):
@@ -140,7 +140,7 @@ def test_realistic_sizes(lengths, heads, device):
     case = attention_case(lengths, heads, torch.bfloat16, device, padding=3, gated=True)
     check(kernels, "paged_attention", case, TOLERANCE[torch.bfloat16])
     out = torch.empty_like(case["out"])
-    kernels.paged_attention(**case | dict(out=out, gate=None))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out, gate=None)))
     apart = kernels.mul_sigmoid(out, case["gate"])
     real = int(case["query_start_loc"][-1])
     assert torch.equal(apart[:real], case["out"].flatten(1)[:real])
@@ -150,13 +150,13 @@ def test_realistic_sizes(lengths, heads, device):
 @pytest.mark.parametrize("rows", [1, 3, 8, 16])
 def test_whoever_comes_last_joins_to_the_same_bits(rows):
     case = attention_case([(1, 4000)] * rows, (16, 4, 256), torch.bfloat16, "cuda", gated=True)
-    kernels.paged_attention(**case)
+    kernels.paged_attention(AttentionProblem(**case))
     expected = case["out"].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(10):
             case["out"].fill_(float("nan"))
-            kernels.paged_attention(**case)
+            kernels.paged_attention(AttentionProblem(**case))
     for _ in range(200):
         graph.replay()
         assert torch.equal(case["out"], expected)

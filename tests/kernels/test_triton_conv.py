@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.cases import TOLERANCE, check, conv_case, error_ratio
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.naive_norm import normalise
+from vllm.kernels.norm.naive import normalise
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 from tests.kernels.cases import attention_case, conv_case, gdn_case, rope_case, starts_of
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.rotary import RotaryProblem
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 
 
@@ -42,9 +44,11 @@ def test_lengths_never_recompile(device):
     def run(n: int) -> None:
         kernels.gdn_prefill(**gdn_case([n, n], [True, False], (4, 8, 64, 64), dtype, device))
         kernels.causal_conv1d(**conv_case([n, n], [True, False], 256, dtype, device))
-        kernels.qk_norm_rope_cache(**rope_case(n, (4, 2, 64), dtype, device))
+        kernels.qk_norm_rope_cache(RotaryProblem(**rope_case(n, (4, 2, 64), dtype, device)))
         lengths = [(n + 32, n + 32), (n, n)]
-        kernels.paged_attention(**attention_case(lengths, (4, 2, 64), dtype, device))
+        kernels.paged_attention(
+            AttentionProblem(**attention_case(lengths, (4, 2, 64), dtype, device))
+        )
         kernels.rms_norm(torch.randn(n, 256, device=device), torch.ones(256, device=device), 1e-6)
 
     run(64)

@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.cases import TOLERANCE, arena_cache, check, randn, rope_case, strided
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.rotary import RotaryProblem
 
 kernels = CudaKernels()
 
@@ -34,7 +35,7 @@ def test_padding_positions_are_not_read(device):
     """A position far outside the table would fault, or read another tensor."""
     case = rope_case(3, (4, 2, 16), torch.float32, device)
     case["positions"][-1] = 2**40
-    q = kernels.qk_norm_rope_cache(**case)
+    q = kernels.qk_norm_rope_cache(RotaryProblem(**case))
     assert not q[:-1].isnan().any()
 
 

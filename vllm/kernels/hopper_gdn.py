@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm.kernels.cuda_library import choose_cuda_ops
+from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.hopper_gdn_decode import hopper_decode
 from vllm.kernels.hopper_gdn_factors import chunk_factors
 from vllm.kernels.hopper_gdn_scan import scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
-
-WHAT = "gated delta rule"
 
 FactorsOp = Callable[[ChunkedProblem], ChunkFactors]
 ScanOp = Callable[[ChunkedProblem, ChunkFactors, Tensor], None]
@@ -39,14 +37,14 @@ class HopperGdn:
     decode: DecodeOp | None = None
 
 
+OPS = CudaOps(
+    what="gated delta rule",
+    why="shorter on Hopper; the kernels are compiled for these alone",
+    instead_of="Triton",
+    chosen="vllm_cuda for bfloat16 and heads of 128, Triton for others",
+)
+
+
 def find_hopper_gdn(capability: tuple[int, int]) -> HopperGdn | None:
     """The stages for a device of this compute capability, or None; the choice is recorded."""
-    found = choose_cuda_ops(
-        WHAT,
-        capability,
-        why="shorter on Hopper; the kernels are compiled for these alone",
-        instead_of="Triton",
-        hopper_only=True,
-        chosen="vllm_cuda for bfloat16 and heads of 128, Triton for others",
-    )
-    return HopperGdn(chunk_factors, scan, hopper_decode) if found else None
+    return HopperGdn(chunk_factors, scan, hopper_decode) if OPS.choose(capability) else None

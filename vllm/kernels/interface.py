@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer kernels a platform must provide.
+"""The layers' kernels: every op, and what computes it on which platform.
 
-Layers call `current_platform.kernels.<op>(...)`. Three implementations share this interface:
-`NaiveKernels` (plain torch, any float dtype including fp64: the reference), `CpuKernels` (C++ in
-`csrc/cpu`) and `CudaKernels` (Triton, and CUDA C++ in `csrc/cuda`).
+Layers call `current_platform.kernels.<op>(...)`. An op's reference in plain torch (any float dtype
+including fp64, in `vllm/kernels/<op>/naive.py`) is its contract; beside it lie the CPU's C++
+(`cpu.py`), Triton kernels (`triton.py`) and CUDA C++.
 
 Conventions, for every op:
 
@@ -18,38 +18,63 @@ Conventions, for every op:
 - ops return fresh tensors or fill `out`; they never modify an activation in place.
 """
 
-from typing import Protocol
-
 from torch import Tensor
 
+from vllm.kernels.activation import naive as activation
+from vllm.kernels.attention import naive as attention
+from vllm.kernels.cache import naive as cache
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
-from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.fp8 import Fp8Rows, as_rows
+from vllm.kernels.fp8 import naive as fp8
+from vllm.kernels.linear import naive as matmul
+from vllm.kernels.norm import naive as norms
+from vllm.kernels.registry import Op, Registry, composed
 from vllm.kernels.residual_stream import Norm, ResidualStream
+from vllm.kernels.rotary import naive as rotary
 from vllm.kernels.scan_segments import ScanSegments
 
 
-class Kernels(Protocol):
+class Kernels(Registry):
     """Operations used by the layers; see the module docstring for the conventions."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x [tokens, k] @ weight [n, k].T + bias [n] -> [tokens, n]`, fp32 accumulation."""
-        ...
+    rms_norm = Op(norms.rms_norm)
+    fused_add_rms_norm = Op(norms.fused_add_rms_norm)
+    gated_rms_norm = Op(norms.gated_rms_norm)
+    silu_and_mul = Op(activation.silu_and_mul)
+    mul_sigmoid = Op(activation.mul_sigmoid)
+    qk_norm_rope_cache = Op(rotary.qk_norm_rope_cache)
+    write_kv_cache = Op(cache.write_kv_cache)
+    write_rows = Op(cache.write_rows)
+    paged_attention = Op(attention.paged_attention, cuda=("hopper", "triton"))
+    linear = Op(matmul.linear, cuda=("skinny", "naive"))
+    linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
+    linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
 
+    @composed("linear", cuda=("skinny", "swiglu"))
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`silu_and_mul(linear(x, weight, bias))`: `[tokens, k]`, `weight [2n, k]`, `bias [2n]`
         -> `[tokens, n]`. The gate's n rows come first; both halves are rounded to the model dtype
         before the activation, as in the two separate ops.
         """
-        ...
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
+    @composed("linear", cuda=("skinny",))
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> ResidualStream:
         """`linear(x, weight, bias)`, rounded, onto `residual [tokens, n]`: added, or to be added by
         whoever reads the stream; the bits are the same.
         """
-        ...
+        return ResidualStream(residual, self.linear(x, weight, bias))
 
+    def enter(self, stream: ResidualStream, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The stream's norm, and the stream added up; both `[tokens, n]`."""
+        x, branch = stream.residual, stream.branch
+        if branch is None:
+            return self.rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus), x
+        return self.fused_add_rms_norm(branch, x, norm.weight, norm.eps, one_plus=norm.one_plus)
+
+    @composed("linear", cuda=("skinny",))
     def norm_linear(
         self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -58,186 +83,29 @@ class Kernels(Protocol):
         `s` and its norm are rounded as by `fused_add_rms_norm` and `rms_norm`. `s` is not written
         to afterwards and may be captured as is.
         """
-        ...
+        normed, total = self.enter(stream, norm)
+        return self.linear(normed, weight, bias), total
 
+    @composed("linear", cuda=("skinny",))
     def norm_linear_silu_and_mul(
         self, stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`norm_linear` with `linear_silu_and_mul` for the matmul."""
-        ...
+        normed, total = self.enter(stream, norm)
+        return self.linear_silu_and_mul(normed, weight, bias), total
 
-    def linear_fp8(
-        self,
-        x: Tensor | Fp8Rows,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        input_scale: Tensor | None = None,
-    ) -> Tensor:
-        """`linear` with a float8 weight, activations made float8 on the way.
-
-        `x [tokens, k]`, `weight [n, k]` e4m3, `weight_scale [n]` fp32 -> `[tokens, n]` in the dtype
-        of `x`. Each token is scaled by its own largest value, or all by `input_scale [1]`
-        (`x / input_scale` is what is rounded). Arithmetic: `vllm.kernels.fp8`. Tokens that another
-        op has made float8 are taken as they are.
-        """
-        ...
-
+    @composed("fp8", cuda=("fused",))
     def silu_and_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
         """`silu_and_mul`, rounded to the dtype of `gate_up` and then made float8 token by token."""
-        ...
+        return as_rows(self.silu_and_mul(gate_up))
 
+    @composed("fp8", cuda=("fused",))
     def fused_add_rms_norm_fp8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
     ) -> tuple[Fp8Rows, Tensor]:
         """`fused_add_rms_norm`, its first result made float8 token by token."""
-        ...
-
-    def linear_fp8_block(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        *,
-        block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """`linear_fp8` with scales per token and 128 channels, and per weight row and 128 channels.
-
-        `weight_scale [ceil(k / 128), n]` fp32; `block_scale [n / 128, k / 128]`: the same where
-        each 128 rows share one, for libraries.
-        """
-        ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
-        """`x [..., n]` normalised over the last dimension by `rsqrt(mean(x^2) + eps)`.
-
-        `one_plus=False`: the normalised value is rounded to `x.dtype`, then times `weight [n]`
-        (Llama, Qwen3). `one_plus=True`: fp32 `norm(x) * (1 + weight)`, rounded once (Qwen3.5).
-        `x` may have arbitrary leading strides (per-head views of a projection).
-        """
-        ...
-
-    def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """`(rms_norm(s), s)` with `s = x + residual` rounded to the model dtype; all `[tokens, n]`.
-
-        Both results are fresh tensors: `s` is the residual stream and may be captured as is.
-        """
-        ...
-
-    def gated_rms_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        out: Tensor | None = None,
-        done: Tensor | None = None,
-    ) -> Tensor:
-        """`(round(norm(x)) * weight) * silu(gate)` per head; gate activation in fp32.
-
-        `x [tokens, heads, n]`, `gate [tokens, heads, n]` (any token stride), `weight [n]`
-        -> `[tokens, heads * n]`, in `out` (dense, may be `x`) if it is given. Of the first tokens,
-        those whose entry of `done [up to tokens]` int32 is not negative stay as they are in `out`.
-        """
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate_up[:, :n]) * gate_up[:, n:]`: `[tokens, 2n] -> [tokens, n]`."""
-        ...
-
-    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x * sigmoid(gate)`: `x [tokens, heads, n]`, `gate [tokens, heads, n]` with any token
-        and head stride -> `[tokens, heads * n]`."""
-        ...
-
-    def qk_norm_rope_cache(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        q_norm_weight: Tensor | None,
-        k_norm_weight: Tensor | None,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        gated: bool,
-        eps: float,
-        one_plus: bool,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Tensor:
-        """Everything between the qkv projection and attention, and the cache write.
-
-        `qkv [tokens, num_heads * head_dim * (2 if gated else 1) + 2 * num_kv_heads * head_dim]`;
-        when gated each query head is `[q head_dim | gate head_dim]`. Optional per-head RMS norm
-        of q and k (weights `[head_dim]`), then NeoX-style rotation of the first `rot` dims by
-        `cos_sin [max_position, rot]` fp32 (`rot/2` cosines, then `rot/2` sines) at
-        `positions [tokens]` int64. k and v are written to `kv_cache
-        [num_blocks, 2, block_size, num_kv_heads, head_dim]` at `slot_mapping [tokens]` int64.
-        Returns q `[tokens, num_heads, head_dim]`. Rotation maths: RoFormer (arXiv 2104.09864).
-        """
-        ...
-
-    def write_kv_cache(
-        self,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> None:
-        """Write `key, value [tokens, num_kv_heads, head_dim]` to the paged cache.
-
-        A float8 cache (e4m3) holds `key / k_scale` and `value / v_scale`, rounded to nearest even
-        and saturated; the scales are used with such caches only.
-        """
-        ...
-
-    def write_rows(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write `rows [tokens, columns, width]`, captured hidden states, to their paged cache.
-
-        `cache [num_blocks, block_size, columns, width]`, `slot_mapping [tokens]` int64.
-        """
-        ...
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        sliding_window: int | None,
-        out: Tensor,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        gate: Tensor | None = None,
-    ) -> None:
-        """Causal attention of a ragged batch over the paged cache (keys already written).
-
-        `query [tokens, num_heads, head_dim]`, `kv_cache` as above, `block_table
-        [num_seqs, max_blocks]` int32, `seq_lens [num_seqs]` int32 (context including this step's
-        tokens), `query_start_loc [num_seqs + 1]` int32, `out` like `query`. Query row `i` of a
-        sequence has position `seq_len - query_len + i` and sees positions `<=` its own and, with
-        `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
-        `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding.
-        Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`. With `gate`,
-        like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`.
-        """
-        ...
+        normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
+        return as_rows(normed), total
 
     def causal_conv1d(
         self,

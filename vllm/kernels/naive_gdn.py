@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from vllm.kernels.naive_norm import accumulation_dtype
+from vllm.kernels.norm.naive import accumulation_dtype
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     gdn_gates,
     l2_normalise,

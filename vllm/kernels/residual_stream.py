@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -27,23 +26,3 @@ class ResidualStream:
 
     residual: Tensor
     branch: Tensor | None = None
-
-
-class NormKernels(Protocol):
-    """The ops that norms of streams are made of: see `Kernels`."""
-
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> Tensor: ...
-
-    def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-def normalise(kernels: NormKernels, stream: ResidualStream, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The stream's norm, and the stream added up; both `[tokens, n]`."""
-    x, branch = stream.residual, stream.branch
-    if branch is None:
-        return kernels.rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus), x
-    return kernels.fused_add_rms_norm(branch, x, norm.weight, norm.eps, one_plus=norm.one_plus)

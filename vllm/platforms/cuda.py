@@ -116,18 +116,8 @@ class CudaPlatform(Platform):
     @cached_property
     def kernels(self) -> Kernels:
         from vllm.kernels.cuda import CudaKernels
-        from vllm.kernels.hopper_attention import find_hopper_attention
-        from vllm.kernels.hopper_gdn import find_hopper_gdn
-        from vllm.kernels.skinny import find_skinny_ops
-        from vllm.kernels.swiglu import find_swiglu
 
-        capability = self.get_device_capability()
-        return CudaKernels(
-            find_skinny_ops(capability),
-            find_hopper_gdn(capability),
-            find_swiglu(capability),
-            short_attention=find_hopper_attention(capability),
-        )
+        return CudaKernels(self.get_device_capability())
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
         return DeviceCapability(*gpu_facts(device_id).capability)

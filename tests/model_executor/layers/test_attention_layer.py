@@ -15,6 +15,7 @@ from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -86,8 +87,8 @@ def test_graphs_hold_rotation_unless_a_connector_loads_first(
     slots, query = torch.arange(3), torch.zeros(3, 4, 32)
     qkv = torch.arange(3.0 * 4 * 64 + 3 * 4 * 32).view(3, -1)
 
-    def rotate(*args: Any, **_: Any) -> torch.Tensor:
-        assert args[6] is slots
+    def rotate(problem: RotaryProblem) -> torch.Tensor:
+        assert problem.slot_mapping is slots
         tape.launch(lambda: calls.append("rotate"))
         return query
 

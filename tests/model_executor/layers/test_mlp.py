@@ -19,8 +19,7 @@ from vllm.platforms import current_platform
 class CountingKernels(NaiveKernels):
     """The reference; counts how gate and up are computed."""
 
-    def __init__(self) -> None:
-        self.fused = 0
+    fused = 0
 
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.fused += 1

@@ -17,9 +17,9 @@ from tests.model_executor.harness import Chunk, Harness, make_config
 from vllm import decisions
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.resolve import resolve
+from vllm.kernels.attention.naive import write_slots
 from vllm.kernels.fp8 import FP8, to_fp8
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.naive_attention import write_slots
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -135,13 +136,9 @@ def test_attention_runs_decodes_and_prefills_apart(monkeypatch: pytest.MonkeyPat
     metadata = builder.build(_common())
     calls: list[tuple[Any, ...]] = []
 
-    def paged_attention(
-        query: Any, cache: Any, table: Any, lens: Any, starts: Any, **kw: Any
-    ) -> None:
-        calls.append(
-            (query[:, 0, 0].tolist(), lens.tolist(), starts.tolist(), kw["max_query_len"],
-             kw["max_seq_len"])
-        )  # fmt: skip
+    def paged_attention(p: AttentionProblem) -> None:
+        lengths = p.seq_lens.tolist(), p.query_start_loc.tolist()
+        calls.append((p.query[:, 0, 0].tolist(), *lengths, p.max_query_len, p.max_seq_len))
 
     impl = PagedAttentionImpl(1, 1, 1.0, 1)
     impl.kernels = SimpleNamespace(paged_attention=paged_attention)  # type: ignore[assignment]

@@ -8,8 +8,8 @@ from torch import Tensor
 from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.kernels.hopper_gdn import HopperGdn
 from vllm.kernels.hopper_gdn_decode import takes_decode
+from vllm.kernels.norm.triton import gated_rms_norm
 from vllm.kernels.scan_segments import ScanSegments
-from vllm.kernels.triton.norm import gated_rms_norm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode import launch_for, run_decode

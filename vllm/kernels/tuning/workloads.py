@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
 
@@ -35,8 +36,7 @@ class Workloads:
         for row, (count, end) in enumerate(zip(blocks, accumulate(blocks), strict=True)):
             table[row, :count] = torch.arange(end - count, end)
         query = self._rows(tokens, QUERY_HEADS, head_dim)
-        return partial(
-            self._kernels.paged_attention,
+        problem = AttentionProblem(
             query,
             self._rows(sum(blocks), 2, BLOCK_SIZE, KV_HEADS, head_dim),
             table.to(self._device),
@@ -48,6 +48,7 @@ class Workloads:
             sliding_window=None,
             out=torch.empty_like(query),
         )
+        return partial(self._kernels.paged_attention, problem)
 
     def delta_rule(self, head_k_dim: int, lengths: Sequence[int]) -> Run:
         """Prefill of the gated delta rule."""

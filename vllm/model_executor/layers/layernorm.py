@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
-from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.parameter import default_weight_loader, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
     def enter(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
         """`(norm(s), s)` of the stream's sum `s`, both `[tokens, n]`."""
-        return normalise(current_platform.kernels, stream, self.arguments)
+        return current_platform.kernels.enter(stream, self.arguments)
 
     @property
     def arguments(self) -> Norm:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.layer_hooks import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
+from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
@@ -130,7 +131,7 @@ class Attention(nn.Module, AttentionLayerBase):
         k_norm: RMSNorm | None = None,
         gated: bool = False,
     ) -> Tensor:
-        """Attention of a fused projection: see `Kernels.qk_norm_rope_cache` for `qkv`.
+        """Attention of a fused projection: see `RotaryProblem` for `qkv`.
 
         Returns `[tokens, heads, head_size]`, with `gated` times the gate's sigmoid.
         """
@@ -181,7 +182,7 @@ class Attention(nn.Module, AttentionLayerBase):
         """The query `[tokens, heads, head_size]`; slots lie at a fixed address, so a graph may hold
         this."""
         k_scale, v_scale = self._written_scales()
-        query: Tensor = current_platform.kernels.qk_norm_rope_cache(
+        problem = RotaryProblem(
             qkv,
             positions,
             cos_sin,
@@ -198,7 +199,7 @@ class Attention(nn.Module, AttentionLayerBase):
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        return query
+        return current_platform.kernels.qk_norm_rope_cache(problem)
 
     def _attend(self, query: Tensor, out: Tensor, gate: Tensor | None = None) -> None:
         metadata = self.metadata()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
-from vllm.kernels.residual_stream import Norm, ResidualStream, normalise
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.parameter import ShardId, WeightLayout
 from vllm.platforms import current_platform
 
@@ -50,7 +50,7 @@ class LinearMethod(ABC):
         self, layer: Layer, stream: ResidualStream, norm: Norm, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`apply` to the stream's norm, `[tokens, out]`, and the stream added up."""
-        normed, total = normalise(current_platform.kernels, stream, norm)
+        normed, total = current_platform.kernels.enter(stream, norm)
         return self.apply(layer, normed, bias), total
 
     def apply_and_add(

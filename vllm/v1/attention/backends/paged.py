@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm.kernels.attention import AttentionProblem
 from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -131,7 +132,7 @@ class PagedAttentionImpl:
         max_seq_len: int,
     ) -> None:
         scales = self.cache_scales
-        self.kernels.paged_attention(
+        problem = AttentionProblem(
             query,
             kv_cache,
             block_table,
@@ -146,6 +147,7 @@ class PagedAttentionImpl:
             v_scale=1.0 if scales is None else scales.v,
             gate=gate,
         )
+        self.kernels.paged_attention(problem)
 
 
 class PagedAttentionBackend(AttentionBackend):

@@ -9,17 +9,22 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from vllm.kernels.cuda_library import choose_cuda_ops
+from vllm.kernels.cuda_library import CudaOps, overlaps
+from vllm.kernels.registry import Implementation
+from vllm.kernels.triton.configs import device_configs
 from vllm.utils.math_utils import cdiv
 
-WHAT = "gated matmuls of many tokens"
+OPS = CudaOps(
+    what="gated matmuls of many tokens",
+    why="the products do not pass through memory to be activated",
+    instead_of="cuBLAS, then Triton",
+    chosen="vllm_cuda for bfloat16 without bias where it is faster",
+)
 #: elements of a 16-byte access
 ALIGNMENT = 8
 #: as many tokens are faster with every weight measured: `n` from 3,072, `k` from 1,024 to 4,096
@@ -31,10 +36,6 @@ MULTIPROCESSORS = 132
 LEAST_USE = 0.8
 #: about as many tokens keep their place in the L2 cache while the weight passes by
 CACHED_TOKENS = 2048
-
-#: `x [tokens, k]`, `weight [2 n, k]`, whether it may start before the kernels ahead of it have
-#: ended, none of which may then write the weight `-> [tokens, n]`
-SwigluOp = Callable[[Tensor, Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,10 @@ def swiglu_launch(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
     return variant, max(1, CACHED_TOKENS // (shape.tokens * shape.rows))
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def swiglu(x: Tensor, weight: Tensor, overlap: bool) -> Tensor:
-    """`torch.ops.vllm_cuda.swiglu`, where `takes_swiglu`."""
-    launch = swiglu_launch(len(x), len(weight) // 2, _multiprocessors(x.device))
+    """`[tokens, k], [2 n, k] -> [tokens, n]`, where `takes_swiglu`; `overlap`: the kernel may start
+    before the kernels ahead of it have ended, none of which may then write the weight."""
+    launch = swiglu_launch(len(x), len(weight) // 2, device_configs(x.device).multiprocessors)
     out: Tensor = torch.ops.vllm_cuda.swiglu.default(x, weight, overlap, *launch)
     return out
 
@@ -96,19 +93,6 @@ def is_faster(m: int, n: int, k: int) -> bool:
     shape = SHAPES[swiglu_launch(m, n, MULTIPROCESSORS)[0]]
     busy = shape.time(m, n, MULTIPROCESSORS) / shape.cost * MULTIPROCESSORS
     return m * n >= LEAST_USE * busy
-
-
-def find_swiglu(capability: tuple[int, int]) -> SwigluOp | None:
-    """The op for a device of this compute capability, or None; the choice is recorded."""
-    found = choose_cuda_ops(
-        WHAT,
-        capability,
-        why="the products do not pass through memory to be activated",
-        instead_of="cuBLAS, then Triton",
-        hopper_only=True,
-        chosen="vllm_cuda for bfloat16 without bias where it is faster",
-    )
-    return swiglu if found else None
 
 
 def takes_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -127,3 +111,10 @@ def takes_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             for tensor in (x, weight)
         )
     )
+
+
+def _linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return swiglu(x, weight, overlaps())
+
+
+linear_silu_and_mul = Implementation(_linear_silu_and_mul, takes_swiglu, OPS)

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from vllm.kernels.fp8 import GROUP, Fp8Rows
-from vllm.kernels.triton import fp8_linear, fp8_skinny
-from vllm.kernels.triton.quantize import quantize_groups, quantize_rows
+from vllm.kernels.fp8.matmul import matmul
+from vllm.kernels.fp8.quantize import quantize_groups, quantize_rows
+from vllm.kernels.fp8.skinny import skinny_matmul, vector_matmul
 
 #: rows up to which weights are streamed past the tokens: cuBLAS takes twice as long (H200)
 _SKINNY_ROWS = 64
@@ -23,7 +24,6 @@ def linear_fp8(
     *,
     input_scale: Tensor | None = None,
 ) -> Tensor:
-    """See `Kernels.linear_fp8`."""
     if isinstance(x, Tensor):
         x = Fp8Rows(*quantize_rows(x, input_scale), x.dtype)
     tokens, (n, k) = len(x.values), weight.shape
@@ -42,7 +42,7 @@ def linear_fp8(
         return product if bias is None else product + bias
     out = torch.empty(tokens, n, dtype=x.dtype, device=weight.device)
     if tokens == 1:
-        fp8_skinny.vector_matmul(x.values, x.scale, weight, weight_scale, bias, out)
+        vector_matmul(x.values, x.scale, weight, weight_scale, bias, out)
     else:
         _by_triton(x.values, x.scale, weight, weight_scale, bias, out)
     return out
@@ -56,7 +56,6 @@ def linear_fp8_block(
     *,
     block_scale: Tensor | None = None,
 ) -> Tensor:
-    """See `Kernels.linear_fp8_block`."""
     tokens, (n, k) = len(x), weight.shape
     values, scale = quantize_groups(x)
     if (
@@ -97,6 +96,6 @@ def _by_triton(
 ) -> None:
     """Fill `out [tokens, n]` from the first `tokens` rows of `values`."""
     if len(out) <= _SKINNY_ROWS:
-        fp8_skinny.skinny_matmul(values, scale, weight, weight_scale, bias, out)
+        skinny_matmul(values, scale, weight, weight_scale, bias, out)
     else:
-        fp8_linear.matmul(values, scale, weight, weight_scale, bias, out)
+        matmul(values, scale, weight, weight_scale, bias, out)

@@ -6,15 +6,13 @@ The query heads of one kv head share a tile: row `r` is token `r // GROUP`, head
 keys are loaded once per group. Short queries go to `decode_attention`.
 """
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vllm.kernels.hopper_attention import ShortAttentionOp, takes_attention
-from vllm.kernels.triton.activation import gated
-from vllm.kernels.triton.attention_tile import (
+from vllm.kernels.activation.triton import gated
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention.triton_decode import decode_attention, decode_tile, num_splits
+from vllm.kernels.attention.triton_tile import (
     LOG2_E,
     first_key,
     fold,
@@ -23,7 +21,6 @@ from vllm.kernels.triton.attention_tile import (
     visible,
 )
 from vllm.kernels.triton.configs import device_configs, pick
-from vllm.kernels.triton.decode_attention import decode_attention, decode_tile, num_splits
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 from vllm.utils.math_utils import next_power_of_2
@@ -137,134 +134,44 @@ def _attention_kernel(
 _attention = Launcher(_attention_kernel)
 
 
-@dataclass(frozen=True)
-class AttentionOps:
-    """The op with a choice of kernels: `short` for what it takes, else Triton's."""
-
-    short: ShortAttentionOp | None
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-        scale: float,
-        sliding_window: int | None,
-        out: Tensor,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        gate: Tensor | None = None,
-    ) -> None:
-        """See `Kernels.paged_attention`."""
-        batch = (query, kv_cache, block_table, seq_lens, query_start_loc)
-        num_seqs = len(seq_lens)
-        if num_seqs == 0 or len(query) == 0:
-            return
-        chip = device_configs(query.device).multiprocessors
-        if self.short is not None and takes_attention(
-            query, kv_cache, num_seqs, max_query_len, out, gate, chip
-        ):
-            self.short(
-                *batch,
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
-                scale=scale * k_scale,
-                v_scale=v_scale,
-                sliding_window=sliding_window,
-                out=out,
-                gate=gate,
-            )
-            return
-        paged_attention(
-            *batch,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            out=out,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            gate=gate,
-        )
-
-
-def paged_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-    out: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    gate: Tensor | None = None,
-) -> None:
-    """See `Kernels.paged_attention`.
-
-    Short queries (`max_query_len * group <= 64` rows) share their keys among several programs.
-    """
-    tokens, num_heads, head_dim = query.shape
-    num_kv_heads, num_seqs = kv_cache.shape[3], len(seq_lens)
-    group = num_heads // num_kv_heads
-    if tokens == 0 or num_seqs == 0:
+def paged_attention(p: AttentionProblem) -> None:
+    """Short queries (`max_query_len * group <= 64` rows) share keys among several programs."""
+    if p.is_empty:
         return
-    configs = device_configs(query.device)
-    wide = query.element_size() > 2
-    if max_query_len * group <= SHORT_ROWS:
+    configs = device_configs(p.query.device)
+    wide = p.query.element_size() > 2
+    if p.max_query_len * p.group <= SHORT_ROWS:
         tile = (
-            pick(configs.attention_decode_fp32, head_dim)
+            pick(configs.attention_decode_fp32, p.head_dim)
             if wide
-            else decode_tile(configs, num_seqs, num_kv_heads, head_dim)
+            else decode_tile(configs, p.num_seqs, p.num_kv_heads, p.head_dim)
         )
-        decode_attention(
-            query,
-            kv_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            max_query_len=max_query_len,
-            splits=num_splits(num_seqs, num_kv_heads, max_seq_len, configs.multiprocessors),
-            scale=scale * k_scale,
-            v_scale=v_scale,
-            sliding_window=sliding_window,
-            tile=tile,
-            out=out,
-            gate=gate,
-        )
+        splits = num_splits(p.num_seqs, p.num_kv_heads, p.max_seq_len, configs.multiprocessors)
+        decode_attention(p, splits, tile)
         return
-    tile = pick(configs.attention_prefill_fp32 if wide else configs.attention_prefill, head_dim)
-    block_m = max(tile.rows, next_power_of_2(group))
-    _attention[(num_tiles(tokens, num_seqs, block_m // group), num_kv_heads)](
-        query,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        gate,
-        num_seqs,
-        scale * k_scale * LOG2_E,
-        v_scale,
-        *strides_of(query, kv_cache, block_table, out, gate),
-        HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=kv_cache.shape[2],
-        WINDOW=sliding_window or 0,
-        GATED=gate is not None,
+    tile = pick(configs.attention_prefill_fp32 if wide else configs.attention_prefill, p.head_dim)
+    block_m = max(tile.rows, next_power_of_2(p.group))
+    _attention[(num_tiles(p.num_tokens, p.num_seqs, block_m // p.group), p.num_kv_heads)](
+        p.query,
+        p.kv_cache,
+        p.block_table,
+        p.seq_lens,
+        p.query_start_loc,
+        p.out,
+        p.gate,
+        p.num_seqs,
+        p.scale * p.k_scale * LOG2_E,
+        p.v_scale,
+        *strides_of(p),
+        HEADS=p.num_heads,
+        GROUP=p.group,
+        HEAD_DIM=p.head_dim,
+        BLOCK_SIZE=p.block_size,
+        WINDOW=p.sliding_window or 0,
+        GATED=p.gate is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(p.head_dim),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -1,41 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain torch cache writes and attention over the paged cache."""
+"""Attention over the paged cache in plain torch: what every platform computes."""
 
 import torch
 from torch import Tensor
 
-from vllm.kernels.naive_norm import accumulation_dtype
+from vllm.kernels.activation.naive import mul_sigmoid
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.norm.naive import accumulation_dtype
 
 
-def write_slots(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """`cache[slot // block_size, slot % block_size] = rows`, skipping negative slots.
-
-    `rows [tokens, ...]`, `cache [num_blocks, block_size, ...]`, `slot_mapping [tokens]`.
-    """
-    keep = slot_mapping >= 0
-    slots = slot_mapping[keep]
-    block_size = cache.shape[1]
-    cache[slots // block_size, slots % block_size] = rows[keep].to(cache.dtype)
-
-
-def paged_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    out: Tensor,
-) -> None:
-    """One sequence at a time; see `Kernels.paged_attention`."""
-    starts = query_start_loc.tolist()
-    for seq, seq_len in enumerate(seq_lens.tolist()):
+def paged_attention(p: AttentionProblem) -> None:
+    """Fill `p.out`, one sequence at a time."""
+    starts = p.query_start_loc.tolist()
+    for seq, seq_len in enumerate(p.seq_lens.tolist()):
         start, end = starts[seq], starts[seq + 1]
         if seq_len == 0 or start == end:
             continue
-        key, value = gather_sequence(kv_cache, block_table[seq], seq_len)
-        out[start:end] = attend(query[start:end], key, value, scale, sliding_window)
+        key, value = gather_sequence(p.kv_cache, p.block_table[seq], seq_len)
+        scale = p.scale * p.k_scale
+        p.out[start:end] = attend(p.query[start:end], key, value, scale, p.sliding_window)
+    if p.v_scale != 1.0:
+        p.out.mul_(p.v_scale)
+    if p.gate is not None:
+        p.out.copy_(mul_sigmoid(p.out, p.gate).view(p.out.shape))
 
 
 def gather_sequence(kv_cache: Tensor, blocks: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

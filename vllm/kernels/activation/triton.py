@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.norm.triton import row_tile, row_warps
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
-from vllm.kernels.triton.norm import row_tile, row_warps
 from vllm.utils.math_utils import cdiv
 
 COLUMNS = 1024
@@ -33,7 +33,6 @@ _silu_and_mul = Launcher(_silu_and_mul_kernel)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `Kernels.silu_and_mul`."""
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
@@ -82,7 +81,6 @@ _mul_sigmoid = Launcher(_mul_sigmoid_kernel)
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """See `Kernels.mul_sigmoid`."""
     tokens, heads, n = x.shape
     out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)
     if tokens:

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.triton.activation import gated
-from vllm.kernels.triton.attention_tile import (
+from vllm.kernels.activation.triton import gated
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention.triton_tile import (
     LOG2_E,
     first_key,
     fold,
@@ -239,64 +240,47 @@ def _shares_at_once(rows: int, columns: int, num_warps: int) -> int:
     return max(1, min(32, JOINED_PER_THREAD * 32 * num_warps // (rows * columns)))
 
 
-def decode_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    max_query_len: int,
-    splits: int,
-    scale: float,
-    v_scale: float,
-    sliding_window: int | None,
-    tile: Tile,
-    out: Tensor,
-    gate: Tensor | None,
-) -> None:
-    """`Kernels.paged_attention` for queries whose group's rows fit one tile, keys in `splits`.
+def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
+    """`paged_attention` of queries whose group's rows fit one tile, keys in `splits`.
 
     Raises:
         ValueError: more than `MAX_JOINS` sequences times kv heads have their keys split.
     """
-    tokens, num_heads, head_dim = query.shape
-    num_kv_heads, num_seqs = kv_cache.shape[3], len(seq_lens)
-    group = num_heads // num_kv_heads
-    block_d = next_power_of_2(head_dim)
-    block_m = max(tile.rows, next_power_of_2(max_query_len * group))
-    block_r = next_power_of_2(group) if max_query_len == 1 and splits > 1 else block_m
+    block_d = next_power_of_2(p.head_dim)
+    block_m = max(tile.rows, next_power_of_2(p.max_query_len * p.group))
+    block_r = next_power_of_2(p.group) if p.max_query_len == 1 and splits > 1 else block_m
+    device = p.query.device
     part = lse = arrived = None
     if splits > 1:
-        if num_seqs * num_kv_heads > MAX_JOINS:
-            raise ValueError(f"{num_seqs} sequences of {num_kv_heads} kv heads are not split")
-        arrived = arrivals(query.device)
-        shape = (tokens, num_heads, splits)
-        part = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _decode[(num_kv_heads, num_seqs, splits)](
-        query,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        gate,
+        if p.num_seqs * p.num_kv_heads > MAX_JOINS:
+            raise ValueError(f"{p.num_seqs} sequences of {p.num_kv_heads} kv heads are not split")
+        arrived = arrivals(device)
+        shape = (p.num_tokens, p.num_heads, splits)
+        part = torch.empty(*shape, p.head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+    _decode[(p.num_kv_heads, p.num_seqs, splits)](
+        p.query,
+        p.kv_cache,
+        p.block_table,
+        p.seq_lens,
+        p.query_start_loc,
+        p.out,
+        p.gate,
         part,
         lse,
         arrived,
         splits,
         SPLIT_KEYS,
-        scale * LOG2_E,
-        v_scale,
-        *strides_of(query, kv_cache, block_table, out, gate),
-        HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=kv_cache.shape[2],
-        WINDOW=sliding_window or 0,
+        p.scale * p.k_scale * LOG2_E,
+        p.v_scale,
+        *strides_of(p),
+        HEADS=p.num_heads,
+        GROUP=p.group,
+        HEAD_DIM=p.head_dim,
+        BLOCK_SIZE=p.block_size,
+        WINDOW=p.sliding_window or 0,
         SPLIT=splits > 1,
-        GATED=gate is not None,
+        GATED=p.gate is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=block_d,
@@ -304,5 +288,5 @@ def decode_attention(
         BLOCK_S=_shares_at_once(block_r, block_d, tile.num_warps),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        **dependent_launch(query.device),
+        **dependent_launch(device),
     )

@@ -69,7 +69,7 @@ _rms_norm = Launcher(_rms_norm_kernel)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
-    """See `Kernels.rms_norm`; more than one leading head dimension is flattened first."""
+    """More than one leading head dimension is flattened first."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
@@ -131,7 +131,6 @@ _fused_add_rms_norm = Launcher(_fused_add_rms_norm_kernel)
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernels.fused_add_rms_norm`."""
     tokens, n = x.shape
     out, total = (torch.empty(tokens, n, dtype=x.dtype, device=x.device) for _ in range(2))
     if tokens:
@@ -205,7 +204,6 @@ def gated_rms_norm(
     out: Tensor | None = None,
     done: Tensor | None = None,
 ) -> Tensor:
-    """See `Kernels.gated_rms_norm`."""
     tokens, heads, n = x.shape
     if out is None:
         out = torch.empty(tokens, heads * n, dtype=x.dtype, device=x.device)

@@ -8,7 +8,6 @@ scales. The functions here are plain torch: the reference, and the CPU's impleme
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +29,6 @@ class Fp8Rows:
     values: Tensor
     scale: Tensor
     dtype: torch.dtype
-
-
-#: `x [m, k] fp32 @ weight [n, k].T e4m3 -> [m, n]` fp32
-Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def padded_rows(tokens: int) -> int:
@@ -82,43 +77,3 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_by(x: Tensor, scale: Tensor) -> Tensor:
     """`x / scale` as e4m3; `scale` is a checkpoint's fixed activation scale, one element."""
     return to_fp8(x.float() / scale)
-
-
-def widened_product(x: Tensor, weight: Tensor) -> Tensor:
-    """A `Product` in plain torch."""
-    return torch.nn.functional.linear(x, weight.float())
-
-
-def linear_rows(
-    x: Tensor | Fp8Rows,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None = None,
-    product: Product = widened_product,
-) -> Tensor:
-    """See `Kernels.linear_fp8`."""
-    rows = as_rows(x, input_scale)
-    out = product(rows.values.float(), weight) * (rows.scale * weight_scale)
-    return _finish(out, bias, rows.dtype)
-
-
-def linear_groups(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    product: Product = widened_product,
-) -> Tensor:
-    """See `Kernels.linear_fp8_block`."""
-    values, scale = quantize_groups(x)
-    out = x.new_zeros(len(x), len(weight), dtype=torch.float32)
-    for group, start in enumerate(range(0, x.shape[1], GROUP)):
-        part = slice(start, start + GROUP)
-        scales = scale[:, group : group + 1] * weight_scale[group]
-        out += product(values[:, part].float(), weight[:, part]) * scales
-    return _finish(out, bias, x.dtype)
-
-
-def _finish(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return (out if bias is None else out + bias).to(dtype)

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.fp8 import FP8, Fp8Rows
-from vllm.kernels.triton.norm import _normalise, _weigh
-from vllm.kernels.triton.quantize import inverse_scale, to_fp8
+from vllm.kernels.fp8.quantize import inverse_scale, to_fp8
+from vllm.kernels.norm.triton import _normalise, _weigh
 from vllm.utils.math_utils import next_power_of_2
 
 FP8_MAX = tl.constexpr(torch.finfo(FP8).max)
@@ -48,7 +48,6 @@ def _warps(block: int) -> int:
 
 
 def silu_and_mul_fp8(gate_up: Tensor) -> Fp8Rows:
-    """See `Kernels.silu_and_mul_fp8`."""
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = _empty_rows(tokens, n, gate_up)
     if tokens:
@@ -91,7 +90,6 @@ def _fused_add_rms_norm_kernel(
 def fused_add_rms_norm_fp8(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
 ) -> tuple[Fp8Rows, Tensor]:
-    """See `Kernels.fused_add_rms_norm_fp8`."""
     tokens, n = x.shape
     out = _empty_rows(tokens, n, x)
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels import fp8
+from vllm.kernels.fp8.quantize import to_fp8
+from vllm.kernels.rotary import RotaryProblem
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
-from vllm.kernels.triton.quantize import to_fp8
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
@@ -135,58 +136,41 @@ def _qk_norm_rope_cache_kernel(
 _qk_norm_rope_cache = Launcher(_qk_norm_rope_cache_kernel)
 
 
-def qk_norm_rope_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    gated: bool,
-    eps: float,
-    one_plus: bool,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
-    """See `Kernels.qk_norm_rope_cache`; positions of padding rows are not read."""
-    tokens = len(qkv)
-    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+def qk_norm_rope_cache(p: RotaryProblem) -> Tensor:
+    """Positions of padding rows are not read."""
+    tokens, device = len(p.qkv), p.qkv.device
+    q = torch.empty(tokens, p.num_heads, p.head_dim, dtype=p.qkv.dtype, device=device)
     if tokens == 0:
         return q
-    block_d = next_power_of_2(head_dim)
+    block_d = next_power_of_2(p.head_dim)
     block_h = max(1, TILE_ELEMENTS // block_d)
-    tiles = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
+    tiles = cdiv(p.num_heads, block_h) + cdiv(p.num_kv_heads, block_h)
     _qk_norm_rope_cache[(tokens, tiles)](
-        qkv,
-        positions,
-        cos_sin,
-        q_norm_weight,
-        k_norm_weight,
-        kv_cache,
-        slot_mapping,
+        p.qkv,
+        p.positions,
+        p.cos_sin,
+        p.q_norm_weight,
+        p.k_norm_weight,
+        p.kv_cache,
+        p.slot_mapping,
         q,
-        qkv.stride(0),
-        kv_cache.stride(0),
-        eps,
-        1 / k_scale,
-        1 / v_scale,
-        FP8=kv_cache.dtype is fp8.FP8,
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        Q_WIDTH=head_dim * (2 if gated else 1),
-        ROT=cos_sin.shape[-1],
-        BLOCK_SIZE=kv_cache.shape[2],
-        NORM_Q=q_norm_weight is not None,
-        NORM_K=k_norm_weight is not None,
-        ONE_PLUS=one_plus,
+        p.qkv.stride(0),
+        p.kv_cache.stride(0),
+        p.eps,
+        1 / p.k_scale,
+        1 / p.v_scale,
+        FP8=p.kv_cache.dtype is fp8.FP8,
+        HEADS=p.num_heads,
+        KV_HEADS=p.num_kv_heads,
+        HEAD_DIM=p.head_dim,
+        Q_WIDTH=p.head_dim * (2 if p.gated else 1),
+        ROT=p.cos_sin.shape[-1],
+        BLOCK_SIZE=p.kv_cache.shape[2],
+        NORM_Q=p.q_norm_weight is not None,
+        NORM_K=p.k_norm_weight is not None,
+        ONE_PLUS=p.one_plus,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
-        **dependent_launch(qkv.device),
+        **dependent_launch(device),
     )
     return q

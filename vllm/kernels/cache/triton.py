@@ -35,7 +35,6 @@ def _write_rows_kernel(
 
 
 def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `Kernels.write_rows`."""
     tokens, columns, width = rows.shape
     if tokens == 0:
         return
@@ -64,7 +63,6 @@ def write_kv_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """See `Kernels.write_kv_cache`."""
     if kv_cache.dtype is FP8:
         key, value = to_fp8(key.float() * (1 / k_scale)), to_fp8(value.float() * (1 / v_scale))
     write_rows(key, kv_cache[:, 0], slot_mapping)

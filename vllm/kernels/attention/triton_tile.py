@@ -8,7 +8,8 @@ Query rows of a tile are tokens by heads of one kv head: row `r` is token `r // 
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from vllm.kernels.attention import AttentionProblem
 
 LOG2_E = 1.4426950408889634
 
@@ -78,16 +79,13 @@ def fold(score, v, new_peak, peak, total, acc, MASKED: tl.constexpr):
     return new_peak, total, acc
 
 
-def strides_of(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor, gate: Tensor | None
-) -> tuple[int, ...]:
-    """Of tokens and heads of `query`, blocks, rows of the table, tokens and heads of `out` and of
-    `gate` (zeros without one), in elements: the order of both kernels' parameters."""
-    of_gate = (0, 0) if gate is None else gate.stride()[:2]
+def strides_of(p: AttentionProblem) -> tuple[int, ...]:
+    """Of tokens and heads of the query, blocks, rows of the table, tokens and heads of `out` and of
+    the gate (zeros without one), in elements: the order of both kernels' parameters."""
     return (
-        *query.stride()[:2],
-        kv_cache.stride(0),
-        block_table.stride(0),
-        *out.stride()[:2],
-        *of_gate,
+        *p.query.stride()[:2],
+        p.kv_cache.stride(0),
+        p.block_table.stride(0),
+        *p.out.stride()[:2],
+        *((0, 0) if p.gate is None else p.gate.stride()[:2]),
     )

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with an activated gate in plain torch: what every platform computes."""
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.norm.naive import accumulation_dtype
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate_up[:, :n]) * gate_up[:, n:]`, rounded once: `[tokens, 2n] -> [tokens, n]`."""
+    gate, up = gate_up.to(accumulation_dtype(gate_up)).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`, rounded once: `x [tokens, heads, n]`, `gate [tokens, heads, n]` with any
+    token and head stride -> `[tokens, heads * n]`."""
+    wide = accumulation_dtype(x)
+    return (x.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype).flatten(1)

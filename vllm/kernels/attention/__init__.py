@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention of a ragged batch over the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What `Kernels.paged_attention` computes; keys and values of the step are already written.
+
+    `query [tokens, num_heads, head_dim]`, `kv_cache [num_blocks, 2, block_size, num_kv_heads,
+    head_dim]`, `block_table [num_seqs, max_blocks]` int32, `seq_lens [num_seqs]` int32 (context
+    including this step's tokens), `query_start_loc [num_seqs + 1]` int32, `out` like `query`.
+    Query row `i` of a sequence has position `seq_len - query_len + i` and sees positions `<=` its
+    own and, with `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
+    `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding. No query is longer
+    than `max_query_len` and no context than `max_seq_len`: grids follow from these.
+    Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`. With `gate`,
+    like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`.
+    """
+
+    query: Tensor
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+    scale: float
+    sliding_window: int | None
+    out: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    gate: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.query)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_cache.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_cache.shape[3]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_tokens == 0 or self.num_seqs == 0
