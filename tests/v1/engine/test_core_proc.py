@@ -8,6 +8,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
 
@@ -16,7 +18,10 @@ class IdleCore:
     """A core that never has work."""
 
     only_waits = False
-    executor = SimpleNamespace(register_failure_callback=lambda callback: None)
+
+    def __init__(self):
+        self.failure_callbacks = []
+        self.executor = SimpleNamespace(register_failure_callback=self.failure_callbacks.append)
 
     def has_work(self):
         return False
@@ -50,3 +55,18 @@ def test_a_signal_that_does_not_interrupt_the_wait_still_ends_the_loop(tmp_path)
         rescue.cancel()
         signal.signal(signal.SIGTERM, previous)
     assert not rescued.is_set()
+
+
+def test_workers_that_end_while_the_core_is_idle_end_it(tmp_path):
+    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
+    core = IdleCore()
+    proc = EngineCoreProc(core, addresses)
+    (failed,) = core.failure_callbacks
+    threading.Timer(0.1, failed, [RuntimeError("a worker died")]).start()
+    rescue = threading.Timer(20, proc.request_shutdown)
+    rescue.start()
+    try:
+        with pytest.raises(RuntimeError, match="a worker died"):
+            proc.run()
+    finally:
+        rescue.cancel()
