@@ -8,6 +8,7 @@ the ones that run always, and those about ranks.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ def test_ranks_sleep_and_reload(make_engine: MakeEngine) -> None:
     assert tokens(llm, batch) != expected
     llm.collective_rpc("reload_weights")
     assert tokens(llm, batch) == expected
+
+
+def test_a_connector_stores_and_loads_every_part(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """What both ranks have stored, the next engine's ranks load; with a part lost, neither does."""
+    (prompt,) = prompts((70,))
+    for stored in (0, 64, 0):
+        llm = make_engine(
+            "llama",
+            tensor_parallel_size=2,
+            kv_transfer_config={
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+            },
+        )
+        (output,) = generate(llm, [prompt], 16)
+        assert_equals_reference(output, tiny_model("llama"), 16)
+        assert output.num_cached_tokens == stored
+        if stored:
+            shutil.rmtree(next(tmp_path.glob("*.1of2")))
+    assert len(list(tmp_path.glob("*.?of2"))) == 2
 
 
 def test_hidden_states_are_whole_and_written_once(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -221,7 +221,12 @@ def test_prefix_is_stored_once_and_whole(tmp_path: Path) -> None:
     assert PrefixStore.load(folder, "a").tolist() == [1, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
     shutil.rmtree(folder)
-    assert not PrefixStore.has(folder)
+    assert not PrefixStore(str(tmp_path), {}).has(folder)
+    ranks = PrefixStore(str(tmp_path), {}, num_ranks=2)
+    for rank in range(2):
+        assert not ranks.has(folder), "a part is missing"
+        PrefixStore.save(ranks.part(folder, rank), {"a": torch.ones(2)})
+    assert ranks.has(folder)
 
 
 def test_finished_requests_are_forgotten(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_files import (
     PrefixStore,
     aligned_length,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -104,7 +105,11 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         self._alignment = math.lcm(*self._block_sizes)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         directory = self._kv_transfer_config.get_from_extra_config("shared_storage_path", "/tmp")
-        self._store = PrefixStore(os.path.abspath(os.fspath(directory)), _scope(vllm_config))
+        self._store = PrefixStore(
+            os.path.abspath(os.fspath(directory)),
+            _scope(vllm_config),
+            vllm_config.parallel_config.tensor_parallel_size,
+        )
         # scheduler side
         self._to_load: dict[str, _Load] = {}
         self._prompts: dict[str, _Prompt] = {}
@@ -134,10 +139,13 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         for name, cache in self._caches.items():
             ids = self._block_index(load, name, cache)
             first = load.first_blocks[self._group_of[name]]
-            blocks = self._store.load(load.folder, name)[first:]
+            blocks = self._store.load(self._part(load.folder), name)[first:]
             if blocks.shape != (len(ids), *cache.shape[1:]) or blocks.dtype != cache.dtype:
                 raise ValueError(f"{name}: stored {tuple(blocks.shape)}, {blocks.dtype}: no fit")
             cache.index_copy_(0, ids, blocks.to(cache.device))
+
+    def _part(self, folder: str) -> str:
+        return self._store.part(folder, get_tensor_model_parallel_rank())
 
     def _block_index(self, transfer: PrefixTransfer, layer_name: str, cache: Tensor) -> Tensor:
         ids = transfer.block_ids[self._group_of[layer_name]]
@@ -159,7 +167,8 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         gathered, self._gathered = self._gathered, {}
         for folder, layers in gathered.items():
             try:
-                self._store.save(folder, {name: rows.cpu() for name, rows in layers.items()})
+                parts = {name: rows.cpu() for name, rows in layers.items()}
+                self._store.save(self._part(folder), parts)
             except OSError as error:
                 # The prefix is a copy: without it the next request computes its prompt.
                 logger.error("cannot store %s: %s", folder, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and files of stored prefixes: one directory per prefix, one file per layer."""
+"""Names and files of stored prefixes: one directory per prefix and rank, one file per layer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,28 @@ def aligned_length(num_tokens: int, alignment: int) -> int:
 
 
 class PrefixStore:
-    """Prefixes in `directory`; `scope` is everything besides the tokens that fixes the values."""
+    """Prefixes in `directory`; `scope` is everything besides the tokens that fixes the values.
 
-    def __init__(self, directory: str, scope: dict[str, str]) -> None:
+    Each of `num_ranks` workers stores its own part of a prefix.
+    """
+
+    def __init__(self, directory: str, scope: dict[str, str], num_ranks: int = 1) -> None:
         self._directory = directory
+        self._num_ranks = num_ranks
         self._scope = json.dumps(scope, sort_keys=True)
 
     def folder(self, token_ids: Sequence[int], salt: str | None) -> str:
-        """Where the prefix of exactly `token_ids` is or would be stored."""
+        """Where the prefix of exactly `token_ids` is or would be stored; see `part`."""
         text = json.dumps([self._scope, salt, list(token_ids)])
         return os.path.join(self._directory, hashlib.sha256(text.encode()).hexdigest())
 
-    @staticmethod
-    def has(folder: str) -> bool:
-        return os.path.isdir(folder)
+    def part(self, folder: str, rank: int) -> str:
+        """The rank's folder of a prefix."""
+        return folder if self._num_ranks == 1 else f"{folder}.{rank}of{self._num_ranks}"
+
+    def has(self, folder: str) -> bool:
+        """Whether every rank has stored its part."""
+        return all(os.path.isdir(self.part(folder, rank)) for rank in range(self._num_ranks))
 
     @staticmethod
     def load(folder: str, layer_name: str) -> Tensor:
