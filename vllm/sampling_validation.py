@@ -5,16 +5,38 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-if TYPE_CHECKING:
-    from vllm.sampling_params import BeamSearchParams, SamplingParams
-
 #: below this temperature sampling is greedy
 SAMPLING_EPS = 1e-5
+
+
+class Checked(Protocol):
+    """What the checks read of `SamplingParams` besides fields that they look up by name."""
+
+    n: int
+    temperature: float
+    stop: str | list[str] | None
+    max_tokens: int | None
+    min_tokens: int
+    detokenize: bool
+    structured_outputs: Any
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: list[int] | None
+    extra_args: dict[str, Any] | None
+    bad_words_token_ids: list[list[int]] | None
+
+    @property
+    def all_stop_token_ids(self) -> set[int]: ...
+
+
+class CheckedBeam(Protocol):
+    """The same of `BeamSearchParams`."""
+
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +128,7 @@ def fail(parameter: str, message: str, value: Any = None) -> NoReturn:
     raise VLLMValidationError(message, parameter=parameter, value=value)
 
 
-def check_sampling_params(params: SamplingParams) -> None:
+def check_sampling_params(params: Checked) -> None:
     """Raise `VLLMValidationError` for the first bad field of `params`."""
     for name, numbers in NUMBERS.items():
         numbers.check(name, getattr(params, name))
@@ -121,7 +143,7 @@ def check_sampling_params(params: SamplingParams) -> None:
             fail(name, f"{name} is not supported; instead {instead}", getattr(params, name))
 
 
-def check_some_token_is_left(params: SamplingParams, vocab_size: int) -> None:
+def check_some_token_is_left(params: Checked, vocab_size: int) -> None:
     """Raise `VLLMValidationError` where no token could be the first one.
 
     `params`: the engine's own, ids of end-of-sequence and banned words filled in.
@@ -141,7 +163,7 @@ def check_some_token_is_left(params: SamplingParams, vocab_size: int) -> None:
         )
 
 
-def check_beam_search_params(params: BeamSearchParams) -> None:
+def check_beam_search_params(params: CheckedBeam) -> None:
     """Raise `VLLMValidationError` for the first bad field of `params`."""
     for name, numbers in _BEAM_NUMBERS.items():
         numbers.check(name, getattr(params, name))
@@ -164,7 +186,7 @@ def _shortened(value: Any) -> str:
     return _REPR.repr(value)
 
 
-def _check_lists(params: SamplingParams) -> None:
+def _check_lists(params: Checked) -> None:
     for name, kind, word in (
         ("stop", str, "strings"),
         ("bad_words", str, "strings"),
@@ -186,7 +208,7 @@ def _check_lists(params: SamplingParams) -> None:
         fail("allowed_token_ids", "allowed_token_ids must not be empty", [])
 
 
-def _check_mappings(params: SamplingParams) -> None:
+def _check_mappings(params: Checked) -> None:
     if params.extra_args is not None and not isinstance(params.extra_args, dict):
         fail("extra_args", f"extra_args must be an object, got {_shortened(params.extra_args)}")
     bias = params.logit_bias
@@ -199,7 +221,7 @@ def _check_mappings(params: SamplingParams) -> None:
         _BIAS.check("logit_bias", value)
 
 
-def _check_combinations(params: SamplingParams) -> None:
+def _check_combinations(params: Checked) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         fail(
             "min_tokens",
