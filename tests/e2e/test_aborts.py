@@ -130,8 +130,9 @@ def assert_nothing_is_left(llm: LLMEngine, path: Path) -> None:
     assert isinstance(worker, ExampleHiddenStatesConnector) and worker._saver is not None
     worker._saver._pool.drain()
     assert not worker._saver._targets and not worker._saver._copying and not worker._saver._waiting
-    assert not list(path.glob("*.partial"))
+    assert not list(path.glob(".*"))
     for lock in path.glob("*.lock"):
+        assert lock.with_suffix("").exists(), "the lock file of a request that has no file"
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

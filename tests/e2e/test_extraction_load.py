@@ -138,7 +138,7 @@ def test_clients_that_leave_free_everything(server: RemoteServer, storage: Path)
         time.sleep(0.1)
     for token_ids, path in zip(prompts[:20], paths, strict=True):
         assert load_hidden_states(path)["token_ids"].tolist() == token_ids
-    while list(storage.glob("*.partial")):
+    while list(storage.glob(".incomplete-*")):
         assert time.monotonic() < deadline, "an unfinished file was left behind"
         time.sleep(0.1)
     for lock in storage.glob("*.lock"):

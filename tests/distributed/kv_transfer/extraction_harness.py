@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.engine import RequestConflict
 from vllm.v1.kv_cache_interface import (
     ArenaPlan,
     FullAttentionSpec,
@@ -105,7 +106,7 @@ class Harness:
     num_blocks: int = 64
     live: dict[str, Live] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str | RequestConflict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

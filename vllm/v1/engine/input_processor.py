@@ -207,12 +207,27 @@ class InputProcessor:
 
     def _check_connector(self, params: SamplingParams) -> None:
         asked = (params.extra_args or {}).get("kv_transfer_params")
-        if asked and self.vllm_config.kv_transfer_config is None:
+        if not asked:
+            return
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is None or not transfer.is_kv_transfer_instance:
             raise VLLMValidationError(
                 "kv_transfer_params are for a KV connector, and the engine runs without one; start "
                 "it with --kv-transfer-config or leave them out",
                 "kv_transfer_params",
             )
+        if not isinstance(asked, dict):
+            raise VLLMValidationError(
+                f"kv_transfer_params must be an object, got {type(asked).__name__}",
+                "kv_transfer_params",
+            )
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        connector_class = KVConnectorFactory.get_connector_class(transfer)
+        try:
+            connector_class.check_request(transfer, asked, params.n)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), "kv_transfer_params") from error
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         limit = self.model_config.max_logprobs

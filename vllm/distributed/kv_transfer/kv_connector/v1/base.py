@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import RequestConflict
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -119,6 +120,18 @@ class KVConnectorBase_V1(ABC):
         """
         return True
 
+    # ---- front end -----------------------------------------------------------------------------
+
+    @classmethod
+    def check_request(
+        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
+    ) -> None:
+        """ValueError for a request's `kv_transfer_params` that cannot be honoured.
+
+        Called before the engine sees the request; the client gets the message with a 400.
+        """
+        return
+
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:  # noqa: B027
@@ -179,10 +192,10 @@ class KVConnectorBase_V1(ABC):
         """Blocks that should have been loaded in this step and were not."""
         return set()
 
-    def take_failed_requests(self) -> dict[str, str]:
+    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
         """Request id -> reason, and forget them: running requests that this connector cannot serve.
 
-        The engine ends each with an error.
+        The engine ends each with an error; a `RequestConflict` is the client's own.
         """
         return {}
 

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import 
     ExampleHiddenStatesConnectorMetadata,
     PendingSave,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import check_params
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
@@ -45,14 +46,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling impor
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.space_reservation import (
     choose_reservation,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import remove_leftovers
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.storage import Storage
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import RequestConflict
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -86,13 +90,24 @@ def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool
             os.unlink(name)
 
 
+def _storage_path(transfer: KVTransferConfig) -> str:
+    return os.path.abspath(os.fspath(transfer.get_from_extra_config("shared_storage_path", "/tmp")))
+
+
+def _flag(transfer: KVTransferConfig, key: str, default: bool) -> bool:
+    value = transfer.get_from_extra_config(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"kv_connector_extra_config {key!r} must be true or false: {value!r}")
+    return value
+
+
 class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Store-only. Settings (`kv_connector_extra_config`):
 
     - `shared_storage_path` (`/tmp`): directory of the files, made on demand;
     - `num_writer_threads` (8): files written at a time;
     - `use_synchronization_lock` (true): make and hold lock files;
-    - `allow_custom_save_path` (false): honour a request's `hidden_states_path`.
+    - `allow_custom_save_path` (false): honour a request's `hidden_states_path` below the directory.
 
     Raises ValueError without extraction or for settings of a wrong type.
     """
@@ -113,13 +128,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if kv_cache_config is None:
             raise ValueError("ExampleHiddenStatesConnector needs kv_cache_config")
         self._group = find_hidden_states_group(kv_cache_config)
-        storage_path = self._setting("shared_storage_path", "/tmp")
-        self._storage_path = os.path.abspath(os.fspath(storage_path))
+        transfer = self._kv_transfer_config
+        self._storage_path = _storage_path(transfer)
         self._scheduling = ExtractionScheduler(
-            self._storage_path, self._flag("allow_custom_save_path", False), self._group.block_size
+            self._storage_path,
+            _flag(transfer, "allow_custom_save_path", False),
+            self._group.block_size,
         )
-        self._use_lock = self._flag("use_synchronization_lock", True)
-        self._num_writer_threads = int(self._setting("num_writer_threads", 8))
+        self._use_lock = _flag(transfer, "use_synchronization_lock", True)
+        self._num_writer_threads = int(transfer.get_from_extra_config("num_writer_threads", 8))
         if self._num_writer_threads < 1:
             raise ValueError(f"num_writer_threads must be >= 1, got {self._num_writer_threads}")
         self._saver: HiddenStatesSaver | None = None
@@ -128,14 +145,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         return False
 
-    def _setting(self, key: str, default: Any) -> Any:
-        return self._kv_transfer_config.get_from_extra_config(key, default)
-
-    def _flag(self, key: str, default: bool) -> bool:
-        value = self._setting(key, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"kv_connector_extra_config {key!r} must be true or false: {value!r}")
-        return value
+    @classmethod
+    def check_request(
+        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
+    ) -> None:
+        allow_custom_path = _flag(kv_transfer_config, "allow_custom_save_path", False)
+        check_params(_storage_path(kv_transfer_config), allow_custom_path, params, num_completions)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -155,11 +170,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"cache of {name} has shape {tuple(cache.shape)}, expected (num_blocks, "
                 f"{self._group.block_size}, columns, hidden)"
             )
+        remove_leftovers(self._storage_path)
         self._saver = HiddenStatesSaver(
             RowCopier(cache),
             self._write_tensors,
+            Storage(self._storage_path, self._use_lock),
             num_writer_threads=self._num_writer_threads,
-            use_lock=self._use_lock,
             reserve_space=choose_reservation(self._storage_path),
         )
 
@@ -186,7 +202,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return {save.req_id for save in pending} or None, None
         return self._saver.step(pending, finished_req_ids) or None, None
 
-    def take_failed_requests(self) -> dict[str, str]:
+    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
         return {} if self._saver is None else self._saver.take_failed()
 
     def shutdown(self) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import RequestConflict
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -144,6 +145,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             for child in child_configs(extra_config)
         )
 
+    # ---- front end -----------------------------------------------------------------------------
+
+    @classmethod
+    def check_request(
+        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
+    ) -> None:
+        for child in child_configs(kv_transfer_config.kv_connector_extra_config):
+            child_cls = KVConnectorFactory.get_connector_class(child)
+            child_cls.check_request(child, params, num_completions)
+
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
@@ -214,8 +225,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set().union(*(c.get_block_ids_with_load_errors() for c in self._children))
 
-    def take_failed_requests(self) -> dict[str, str]:
-        failed: dict[str, str] = {}
+    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
+        failed: dict[str, str | RequestConflict] = {}
         for child in self._children:
             failed = {**child.take_failed_requests(), **failed}
         return failed

@@ -6,36 +6,30 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock, tensor_file
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import tensor_file
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
     ExampleHiddenStatesConnectorMetadata,
     PendingSave,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import PathRefused
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.storage import Storage, Target
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
 from vllm.logger import init_logger
+from vllm.v1.engine import RequestConflict
 
 logger = init_logger(__name__)
 
 #: `(tensors, copy_event, path, lock_fd)`; waits for the event, writes, closes `lock_fd` if given
 WriteTensors = Callable[[dict[str, Tensor], CopyEvent, str, int | None], None]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A running request's file; `lock_fd` holds its lock (None: locks are off)."""
-
-    path: str
-    lock_fd: int | None
 
 
 class HiddenStatesSaver:
@@ -49,34 +43,37 @@ class HiddenStatesSaver:
         self,
         copier: RowCopier,
         write_tensors: WriteTensors,
+        storage: Storage,
         *,
         num_writer_threads: int,
-        use_lock: bool,
         reserve_space: bool,
     ) -> None:
         self._copier = copier
         self._write_tensors = write_tensors
         self._pool = WriterPool(num_writer_threads)
-        self._use_lock = use_lock
+        self._storage = storage
         self._reserve_space = reserve_space
         self._targets: dict[str, Target] = {}
         self._waiting: deque[PendingSave] = deque()
         self._copying: dict[str, CopyEvent] = {}
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, str | RequestConflict] = {}
 
     def open_new(self, meta: ExampleHiddenStatesConnectorMetadata) -> None:
         """Lock the files of requests in their first step; what would fail later fails now."""
-        self._failed.update(meta.rejected)
+        for req_id, reason in meta.rejected.items():
+            self._failed[req_id] = RequestConflict(reason)
         for req_id, path in meta.new_req_filenames.items():
             num_bytes = self._file_bytes(meta.new_req_num_tokens.get(req_id, 0))
             try:
-                self._targets[req_id] = self._open(path, num_bytes)
+                self._targets[req_id] = self._storage.claim(path, num_bytes)
+            except PathRefused as error:
+                self._failed[req_id] = RequestConflict(f"hidden states cannot be stored: {error}")
             except OSError as error:
                 reason = f"hidden states cannot be stored: {_describe(error, path)}"
                 logger.error("request %s: %s", req_id, reason)
                 self._failed[req_id] = reason
 
-    def take_failed(self) -> dict[str, str]:
+    def take_failed(self) -> dict[str, str | RequestConflict]:
         failed, self._failed = self._failed, {}
         return failed
 
@@ -99,7 +96,10 @@ class HiddenStatesSaver:
         for req_id in list(self._targets):
             self._discard(req_id)
 
-    # ---- opening -------------------------------------------------------------------------------
+    def _discard(self, req_id: str) -> None:
+        target = self._targets.pop(req_id, None)
+        if target is not None:
+            self._storage.drop(target, promised=False)
 
     def _file_bytes(self, num_tokens: int) -> int:
         if not self._reserve_space:
@@ -107,29 +107,6 @@ class HiddenStatesSaver:
         token_id_bytes = torch.int64.itemsize
         row_bytes = self._copier.row_bytes + token_id_bytes
         return tensor_file.HEADER_ALLOWANCE + num_tokens * row_bytes
-
-    def _open(self, path: str, num_bytes: int) -> Target:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        lock_fd = file_lock.acquire(path) if self._use_lock else None
-        try:
-            if os.path.isdir(path):
-                raise IsADirectoryError(f"{path} is a directory")
-            tensor_file.reserve(tensor_file.partial_path(path), num_bytes)
-        except OSError:
-            _remove(tensor_file.partial_path(path))
-            file_lock.release(lock_fd)
-            raise
-        return Target(path, lock_fd)
-
-    def _discard(self, req_id: str) -> None:
-        target = self._targets.pop(req_id, None)
-        if target is not None:
-            self._drop(target)
-
-    @staticmethod
-    def _drop(target: Target) -> None:
-        _remove(tensor_file.partial_path(target.path))
-        file_lock.release(target.lock_fd)
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -147,7 +124,7 @@ class HiddenStatesSaver:
                 rows, event = self._copier.copy(save.block_ids, len(save.token_ids))
             except (ValueError, RuntimeError):
                 logger.exception("request %s: hidden states were not copied", save.req_id)
-                self._drop(target)
+                self._storage.drop(target, promised=True)
                 unsaved.add(save.req_id)
                 continue
             self._copying[save.req_id] = event
@@ -159,32 +136,19 @@ class HiddenStatesSaver:
         self, req_id: str, target: Target, tensors: dict[str, Tensor], event: CopyEvent
     ) -> None:
         """On a writer thread. The data gets its name when complete, and before the lock ends."""
-        temporary = tensor_file.partial_path(target.path)
         try:
             # The writer closes a duplicate; the lock itself lasts until after the rename.
             lock_fd = None if target.lock_fd is None else os.dup(target.lock_fd)
-            self._write_tensors(tensors, event, temporary, lock_fd)
-            os.replace(temporary, target.path)
+            self._write_tensors(tensors, event, target.partial, lock_fd)
+            self._storage.publish(target)
         except Exception:
             logger.exception(
                 "request %s: hidden states were not written to %s", req_id, target.path
             )
-            _remove(temporary)
-        finally:
-            file_lock.release(target.lock_fd)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError as error:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            logger.error("cannot remove %s: %s", path, error.strerror)
+            self._storage.drop(target, promised=True)
 
 
 def _describe(error: OSError, path: str) -> str:
-    if isinstance(error, BlockingIOError):
-        return f"{path} is in use by another request or a reader"
     return f"{error.strerror or error}: {error.filename or path}"
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,11 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
     ExampleHiddenStatesConnectorMetadata,
     PendingSave,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import (
+    PathRefused,
+    custom_path,
+    default_path,
 )
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
-
-_MAX_STEM_LENGTH = 200
 
 
 class ExtractionScheduler:
@@ -45,7 +47,7 @@ class ExtractionScheduler:
         for new in scheduler_output.scheduled_new_reqs:
             try:
                 filename = self._filename(new)
-            except ValueError as error:
+            except PathRefused as error:
                 meta.rejected[new.req_id] = str(error)
                 continue
             self._filenames[new.req_id] = filename
@@ -87,30 +89,13 @@ class ExtractionScheduler:
         return True, {"hidden_states_path": filename}
 
     def _filename(self, new: NewRequestData) -> str:
-        custom = _custom_path(new)
-        if custom is not None and self._allow_custom_path:
-            return os.path.abspath(_checked(custom))
-        if custom is not None:
+        extra = (new.sampling_params.extra_args if new.sampling_params is not None else None) or {}
+        asked = (extra.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if asked is not None and self._allow_custom_path:
+            return custom_path(self._storage_path, asked)
+        if asked is not None:
             logger.warning(
                 "request %s: hidden_states_path is ignored, allow_custom_save_path is false",
                 new.req_id,
             )
-        stem = new.req_id
-        if stem != os.path.basename(_checked(stem)) or len(stem) > _MAX_STEM_LENGTH:
-            raise ValueError(f"request id {stem!r} cannot be a file name")
-        return os.path.join(self._storage_path, f"{stem}.safetensors")
-
-
-def _custom_path(new: NewRequestData) -> object:
-    extra = (new.sampling_params.extra_args if new.sampling_params is not None else None) or {}
-    return (extra.get("kv_transfer_params") or {}).get("hidden_states_path")
-
-
-def _checked(path: object) -> str:
-    """`path` as a string; ValueError for what no file can be called."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"hidden_states_path must be a path, got {type(path).__name__}")
-    text = os.fsdecode(path)
-    if not text or "\0" in text or text in (".", ".."):
-        raise ValueError(f"hidden_states_path {text!r} is no file path")
-    return text
+        return default_path(self._storage_path, new.req_id)

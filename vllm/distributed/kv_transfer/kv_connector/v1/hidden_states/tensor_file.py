@@ -31,17 +31,18 @@ _DTYPE_NAMES = {
 }
 
 
-def partial_path(path: str) -> str:
-    """Where the data of `path` lies until it is complete."""
-    return f"{path}.partial"
+def create(path: str, num_bytes: int) -> None:
+    """Make `path` with `num_bytes` allocated on disk.
 
-
-def reserve(path: str, num_bytes: int) -> None:
-    """Create `path` with `num_bytes` allocated on disk; OSError (ENOSPC, EFBIG, EDQUOT) if not."""
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+    FileExistsError if there is one; OSError (ENOSPC, EFBIG, EDQUOT), and no file, without room.
+    """
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
     try:
         if num_bytes:
             os.posix_fallocate(fd, 0, num_bytes)
+    except OSError:
+        os.unlink(path)
+        raise
     finally:
         os.close(fd)
 
@@ -60,7 +61,7 @@ def write(path: str, tensors: dict[str, Tensor]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         offset = _write_all(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
         for _, tensor in ordered:
