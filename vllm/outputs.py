@@ -22,6 +22,8 @@ logger = init_logger(__name__)
 class CompletionOutput:
     """One of the `n` completions of a prompt.
 
+    `kv_transfer_params`: what the KV connector returned for it, at its end.
+
     `finish_reason`: "stop", "length", "abort" or "error", None while it runs. `stop_reason`: the
     stop string or token id that ended it, None for an end-of-sequence token.
     """
@@ -35,6 +37,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     routed_experts: Any | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -48,13 +51,25 @@ class CompletionOutput:
         self.cumulative_logprob = new.cumulative_logprob
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
+        self.kv_transfer_params = new.kv_transfer_params
+
+
+def join_kv_transfer_params(completions: Sequence[CompletionOutput]) -> dict[str, Any] | None:
+    """What the KV connector returned for a reply: as it is for one completion, for several a list
+    under each key, in their order, with None for those that have no such key."""
+    given = [completion.kv_transfer_params for completion in completions]
+    if len(given) == 1:
+        return given[0]
+    keys = dict.fromkeys(key for one in given for key in one or ())
+    return {key: [(one or {}).get(key) for one in given] for key in keys} or None
 
 
 class RequestOutput:
     """The state of a request: its prompt and its completions.
 
     `prompt_logprobs`: one entry per prompt token, the first None. `num_cached_tokens`: prompt
-    tokens found in the prefix cache. `kv_transfer_params`: what the KV connector returned.
+    tokens found in the prefix cache. `kv_transfer_params`: what the KV connector returned (see
+    `join_kv_transfer_params`).
     Unknown keyword arguments are ignored, so that callers written for newer releases work.
     """
 
@@ -97,7 +112,6 @@ class RequestOutput:
         self.finished |= new.finished
         self.metrics = new.metrics
         self.num_cached_tokens = new.num_cached_tokens
-        self.kv_transfer_params = new.kv_transfer_params or self.kv_transfer_params
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
         self.cache_report = self.cache_report or new.cache_report
         known = {completion.index: i for i, completion in enumerate(self.outputs)}
@@ -109,6 +123,8 @@ class RequestOutput:
                 self.outputs[i].append(completion)
             else:
                 self.outputs[i] = completion
+        joined = join_kv_transfer_params(self.outputs)
+        self.kv_transfer_params = joined or new.kv_transfer_params or self.kv_transfer_params
 
     def __repr__(self) -> str:
         return (

@@ -30,7 +30,10 @@ def flags(storage: Path) -> list[str]:
     transfer = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(storage),
+            "allow_custom_save_path": True,
+        },
     }
     return [
         *["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)],
@@ -76,3 +79,26 @@ def test_concurrent_requests_get_their_own_complete_rows(family: str, tmp_path: 
             torch.testing.assert_close(
                 stored["hidden_states"][:, :-1], residual_streams(model, ids), rtol=1e-3, atol=1e-3
             )
+        check_every_choice_has_a_file(server)
+        check_malformed_paths_are_the_clients_fault(server, tmp_path)
+
+
+def check_every_choice_has_a_file(server: RemoteServer) -> None:
+    reply = server.post("/v1/completions", prompt=[[1, 2], [3, 4, 5]], n=2, max_tokens=2, seed=0)
+    paths = reply["kv_transfer_params"]["hidden_states_path"]
+    assert len(set(paths)) == 4
+    stored = [read(path)["token_ids"].tolist() for path in paths]
+    assert stored == [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
+
+
+def check_malformed_paths_are_the_clients_fault(server: RemoteServer, storage: Path) -> None:
+    (storage / "folder").mkdir()
+    for path in ("../x", "/etc/x", "a\nINFO forged", "a\0", "", 7, "folder"):
+        given = {"hidden_states_path": path}
+        server.post("/v1/completions", 400, prompt=[1, 2], kv_transfer_params=given)
+    assert "\nINFO forged" not in server.log()
+    given = {"hidden_states_path": "deep/mine.safetensors"}
+    reply = server.post("/v1/completions", prompt=[1, 2, 3], kv_transfer_params=given)
+    path = reply["kv_transfer_params"]["hidden_states_path"]
+    assert path == str(storage / "deep" / "mine.safetensors")
+    assert read(path)["token_ids"].tolist() == [1, 2, 3]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.sleep import LEVELS, check_tags
@@ -188,18 +188,19 @@ class FakeAsyncLLM:
         for start, end in pieces:
             await self._interfere(start)
             last = end == len(tokens)
+            outputs = [
+                self._piece(n, tokens[start:end], "".join(texts[start:end]), params, last)
+                for n in range(params.n)
+            ]
             yield RequestOutput(
                 request_id=request_id,
                 prompt=prompt.get("prompt"),
                 prompt_token_ids=prompt_ids,
                 prompt_logprobs=self._prompt_logprobs(prompt_ids, params) if start == 0 else None,
-                outputs=[
-                    self._piece(n, tokens[start:end], "".join(texts[start:end]), params, last)
-                    for n in range(params.n)
-                ],
+                outputs=outputs,
                 finished=last,
                 num_cached_tokens=min(4, len(prompt_ids)),
-                kv_transfer_params=self._connector_reply(params) if last else None,
+                kv_transfer_params=join_kv_transfer_params(outputs),
             )
 
     async def _interfere(self, done: int) -> None:
@@ -223,6 +224,7 @@ class FakeAsyncLLM:
             logprobs=logprobs,
             finish_reason="length" if last else None,
             stop_reason=None,
+            kv_transfer_params=self._connector_reply(params, index) if last else None,
         )
 
     def _prompt_logprobs(
@@ -245,9 +247,9 @@ class FakeAsyncLLM:
             for i, t in enumerate(ids)
         }
 
-    def _connector_reply(self, params: SamplingParams) -> dict[str, Any] | None:
+    def _connector_reply(self, params: SamplingParams, index: int) -> dict[str, Any] | None:
         given = (params.extra_args or {}).get("kv_transfer_params")
-        return None if given is None else {"hidden_states_path": "/x.safetensors", "got": given}
+        return None if given is None else {"path": f"/{index}", "got": given}
 
 
 def byte_ids(text: str) -> list[int]:

@@ -230,13 +230,16 @@ async def test_connector_parameters_go_both_ways(
 ) -> None:
     given = {"include_output_tokens": True, "nested": {"a": [1, None]}}
     reply = await complete(
-        client, prompt=["a", "b"], max_tokens=1, kv_transfer_params=given, vllm_xargs={"x": 1}
+        client, prompt="a", max_tokens=1, kv_transfer_params=given, vllm_xargs={"x": 1}
     )
     assert engine.calls[0].params.extra_args == {"kv_transfer_params": given, "x": 1}
-    assert reply["kv_transfer_params"] == {
-        "hidden_states_path": "/x.safetensors",
-        "got": given,
-    }
+    assert reply["kv_transfer_params"] == {"path": "/0", "got": given}
+
+
+async def test_connector_parameters_of_every_choice(client: httpx.AsyncClient) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "kv_transfer_params": {"x": 1}}
+    reply = await complete(client, **body)
+    assert reply["kv_transfer_params"] == {"path": ["/0", "/1"] * 2, "got": [{"x": 1}] * 4}
 
 
 async def test_request_ids(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:

@@ -156,3 +156,10 @@ async def test_a_conflict_in_the_request_is_the_clients_error(
     *chunks, last = await stream(client, **body)
     assert len(chunks) == 2
     assert last["error"]["code"] == 400 and "no token may follow" in last["error"]["message"]
+
+
+async def test_connector_parameters_end_each_choice(client: httpx.AsyncClient) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "kv_transfer_params": {"x": 1}}
+    chunks = await stream(client, **body)
+    given = {chunk["choices"][0]["index"]: chunk["kv_transfer_params"]["path"] for chunk in chunks}
+    assert given == {0: "/0", 1: "/1", 2: "/0", 3: "/1"}

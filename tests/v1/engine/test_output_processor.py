@@ -188,12 +188,13 @@ def test_children_have_their_own_ids_and_seeds(tokenizer):
     assert all(c.sampling_params.n == 1 for c in children)
 
 
-def test_n_final_output_carries_transfer_parameters_of_the_first_child(tokenizer):
+def test_n_final_output_carries_transfer_parameters_of_every_child(tokenizer):
     processor = start(tokenizer, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     done = {"finish_reason": FinishReason.LENGTH}
     assert not send(processor, [40], "1_r-x", kv_transfer_params={"p": 1}, **done).request_outputs
     (final,) = send(processor, [41], "0_r-x", kv_transfer_params={"p": 0}, **done).request_outputs
-    assert [c.index for c in final.outputs] == [0, 1] and final.kv_transfer_params == {"p": 0}
+    assert [c.index for c in final.outputs] == [0, 1] and final.kv_transfer_params == {"p": [0, 1]}
+    assert [c.kv_transfer_params for c in final.outputs] == [{"p": 0}, {"p": 1}]
 
 
 def test_aborting_reports_to_sinks_and_covers_all_children(tokenizer):

@@ -102,8 +102,8 @@ class ChatStream:
         if reason is not None:
             choice["finish_reason"] = reason
             choice["stop_reason"] = completion.stop_reason
-            if output.kv_transfer_params is not None:
-                chunk["kv_transfer_params"] = output.kv_transfer_params
+            if completion.kv_transfer_params is not None:
+                chunk["kv_transfer_params"] = completion.kv_transfer_params
             if output.cache_report is not None:
                 chunk["cache_report"] = output.cache_report.as_dict()
         return chunk

@@ -100,7 +100,10 @@ class CompletionStream:
         state.started = True
         if not scored_only:
             self._usage.generated(len(token_ids))
-        yield self._chunk(choice, output, last=finish_reason is not None)
+        chunk = self._chunk(choice, output, last=finish_reason is not None)
+        if completion.kv_transfer_params is not None:
+            chunk["kv_transfer_params"] = completion.kv_transfer_params
+        yield chunk
 
     def _echo_chunk(self, index: int, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
         state = self._choices[index]
@@ -144,8 +147,6 @@ class CompletionStream:
         self, choice: dict[str, Any], output: RequestOutput, *, last: bool
     ) -> dict[str, Any]:
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if last and output.kv_transfer_params is not None:
-            chunk["kv_transfer_params"] = output.kv_transfer_params
         if last and output.cache_report is not None:
             chunk["cache_report"] = output.cache_report.as_dict()
         if self._usage.on_every_chunk:

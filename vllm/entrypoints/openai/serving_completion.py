@@ -28,6 +28,7 @@ from vllm.entrypoints.openai.serving_engine import (
 )
 from vllm.entrypoints.openai.text_offsets import Echo, prompt_offsets
 from vllm.exceptions import VLLMValidationError
+from vllm.outputs import join_kv_transfer_params
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -149,19 +150,24 @@ class ServingCompletion(OpenAIServing):
         echoed: Sequence[Echo],
         outputs: list[RequestOutput],
     ) -> CompletionResponse:
+        ordered = [
+            (index, completion)
+            for index, output in enumerate(outputs)
+            for completion in sorted(output.outputs, key=lambda one: one.index)
+        ]
         choices = [
             self._choice(
                 request,
                 index * request.num_choices + completion.index,
                 planned[index],
                 echoed[index],
-                output,
+                outputs[index],
                 completion,
             )
-            for index, output in enumerate(outputs)
-            for completion in sorted(output.outputs, key=lambda one: one.index)
+            for index, completion in ordered
         ]
-        generated = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        completions = [completion for _, completion in ordered]
+        generated = sum(len(completion.token_ids) for completion in completions)
         return CompletionResponse(
             id=reply_id,
             created=created,
@@ -172,7 +178,7 @@ class ServingCompletion(OpenAIServing):
                 0 if request.max_tokens == 0 else generated,
                 total_cached(outputs),
             ),
-            kv_transfer_params=outputs[0].kv_transfer_params,
+            kv_transfer_params=join_kv_transfer_params(completions),
             cache_report=cache_report(outputs[0]),
         )
 

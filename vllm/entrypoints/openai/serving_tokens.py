@@ -120,7 +120,7 @@ class ServingTokens(OpenAIServing):
                     "request_id": request_id,
                     "choices": [choice.model_dump() for choice in choices],
                 }
-                if output.finished and output.kv_transfer_params is not None:
+                if output.kv_transfer_params is not None:
                     chunk["kv_transfer_params"] = output.kv_transfer_params
                 if usage.on_every_chunk:
                     chunk["usage"] = usage.as_dict()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from vllm.cache_options import CacheReport
@@ -63,21 +61,9 @@ class ParentRequest:
         self._running = set(range(n))
         self._longest = 0
         self._latest: dict[int, CompletionOutput] = {}
-        self._kv_transfer_params: dict[int, dict[str, Any]] = {}
 
-    @property
-    def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Those of the first child that has any: the user's request can carry one set."""
-        if not self._kv_transfer_params:
-            return None
-        return self._kv_transfer_params[min(self._kv_transfer_params)]
-
-    def add(
-        self, completion: CompletionOutput, kv_transfer_params: dict[str, Any] | None
-    ) -> list[CompletionOutput]:
+    def add(self, completion: CompletionOutput) -> list[CompletionOutput]:
         """What to show after a child's news: its delta, all so far, or nothing before the end."""
-        if kv_transfer_params is not None:
-            self._kv_transfer_params[completion.index] = kv_transfer_params
         if completion.finished():
             self._running.discard(completion.index)
         if self._kind is RequestOutputKind.DELTA:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestConflict
 from vllm.v1.engine.detokenizer import Detokenizer
@@ -127,11 +127,11 @@ class RequestState:
         if not (finished or self.is_due()):
             return None
         completion = self._completion(finish_reason, stop_reason)
+        completion.kv_transfer_params = kv_transfer_params
         completions = [completion]
         if self._parent is not None:
-            completions = self._parent.add(completion, kv_transfer_params)
+            completions = self._parent.add(completion)
             finished = self._parent.finished
-            kv_transfer_params = self._parent.kv_transfer_params
         if not completions:
             return None
         return RequestOutput(
@@ -143,7 +143,7 @@ class RequestState:
             finished,
             metrics=self.stats,
             num_cached_tokens=self._receipt().num_cached_tokens,
-            kv_transfer_params=kv_transfer_params,
+            kv_transfer_params=join_kv_transfer_params(completions),
             cache_report=self._receipt().report,
         )
 
