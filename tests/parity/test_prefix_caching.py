@@ -161,8 +161,10 @@ def _keep_states_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are found one token later than they were taken."""
     cache = CheckpointKeeper._cache
 
-    def shifted(self: Any, manager: Any, request: Any, block: Any, position: int) -> None:
-        cache(self, manager, request, block, min(position + 1, request.num_tokens))
+    def shifted(
+        self: Any, manager: Any, request: Any, block: Any, start: int, position: int
+    ) -> None:
+        cache(self, manager, request, block, start, min(position + 1, request.num_tokens))
 
     monkeypatch.setattr(CheckpointKeeper, "_cache", shifted)
 

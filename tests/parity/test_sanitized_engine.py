@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from parity_checks import MakeEngine, generate, prompts
+from parity_checks import TP_SIZE, MakeEngine, generate, prompts
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.decisions import decisions
@@ -47,7 +47,8 @@ def test_sound_runs_pass_and_change_nothing(
 ) -> None:
     """Shared prefixes, turns, forks, and so little memory that requests are preempted."""
     settings = {"enable_prefix_caching": True, "async_scheduling": async_scheduling}
-    llm = sanitized(make_engine, family, kv_cache_memory_bytes=700_000, **settings)
+    memory = 700_000 // TP_SIZE
+    llm = sanitized(make_engine, family, kv_cache_memory_bytes=memory, **settings)
     assert any(d.what == "sanitizer" and d.chosen == "on" for d in decisions())
     preemptions = []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
