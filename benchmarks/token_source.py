@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -121,6 +122,12 @@ class TokenExecutor(Executor):
             for i, req_id in enumerate(req_ids)
         ]
         return ModelRunnerOutput(req_ids=req_ids, sampled_token_ids=tokens)
+
+    def send_token_masks(self, words: np.ndarray) -> None:
+        """Tokens are arbitrary: a constrained request ends with an error."""
+
+    def init_kv_output_aggregator(self, connector: object) -> None:
+        """There are no transfers."""
 
     def collective_rpc(
         self,

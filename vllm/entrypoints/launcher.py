@@ -26,6 +26,7 @@ from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
+from vllm.utils.short_turns import short_turns
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -117,7 +118,9 @@ def serve(
     for number in _SIGNALS:
         signal.signal(number, _stop_starting)
     try:
-        return uvloop.run(_serve(sock, args, make_engine, make_app))
+        # Templates and bodies are parsed in threads, and the event loop must not wait for them.
+        with short_turns():
+            return uvloop.run(_serve(sock, args, make_engine, make_app))
     finally:
         sock.close()
         if args.uds:

@@ -176,6 +176,8 @@ def test_internal_fields_are_the_engines(processor, name):
     ("params", "kwargs", "parameter"),
     [
         ({"stop": ["\ud800"]}, {}, "sampling_params"),
+        ({"bad_words": ["\ud800"]}, {}, "bad_words"),
+        ({"bad_words": [" "]}, {}, "bad_words"),
         ({"extra_args": {"a": 2**64}}, {}, "sampling_params"),
         ({"extra_args": {"a": object}}, {}, "sampling_params"),
         ({}, {"cache_salt": "\udfff"}, "cache_salt"),

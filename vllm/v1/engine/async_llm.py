@@ -48,7 +48,7 @@ def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
     """Whether to process a request off the event loop; a malformed one fails at once."""
     if not isinstance(params, SamplingParams):
         return False
-    if params.structured_outputs or params.bad_words:
+    if params.structured_outputs or params.bad_words or params.extra_args:
         return True
     lists = (params.allowed_token_ids, params.logit_bias, params.stop_token_ids)
     if any(len(entries or ()) > _SHORT_LIST for entries in lists):

@@ -29,18 +29,23 @@ def bad_word_token_ids(
             "bad_words need a tokenizer, but --skip-tokenizer-init is set; use logit_bias",
             "bad_words",
         )
-    sequences: list[list[int]] = []
+    words = [word.lstrip() for word in words]
     for word in words:
         if len(word) > MAX_CHARS:
             raise VLLMValidationError(
                 f"bad_words: {word[:20]!r}… has {len(word)} characters; at most {MAX_CHARS}",
                 "bad_words",
             )
-        bare = list(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        spaced = list(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+    spaced_words = [" " + word for word in words]
+    try:
+        encoded = tokenizer([*words, *spaced_words], add_special_tokens=False)["input_ids"]
+    except (UnicodeEncodeError, TypeError) as error:
+        raise VLLMValidationError(f"bad_words cannot be tokenised: {error}", "bad_words") from None
+    sequences: list[list[int]] = []
+    for word, bare, spaced in zip(words, encoded, encoded[len(words) :], strict=False):
         if not bare:
             raise VLLMValidationError(f"bad_words: {word!r} has no tokens", "bad_words", word)
-        sequences.append(bare)
+        sequences.append(list(bare))
         if spaced[-len(bare) :] != bare:
-            sequences.append(spaced)
+            sequences.append(list(spaced))
     return sequences

@@ -4,7 +4,14 @@
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from vllm.logger import init_logger
 
@@ -36,6 +43,10 @@ def _can_travel(value: dict[str, Any]) -> dict[str, Any]:
 
 Integer = Annotated[int, BeforeValidator(_refuse_bool), AfterValidator(_fits_64_bits)]
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
+#: lists whose first mistake is told, however many there are
+Integers = Annotated[list[Integer], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 #: free-form JSON, passed on untouched
 JsonObject = Annotated[dict[str, Any], AfterValidator(_can_travel)]
 

@@ -5,21 +5,27 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, RequestModel, UsageInfo
+from vllm.entrypoints.openai.protocol.base import (
+    Integer,
+    Objects,
+    ReplyModel,
+    RequestModel,
+    UsageInfo,
+)
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
 
 
 class ConversationFields(RequestModel):
     """What decides how messages become a prompt."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     add_special_tokens: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
+    tools: Objects | None = None
     reasoning_effort: str | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None

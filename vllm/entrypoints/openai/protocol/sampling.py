@@ -9,10 +9,12 @@ from pydantic import BeforeValidator
 from vllm.cache_options import CacheOptions
 from vllm.entrypoints.openai.protocol.base import (
     Integer,
+    Integers,
     JsonObject,
     Number,
     RequestModel,
     StreamOptions,
+    Strings,
 )
 from vllm.entrypoints.openai.protocol.structured import structured_outputs
 from vllm.exceptions import VLLMValidationError
@@ -24,7 +26,7 @@ def as_list(value: Any) -> Any:
 
 
 #: one string or several
-StopStrings = Annotated[list[str] | None, BeforeValidator(as_list)]
+StopStrings = Annotated[Strings | None, BeforeValidator(as_list)]
 
 
 class GenerationRequest(RequestModel):
@@ -48,11 +50,11 @@ class GenerationRequest(RequestModel):
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     stop: StopStrings = None
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
-    allowed_token_ids: list[Integer] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Strings | None = None
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     prompt_logprobs: Integer | None = None
@@ -63,7 +65,7 @@ class GenerationRequest(RequestModel):
     kv_transfer_params: JsonObject | None = None
     vllm_xargs: JsonObject | None = None
     cache_salt: str | None = None
-    cache_checkpoints: list[Integer] | Literal["messages"] | None = None
+    cache_checkpoints: Integers | Literal["messages"] | None = None
     cache_pin_seconds: Number | None = None
     return_cache_report: bool | None = None
     priority: Integer | None = 0

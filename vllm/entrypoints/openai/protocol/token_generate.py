@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.protocol.base import (
     Integer,
+    Integers,
     JsonObject,
     ReplyModel,
     RequestModel,
@@ -50,7 +51,7 @@ SAMPLING_FIELDS = frozenset(
 class TokenGenerateRequest(RequestModel):
     """What the render routes reply with; of `sampling_params` the `SAMPLING_FIELDS` count."""
 
-    token_ids: list[Integer]
+    token_ids: Integers
     sampling_params: JsonObject
     request_id: str | None = None
     features: dict[str, Any] | None = None

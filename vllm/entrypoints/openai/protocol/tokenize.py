@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, RequestModel
+from vllm.entrypoints.openai.protocol.base import Integers, Objects, ReplyModel, RequestModel
 from vllm.entrypoints.openai.protocol.chat import ConversationFields
 
 
@@ -15,7 +15,7 @@ class TokenizeRequest(ConversationFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] = []
+    messages: Objects = []
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
@@ -33,7 +33,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids to turn into text."""
 
     model: str | None = None
-    tokens: list[Integer]
+    tokens: Integers
 
 
 class DetokenizeResponse(ReplyModel):

@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm.entrypoints.openai.deadline import Deadline, shutting_down
-from vllm.entrypoints.openai.errors import APIError, error_response
+from vllm.entrypoints.openai.errors import APIError, describe, error_response
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.serving_engine import RequestContext
 from vllm.entrypoints.openai.state import server_of
@@ -48,7 +48,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 async def parse_body(request: Request, model: type[Body]) -> Body:
-    """The validated body; raises pydantic's `ValidationError` or `APIError`."""
+    """The validated body; raises `APIError`."""
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise APIError(
@@ -58,10 +58,17 @@ async def parse_body(request: Request, model: type[Body]) -> Body:
         )
     data = await request.body()
     if len(data) > _LARGE:
-        return await server_of(request).renderer.run(
-            model.model_validate_json, data, size=len(data)
-        )
-    return model.model_validate_json(data)
+        return await server_of(request).renderer.run(_parse, model, data, size=len(data))
+    return _parse(model, data)
+
+
+def _parse(model: type[Body], data: bytes) -> Body:
+    """As `parse_body`, in any thread: a body may hold more mistakes than the loop has time for."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        info = describe(error)
+    raise APIError(HTTPStatus(info.status), info.type, info.message, info.param)
 
 
 def context_of(request: Request) -> RequestContext:

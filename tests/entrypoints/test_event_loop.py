@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that a request asks for keeps the event loop, and with it all other clients, busy.
+
+The server and the engine are real but for the model; counted is the loop's own CPU time, which
+other processes of the machine do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.hostile_clients import attacks
+from benchmarks.token_source import TokenExecutor, make_config
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+#: longest time that one callback may take
+LIMIT_S = 0.010
+_ATTEMPTS = 3
+JSON = {"content-type": "application/json"}
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SHORT = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 1.0}
+BIASES = {str(token): 1.0 for token in range(1024)}
+WITHIN: dict[str, tuple[str, Any]] = {
+    "long prompt of ids": (COMPLETIONS, {**SHORT, "prompt": [i % 500 for i in range(4090)]}),
+    "much too long a prompt": (COMPLETIONS, {**SHORT, "prompt": [1] * 500_000}),
+    "all tokens allowed": (COMPLETIONS, {**SHORT, "allowed_token_ids": list(range(4000))}),
+    "n": (COMPLETIONS, {**SHORT, "n": 256, "logit_bias": BIASES}),
+    "prompts": (COMPLETIONS, {**SHORT, "prompt": [[1, 2]] * 256, "logit_bias": BIASES}),
+    "texts": (COMPLETIONS, {**SHORT, "prompt": ["hello world"] * 256}),
+    "stops": (COMPLETIONS, {**SHORT, "stop": ["x" * 64] * 64, "stop_token_ids": [5] * 1024}),
+    "bad words": (COMPLETIONS, {**SHORT, "bad_words": [f"w{i}" for i in range(1024)]}),
+    "schema": (COMPLETIONS, {**SHORT, "structured_outputs": {
+        "choice": [f"choice {i}" for i in range(3000)]}}),
+    "messages": (CHAT, {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * 4000}),
+    "tools": (CHAT, {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object"}}}
+        for i in range(512)]}),
+    "unknown keys": (COMPLETIONS, {**SHORT, **{f"key{i}": i for i in range(50_000)}}),
+    "wrong entries": (COMPLETIONS, {**SHORT, "stop_token_ids": ["x"] * 100_000}),
+    "wrong messages": (CHAT, {"messages": ["x"] * 100_000}),
+    "nested prompts": (COMPLETIONS, {**SHORT, "prompt": [[1]] * 100_000}),
+    "connector parameters": (COMPLETIONS, {**SHORT, "vllm_xargs": {"a": [1] * 200_000}}),
+}  # fmt: skip
+for _attack in attacks(seed=0):
+    WITHIN[f"attack: {_attack.name}"] = (_attack.path, _attack.body)
+
+
+class Callbacks:
+    """CPU seconds of every callback of the event loop, the longest one first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.longest: tuple[float, str] = (0.0, "")
+        run = asyncio.events.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            began = time.thread_time()
+            run(handle)
+            self.longest = max(self.longest, (time.thread_time() - began, repr(handle)))
+
+        monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as running:
+        yield running
+
+
+def test_no_callback_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: asyncio.Runner
+) -> None:
+    engine = AsyncLLM(make_config(tmp_path, max_num_seqs=64, step_s=0.001), TokenExecutor)
+    app = build_app(engine, FrontEndArgs())
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+
+    async def longest(client: httpx.AsyncClient, path: str, data: bytes) -> tuple[float, str]:
+        with monkeypatch.context() as patch:
+            callbacks = Callbacks(patch)
+            # In a task of its own, so that its last callback is over when we look.
+            post = client.post(path, content=data, headers=JSON, timeout=120)
+            reply = await asyncio.create_task(post)
+        assert reply.status_code in (200, 400), reply.text
+        return callbacks.longest
+
+    async def main() -> dict[str, tuple[float, str]]:
+        slow = {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            await client.post(COMPLETIONS, json={"prompt": "warm up", "max_tokens": 1})
+            for name, (path, body) in WITHIN.items():
+                data = json.dumps(body).encode()
+                # A busy machine makes the same work longer, now and then.
+                for _ in range(_ATTEMPTS):
+                    found = await longest(client, path, data)
+                    if found[0] <= LIMIT_S:
+                        break
+                else:
+                    slow[name] = found
+        return slow
+
+    try:
+        assert runner.run(main()) == {}
+    finally:
+        engine.shutdown()
