@@ -241,7 +241,10 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
                    b'{"tokens": [%d]}' % vocab_size, "tokens"),
         BadRequest("detokenize negative", "/detokenize", b'{"tokens": [-1]}', "tokens"),
         BadRequest("generate nothing", "/inference/v1/generate", b"{}", "token_ids"),
-        BadRequest("other API", "/v1/responses", b"{}", None, "/v1/chat/completions", 501),
+        BadRequest("other API", "/v1/embeddings", b"{}", None, "/v1/chat/completions", 501),
+        BadRequest("responses nothing", "/v1/responses", b"{}", "input"),
+        BadRequest("responses stored", "/v1/responses",
+                   b'{"input": "hi", "previous_response_id": "x"}', "previous_response_id"),
         BadRequest("no route", "/v1/nothing", b"{}", status=404),
     ]  # fmt: skip
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.entrypoints.conftest import MakeClient, events
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
+from tests.entrypoints.server_events import named_events
 from tests.entrypoints.test_disconnect import Visit, until
 from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
@@ -27,6 +28,8 @@ HI = [{"role": "user", "content": "hi"}]
 BODIES = [
     ("/v1/completions", {"prompt": "hi", "max_tokens": 4}),
     ("/v1/chat/completions", {"messages": HI, "max_tokens": 4}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 4}),
 ]
 
 
@@ -80,7 +83,8 @@ async def test_a_full_queue_answers_503_with_retry_after(
     for path, other in BODIES:
         reply = await client.post(path, json=other)
         assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
-        assert reply.json()["error"]["type"] == "ServiceUnavailable"
+        busy = "overloaded_error" if path == "/v1/messages" else "ServiceUnavailable"
+        assert reply.json()["error"]["type"] == busy
         assert "--max-queued-requests" in reply.json()["error"]["message"]
     for path in ("/health", "/v1/models", "/metrics"):
         assert (await client.get(path)).status_code == 200
@@ -126,9 +130,17 @@ async def test_timeout_in_a_stream_is_an_error_event(
     client = make_client(request_timeout=0.5)
     engine.hang_after = 2
     reply = await client.post(path, json={**body, "stream": True})
-    *chunks, last = events(reply)
-    assert reply.status_code == 200 and len(chunks) >= 2
-    assert last["error"]["code"] == 504 and last["error"]["type"] == "TimeoutError"
+    named = path in ("/v1/responses", "/v1/messages")
+    chunks = named_events(reply) if named else events(reply)
+    assert reply.status_code == 200 and len(chunks) > 2
+    if path == "/v1/responses":
+        assert chunks[-1]["type"] == "response.failed"
+        assert chunks[-2]["type"] == "error" and chunks[-2]["code"] == "TimeoutError"
+    elif path == "/v1/messages":
+        assert chunks[-1]["error"]["type"] == "timeout_error"
+    else:
+        last = chunks[-1]["error"]
+        assert last["code"] == 504 and last["type"] == "TimeoutError"
     assert not engine.running and len(engine.aborted) == 1
 
 

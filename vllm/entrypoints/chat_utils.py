@@ -58,7 +58,7 @@ def parse_chat_messages(
 
 def message_text(message: dict[str, Any]) -> str:
     """The content of a message as one string."""
-    return str(_parse_content("content", message.get("content"), "string"))
+    return str(parse_content("content", message.get("content"), "string"))
 
 
 def _fail(where: str, message: str) -> VLLMValidationError:
@@ -78,7 +78,7 @@ def _parse_message(
         raise _fail(f"{where}.content", f"a {role} message needs content")
     parsed: dict[str, Any] = {
         "role": role,
-        "content": _parse_content(f"{where}.content", content, content_format),
+        "content": parse_content(f"{where}.content", content, content_format),
     }
     if reasoning:
         if not isinstance(reasoning, str):
@@ -92,7 +92,8 @@ def _parse_message(
     return parsed
 
 
-def _parse_content(where: str, content: Any, content_format: ContentFormat) -> Any:
+def parse_content(where: str, content: Any, content_format: ContentFormat) -> Any:
+    """Content as one string or as OpenAI text parts; errors name `where`."""
     if content is None:
         return "" if content_format == "string" else []
     if isinstance(content, str):
@@ -129,16 +130,22 @@ def _parse_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _fail(at, "a tool call needs a function with a name")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise _fail(f"{at}.arguments", "arguments must be JSON text") from None
-        if not isinstance(arguments, dict):
-            raise _fail(f"{at}.arguments", "arguments must be a JSON object")
+        arguments = parse_arguments(f"{at}.arguments", function.get("arguments"))
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def parse_arguments(where: str, arguments: Any) -> dict[str, Any]:
+    """The arguments of a call, given as an object or as its JSON text; errors name `where`."""
+    arguments = arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise _fail(where, "arguments must be JSON text") from None
+    if not isinstance(arguments, dict):
+        raise _fail(where, "arguments must be a JSON object")
+    return arguments
 
 
 def apply_hf_chat_template(

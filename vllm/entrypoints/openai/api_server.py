@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
+from vllm.entrypoints.anthropic import routes as messages
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
 from vllm.entrypoints.openai.errors import install_handlers
@@ -34,6 +35,7 @@ from vllm.entrypoints.openai.routes import (
     health,
     inference,
     models,
+    responses,
     sleep,
     tokenize,
     unsupported,
@@ -78,7 +80,8 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
 
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    for module in (health, models, completions, chat, inference, abort, tokenize, unsupported):
+    generating = (completions, chat, responses, messages, inference)
+    for module in (health, models, *generating, abort, tokenize, unsupported):
         app.include_router(module.router)
     with_info = args.enable_tokenizer_info_endpoint
     app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)

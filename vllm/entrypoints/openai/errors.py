@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error as the OpenAI error object, from one mapping of exceptions."""
+"""Every error as an error object, OpenAI's or the route's own, from one mapping of exceptions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.anthropic import errors as anthropic_errors
+from vllm.entrypoints.openai.route_path import route_path
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import (
@@ -68,12 +71,30 @@ class ErrorInfo:
         }
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
-        return Response(
-            msgspec.json.encode(self.body()),
-            status_code=self.status,
-            media_type="application/json",
-            headers=headers,
+        return ErrorResponse(self, headers)
+
+
+class ErrorResponse(Response):
+    """An error in the form that the clients of the request's route know."""
+
+    media_type = "application/json"
+
+    def __init__(self, info: ErrorInfo, headers: dict[str, str] | None = None) -> None:
+        super().__init__(msgspec.json.encode(info.body()), info.status, headers)
+        self._info = info
+        self._extra_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope) + "/"
+        if scope["type"] != "http" or not path.startswith(anthropic_errors.PATH + "/"):
+            await super().__call__(scope, receive, send)
+            return
+        info = self._info
+        body = anthropic_errors.error_body(info.status, info.message, info.param)
+        reply = Response(
+            msgspec.json.encode(body), info.status, self._extra_headers, self.media_type
         )
+        await reply(scope, receive, send)
 
 
 def _location(detail: Any) -> str:

@@ -16,7 +16,8 @@ _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests")
 _UNAUTHORIZED = ErrorInfo(
     HTTPStatus.UNAUTHORIZED,
     "AuthenticationError",
-    "The request needs one of the server's keys in the header `Authorization: Bearer KEY`.",
+    "The request needs one of the server's keys in the header `Authorization: Bearer KEY`, or in "
+    "`x-api-key`.",
 )
 
 
@@ -27,11 +28,16 @@ class Authentication:
         self.app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def _allowed(self, header: str | None) -> bool:
-        scheme, _, key = (header or "").partition(" ")
+    def _allowed(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key] if scheme.lower() == "bearer" else []
+        # Anthropic's clients send their key there.
+        keys += headers.getlist("x-api-key")
+        return any([self._known(key) for key in keys])
+
+    def _known(self, key: str) -> bool:
         digest = hashlib.sha256(key.strip().encode()).digest()
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any([secrets.compare_digest(digest, known) for known in self._digests])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = (
@@ -42,7 +48,7 @@ class Authentication:
                 for top in _GUARDED
             )
         )
-        if guarded and not self._allowed(Headers(scope=scope).get("authorization")):
+        if guarded and not self._allowed(Headers(scope=scope)):
             await _UNAUTHORIZED.response({"www-authenticate": "Bearer"})(scope, receive, send)
             return
         await self.app(scope, receive, send)

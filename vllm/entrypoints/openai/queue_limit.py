@@ -10,7 +10,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
 
-_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
+_GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+    }
+)
 _RETRY_AFTER_S = 1
 
 

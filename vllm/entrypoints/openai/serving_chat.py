@@ -72,9 +72,7 @@ class ServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, context: RequestContext
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The reply, or its stream of events; raises before anything reaches the engine."""
-        model = self.models.check(request.model)
-        planned = await self.plan(request, context.base_id(request.request_id))
-        self.parsers.check(planned.choice)
+        model, planned = await self.begin(request, context)
         source = self.generate([planned], request, context)
         if request.stream:
             stream = ChatStream(
@@ -110,6 +108,30 @@ class ServingChat(OpenAIServing):
             cache_report=cache_report(output),
         )
 
+    async def begin(
+        self, request: ChatCompletionRequest, context: RequestContext
+    ) -> tuple[str, PlannedChat]:
+        """The served name of the model and the plan of a request whose reply can be parsed."""
+        model = self.models.check(request.model)
+        planned = await self.plan(request, context.base_id(request.request_id))
+        self.parsers.check(planned.choice)
+        return model, planned
+
+    async def prompt(
+        self, request: ChatCompletionRequest, max_output_tokens: int = 1
+    ) -> RenderedPrompt:
+        """The conversation through the chat template, tokenised."""
+        hide_tools = (
+            request.tool_choice == "none" and self.renderer.options.hide_tools_when_choice_none
+        )
+        return await self.renderer.chat_prompt(
+            request,
+            truncate=request.truncate_prompt_tokens,
+            max_output_tokens=max_output_tokens,
+            hide_tools=hide_tools,
+            mark_messages=request.cache_checkpoints == "messages",
+        )
+
     async def plan(self, request: ChatCompletionRequest, base_id: str) -> PlannedChat:
         """Validate, apply the template, tokenise and derive the engine's parameters."""
         request.check_supported()
@@ -118,16 +140,7 @@ class ServingChat(OpenAIServing):
         self.limits.check_checkpoints(request.cache_checkpoints)
         choice = resolve_tool_choice(request)
         requested = request.requested_max_tokens
-        hide_tools = (
-            request.tool_choice == "none" and self.renderer.options.hide_tools_when_choice_none
-        )
-        prompt = await self.renderer.chat_prompt(
-            request,
-            truncate=request.truncate_prompt_tokens,
-            max_output_tokens=requested or 1,
-            hide_tools=hide_tools,
-            mark_messages=request.cache_checkpoints == "messages",
-        )
+        prompt = await self.prompt(request, requested or 1)
         max_tokens = resolve_max_tokens(
             requested,
             None,

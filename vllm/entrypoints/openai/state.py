@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from vllm import envs
+from vllm.entrypoints.anthropic.serving import ServingMessages
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.chat_reply import ChatParsers
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
@@ -16,6 +17,7 @@ from vllm.entrypoints.openai.middleware import LoadCounter
 from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRenderer
 from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.responses.serving import ServingResponses
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
 from vllm.entrypoints.openai.serving_engine import ServingOptions
@@ -37,6 +39,8 @@ class Server:
     models: ServingModels
     completion: ServingCompletion
     chat: ServingChat
+    responses: ServingResponses
+    messages: ServingMessages
     tokenization: ServingTokenization
     render: ServingRender
     tokens: ServingTokens
@@ -89,6 +93,8 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
         models=models,
         completion=completion,
         chat=chat,
+        responses=ServingResponses(chat),
+        messages=ServingMessages(chat),
         tokenization=ServingTokenization(models, renderer),
         render=ServingRender(completion, chat),
         tokens=ServingTokens(engine, models, renderer, options),

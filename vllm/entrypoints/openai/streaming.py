@@ -3,7 +3,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,24 @@ class ClientGoneError(Exception):
 def event(payload: Any) -> bytes:
     """One server-sent event holding `payload` as JSON."""
     return b"data: " + _encode(payload) + b"\n\n"
+
+
+def named_event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event whose name is the `type` of its payload."""
+    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
+
+
+def openai_end(error: Exception | None) -> bytes:
+    """The end of a chat or completion stream: the error, if one ended it, and `[DONE]`."""
+    return DONE if error is None else event(describe(error).body()) + DONE
+
+
+@dataclass(frozen=True)
+class EventSource:
+    """The encoded events of one reply; `end` gives what follows them, or the error in between."""
+
+    chunks: AsyncGenerator[bytes, None]
+    end: Callable[[Exception | None], bytes] = openai_end
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -66,21 +85,20 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T], deadl
 
 
 class EventStream(Response):
-    """Sends server-sent events closed by `[DONE]`.
+    """Sends server-sent events.
 
-    `first` was drawn from `chunks` before, so that errors up to there got their own HTTP status;
+    `first` was drawn from `source` before, so that errors up to there got their own HTTP status;
     a later one becomes an error event, as does the end of `deadline` or of the server. Whatever
-    ends the stream closes `chunks`, which aborts its requests.
+    ends the stream closes the source, which aborts its requests.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, first: bytes, chunks: AsyncGenerator[bytes, None], deadline: Deadline
-    ) -> None:
+    def __init__(self, first: bytes, source: EventSource, deadline: Deadline) -> None:
         super().__init__()
         self.first = first
-        self.chunks = chunks
+        self.chunks = source.chunks
+        self.end = source.end
         self.deadline = deadline
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -119,11 +137,10 @@ class EventStream(Response):
         except Exception as error:
             await self._send_end(send, error)
         else:
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await self._send_end(send, None)
 
-    async def _send_end(self, send: Send, error: Exception) -> None:
-        last = event(describe(error).body()) + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+    async def _send_end(self, send: Send, error: Exception | None) -> None:
+        await send({"type": "http.response.body", "body": self.end(error), "more_body": False})
 
     async def _give_up(self, sender: asyncio.Task[None], send: Send, error: Exception) -> None:
         await _cancel(sender)

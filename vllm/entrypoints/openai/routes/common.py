@@ -15,10 +15,15 @@ from vllm.entrypoints.openai.errors import APIError, describe, error_response
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.serving_engine import RequestContext
 from vllm.entrypoints.openai.state import server_of
-from vllm.entrypoints.openai.streaming import ClientGoneError, EventStream, until_disconnect
+from vllm.entrypoints.openai.streaming import (
+    ClientGoneError,
+    EventSource,
+    EventStream,
+    until_disconnect,
+)
 
 Body = TypeVar("Body", bound=RequestModel)
-Reply = BaseModel | Sequence[BaseModel] | AsyncGenerator[bytes, None]
+Reply = BaseModel | Sequence[BaseModel] | AsyncGenerator[bytes, None] | EventSource
 
 #: bodies above this many bytes are parsed in a thread
 _LARGE = 32 * 1024
@@ -90,7 +95,9 @@ async def respond(
         body = await parse_body(request, model)
         reply = await handler(body, context_of(request))
         if isinstance(reply, AsyncGenerator):
-            return EventStream(await anext(reply), reply, deadline)
+            reply = EventSource(reply)
+        if isinstance(reply, EventSource):
+            return EventStream(await anext(reply.chunks), reply, deadline)
         return Response(_as_json(reply), media_type="application/json")
 
     try:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.openai.errors import APIError
 
 _GENERATE = "use /v1/chat/completions or /v1/completions"
+_STATELESS = "nothing is stored; send the whole conversation as `input` of /v1/responses"
 _POOLING = "only text generation is served, on /v1/chat/completions and /v1/completions"
 _AUDIO = "only text is served, on /v1/chat/completions and /v1/completions"
 _LORA = "merge the adapter into the checkpoint and serve that"
@@ -23,16 +24,17 @@ _PAUSE = (
 
 #: path -> what to do instead
 UNSUPPORTED = {
-    "/v1/responses": _GENERATE,
-    "/v1/responses/{response_id}": _GENERATE,
-    "/v1/responses/{response_id}/cancel": _GENERATE,
-    "/v1/messages": _GENERATE,
-    "/v1/messages/count_tokens": "use /tokenize, which takes messages",
     "/v1/chat/completions/batch": "send one request per conversation, which the engine batches, "
     "or a file to `vllm run-batch`",
     "/pause": _PAUSE,
     "/resume": _PAUSE,
     "/is_paused": _PAUSE,
+    "/v1/responses/compact": "shorten `input` in the client",
+    "/v1/responses/{response_id}": _STATELESS,
+    "/v1/responses/{response_id}/cancel": "close the connection, or use /abort_requests",
+    "/v1/responses/{response_id}/input_items": _STATELESS,
+    "/v1/conversations": _STATELESS,
+    "/v1/messages/batches": "send the requests to /v1/messages, they are batched as they come",
     "/v1/embeddings": _POOLING,
     "/v2/embed": _POOLING,
     "/pooling": _POOLING,

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/messages`: translation both ways, the order of its events, and the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anthropic
+import httpx
+import pydantic
+import pytest
+import pytest_asyncio
+from anthropic.types.message_create_params import MessageCreateParamsStreaming
+
+from tests.entrypoints.conftest import MakeClient
+from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
+from tests.entrypoints.scripted_engine import ScriptedEngine
+from tests.entrypoints.server_events import Events, in_process, named_events
+from vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from vllm.entrypoints.anthropic.translate import to_chat
+from vllm.exceptions import VLLMValidationError
+
+HI: Any = [{"role": "user", "content": "hi"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+TOOL: Any = {"name": "weather", "description": "In a city.", "input_schema": SCHEMA}
+THINK: Any = {"type": "enabled", "budget_tokens": 1024}
+HERMES = 'Hm.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+FULL = "I think.</think>" + HERMES
+PARSERS: dict[str, Any] = {
+    "reasoning_parser": "qwen3",
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
+
+MakeApi = Callable[..., anthropic.AsyncAnthropic]
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest_asyncio.fixture
+async def make_api(engine: ScriptedEngine) -> AsyncIterator[MakeApi]:
+    """Makes official clients of servers with the given `FrontEndArgs`."""
+    clients = []
+
+    def make(sent_key: str = "k", **args: Any) -> anthropic.AsyncAnthropic:
+        clients.append(
+            anthropic.AsyncAnthropic(
+                api_key=sent_key,
+                base_url="http://server",
+                http_client=in_process(engine, **args),
+                max_retries=0,
+            )
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+def chat_of(can_reason: bool = True, **body: Any) -> Any:
+    body = {"messages": HI, "max_tokens": 5, **body}
+    return to_chat(MessagesRequest.model_validate(body), can_reason)
+
+
+def refusal_of(**body: Any) -> VLLMValidationError:
+    with pytest.raises(VLLMValidationError) as refused:
+        chat_of(**body)
+    return refused.value
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+# --- request to chat request ---------------------------------------------------------------------
+
+
+def test_blocks_become_messages() -> None:
+    marked = {**text("Be brief."), "cache_control": {"type": "ephemeral"}}
+    use = {"type": "tool_use", "name": "weather"}
+    chat = chat_of(
+        system=[marked, text("In English.")],
+        messages=[
+            {"role": "user", "content": [text("weather?"), text("now")]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "I look.", "signature": "s"},
+                    text("Let me "),
+                    text("see."),
+                    {**use, "id": "t1", "input": {"city": "A"}},
+                    {**use, "id": "t2", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": "7"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t2",
+                        "content": [text("no"), text("city")],
+                        "is_error": True,
+                    },
+                    text("and?"),
+                ],
+            },
+        ],
+    )
+    function = {"name": "weather", "arguments": {"city": "A"}}
+    assert chat.messages == [
+        {"role": "system", "content": "Be brief.\nIn English."},
+        {"role": "user", "content": [text("weather?"), text("now")]},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning": "I look.",
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": function},
+                {"id": "t2", "type": "function", "function": {"name": "weather", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "7"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no\ncity"},
+        {"role": "user", "content": [text("and?")]},
+    ]
+    assert chat.add_generation_prompt and not chat.continue_final_message
+
+
+def test_fields_get_the_chat_apis_names() -> None:
+    chat = chat_of(
+        stop_sequences=["x"],
+        top_k=3,
+        temperature=0.5,
+        metadata={"user_id": "u"},
+        output_config={
+            "effort": "low",
+            "format": {"type": "json_schema", "schema": {"type": "object"}},
+        },
+        tools=[TOOL],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+        chat_template_kwargs={"other": 1},
+    )
+    assert (chat.stop, chat.top_k, chat.temperature, chat.user) == (["x"], 3, 0.5, "u")
+    assert chat.reasoning_effort == "low" and chat.include_reasoning is False
+    assert chat.response_format == {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "object"}},
+    }
+    function = {"name": "weather", "parameters": SCHEMA, "description": "In a city."}
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("auto", False)
+    assert chat.chat_template_kwargs == {"enable_thinking": True, "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "any"}, "required"),
+        (
+            {"type": "tool", "name": "weather"},
+            {"type": "function", "function": {"name": "weather"}},
+        ),
+    ],
+)
+def test_tool_choice(choice: Any, expected: Any) -> None:
+    assert chat_of(tools=[TOOL], tool_choice=choice).tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    ("thinking", "kwargs"),
+    [
+        (None, None),
+        ({"type": "adaptive"}, None),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        (THINK, {"enable_thinking": True}),
+    ],
+)
+def test_thinking_is_the_templates_variable(thinking: Any, kwargs: Any) -> None:
+    assert chat_of(thinking=thinking).chat_template_kwargs == kwargs
+
+
+def test_a_last_message_of_the_assistant_is_continued() -> None:
+    chat = chat_of(messages=[*HI, {"role": "assistant", "content": "The answer is"}])
+    assert chat.continue_final_message and not chat.add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "instead"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"min_tokens": 9}, "min_tokens", "max_tokens"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"stop": ["x"]}, "stop", "stop_sequences"),
+        ({"response_format": {"type": "text"}}, "response_format", "output_config.format"),
+        ({"n": 2}, "n", "several times"),
+        ({"container": "c"}, "container", "in the client"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "in the client"),
+        ({"context_management": {}}, "context_management", "in the client"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "input_schema"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "JSON schema"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type", "any"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name"),
+        (
+            {"output_config": {"format": {"type": "xml"}}},
+            "output_config.format.type",
+            "json_schema",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "assistant"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "list of blocks"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content", "empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages.0.content.0.type",
+            "only text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
+            "messages.0.content.0",
+            "leave the block out",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            "messages",
+            "tool_result",
+        ),
+        ({"can_reason": False, "thinking": THINK}, "thinking", "--reasoning-parser"),
+    ],
+)
+def test_refusals_name_the_field_and_what_to_do_instead(
+    body: dict[str, Any], parameter: str, instead: str
+) -> None:
+    refused = refusal_of(**body)
+    assert refused.parameter == parameter and instead in refused.message
+
+
+def test_every_field_that_the_client_knows_is_known_here() -> None:
+    """The rest is about Anthropic's own accounts, tiers and cache."""
+    known = set(MessageCreateParamsStreaming.__annotations__)
+    assert known - MessagesRequest.model_fields.keys() == {
+        *("cache_control", "diagnostics", "inference_geo", "service_tier"),
+        *("speed", "user_profile_id", "workspace_id"),
+    }
+
+
+def test_counting_needs_no_limit_but_a_message_does() -> None:
+    CountTokensRequest.model_validate({"messages": HI})
+    with pytest.raises(pydantic.ValidationError, match="max_tokens"):
+        MessagesRequest.model_validate({"messages": HI})
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+
+async def stream_of(client: httpx.AsyncClient, **body: Any) -> Events:
+    body = {"messages": HI, "max_tokens": 400, "stream": True, **body}
+    return named_events(await client.post("/v1/messages", json=body))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("piece", [1, 4, 1000])
+async def test_order_and_indices_of_the_events(
+    make_client: MakeClient, engine: ScriptedEngine, piece: int
+) -> None:
+    engine.script, engine.piece = FULL, piece
+    events = await stream_of(make_client(**PARSERS), tools=[TOOL], thinking=THINK)
+    steps = [
+        (event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events
+    ]
+    once = [step for i, step in enumerate(steps) if i == 0 or steps[i - 1] != step]
+    start, delta, stop = (f"content_block_{what}" for what in ("start", "delta", "stop"))
+    assert once == [
+        ("message_start", None, None),
+        (start, 0, None),
+        (delta, 0, "thinking_delta"),
+        (delta, 0, "signature_delta"),
+        (stop, 0, None),
+        (start, 1, None),
+        (delta, 1, "text_delta"),
+        (stop, 1, None),
+        (start, 2, None),
+        (delta, 2, "input_json_delta"),
+        (stop, 2, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    message, last = events[0]["message"], events[-2]
+    assert message["id"].startswith("msg_") and message["content"] == []
+    assert message["stop_reason"] is None and message["usage"]["output_tokens"] >= 1
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["usage"]["output_tokens"] == len(FULL)
+    assert last["usage"]["input_tokens"] == message["usage"]["input_tokens"]
+
+
+@pytest.mark.asyncio
+async def test_stream_and_reply_are_the_same_message(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
+    engine.script = FULL
+    api = make_api(**PARSERS)
+    body: Any = {"model": "fake", "max_tokens": 400, "messages": HI, "tools": [TOOL]}
+    whole = await api.messages.create(**body, thinking=THINK)
+    async with api.messages.stream(**body, thinking=THINK) as stream:
+        streamed = await stream.get_final_message()
+    thinking, said, call = whole.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "I think.")
+    assert said.text == "Hm." and (call.name, call.input) == ("weather", {"city": "Köln"})
+    assert call.id.startswith("toolu_") and whole.stop_reason == "tool_use"
+    assert streamed.content[0] == thinking and streamed.content[1].text == "Hm."
+    assert (streamed.content[2].name, streamed.content[2].input) == (call.name, call.input)
+    assert (streamed.usage, streamed.stop_reason) == (whole.usage, whole.stop_reason)
+    assert whole.usage.output_tokens_details.thinking_tokens == len("I think.")
+
+
+@pytest.mark.asyncio
+async def test_the_reply_is_a_valid_message(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    engine.script = FULL
+    api = make_api(**PARSERS)
+    first = await api.messages.create(
+        model="fake", max_tokens=400, messages=HI, tools=[TOOL], thinking=THINK
+    )
+    result: Any = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "7 °C"}
+    history: Any = [*HI, first.to_param(), {"role": "user", "content": [result]}]
+    engine.script = "Cold."
+    body: Any = {"model": "fake", "messages": history, "tools": [TOOL], "system": "Brief."}
+    second = await api.messages.create(**body, max_tokens=5)
+    assert second.content[0].text == "Cold." and second.stop_reason == "end_turn"
+    assert engine.calls[-1].prompt["prompt"] == (
+        "[system]Brief.[user]hi[assistant]<think>I think.</think>Hm.(weather city=Köln)[tool]7 °C"
+        "<weather>[assistant]"
+    )
+    count = await api.messages.count_tokens(**body)
+    assert count.input_tokens == second.usage.input_tokens
+
+
+@pytest.mark.asyncio
+async def test_cached_tokens_are_counted_apart() -> None:
+    client = in_process(FakeAsyncLLM())
+    count = await client.post("/v1/messages/count_tokens", json={"messages": HI})
+    reply = await client.post("/v1/messages", json={"messages": HI, "max_tokens": 2})
+    usage = reply.json()["usage"]
+    assert usage["cache_read_input_tokens"] == 4
+    assert usage["input_tokens"] == count.json()["input_tokens"] - 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"),
+    [(7, "max_tokens"), (10 * MAX_MODEL_LEN, "model_context_window_exceeded")],
+)
+async def test_more_tokens_than_the_context_holds_may_be_asked_for(
+    make_api: MakeApi, engine: ScriptedEngine, max_tokens: int, reason: str
+) -> None:
+    engine.script, engine.finish_reason = "Half a", "length"
+    reply = await make_api().messages.create(model="fake", messages=HI, max_tokens=max_tokens)
+    assert reply.stop_reason == reason
+    room = MAX_MODEL_LEN - reply.usage.input_tokens
+    assert engine.calls[-1].params.max_tokens == min(max_tokens, room)
+
+
+@pytest.mark.asyncio
+async def test_streamed_arguments_are_an_object_even_when_cut(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
+    """A whole reply holds complete calls only; a stream has told of the call before it was cut."""
+    engine.script = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "da'
+    engine.finish_reason = "length"
+    api = make_api(**PARSERS)
+    body: Any = {"model": "fake", "max_tokens": 50, "messages": HI, "tools": [TOOL]}
+    whole = await api.messages.create(**body)
+    async with api.messages.stream(**body) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.type for block in whole.content] == ["text"]
+    assert streamed.content[0].input == {"city": "Köln"}
+    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
+
+
+@pytest.mark.asyncio
+async def test_structured_output(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    class City(pydantic.BaseModel):
+        name: str
+
+    engine.script = '{"name": "Köln"}'
+    parsed = await make_api().messages.parse(
+        model="fake", max_tokens=50, messages=HI, output_format=City
+    )
+    assert parsed.parsed_output == City(name="Köln")
+    constraint = engine.calls[-1].params.structured_outputs
+    assert constraint is not None and "name" in constraint.json["properties"]
+
+
+@pytest.mark.asyncio
+async def test_errors_are_anthropics(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    api = make_api()
+    body: Any = {"model": "fake", "max_tokens": 5, "messages": HI}
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        await api.messages.create(**body, extra_body={"temperature": 7})
+    assert bad.value.body["error"]["type"] == "invalid_request_error"
+    assert bad.value.body["error"]["message"].startswith("temperature")
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await api.messages.create(**{**body, "model": "claude"})
+    assert missing.value.body["type"] == "error"
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await api.post("/v1/messages", body={"messages": HI}, cast_to=object)
+
+    async def fail(*args: Any) -> AsyncIterator[Any]:
+        async for output in ScriptedEngine._outputs(engine, *args):
+            yield output
+            raise RuntimeError("secret")
+
+    engine.script = "Hello"
+    engine._outputs = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(anthropic.APIStatusError) as failed:
+        async for _ in await api.messages.create(**body, stream=True):
+            pass
+    assert failed.value.body["error"]["type"] == "api_error"
+    assert "secret" not in json.dumps(failed.value.body)
+
+
+@pytest.mark.asyncio
+async def test_refusals_before_the_route_are_anthropics_too(make_client: MakeClient) -> None:
+    client = make_client(api_key=["k"], max_request_body_size=100)
+    keyless = await client.post("/v1/messages", json={})
+    assert keyless.status_code == 401
+    assert keyless.json()["error"]["type"] == "authentication_error"
+    headers = {"x-api-key": "k"}
+    large = await client.post("/v1/messages", json={"system": "x" * 200}, headers=headers)
+    assert large.json()["error"]["type"] == "request_too_large"
+    batches = await client.post("/v1/messages/batches", json={}, headers=headers)
+    assert batches.status_code == 501 and batches.json()["type"] == "error"
+    other = await client.post("/v1/embeddings", json={}, headers=headers)
+    assert other.status_code == 501 and "param" in other.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_the_clients_key_header_is_a_key(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    engine.script = "Hello"
+    body: Any = {"model": "fake", "max_tokens": 5, "messages": HI}
+    assert (await make_api("secret", api_key=["secret"]).messages.create(**body)).content
+    with pytest.raises(anthropic.AuthenticationError):
+        await make_api("wrong", api_key=["secret"]).messages.create(**body)

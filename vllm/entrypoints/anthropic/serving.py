@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/messages` over the chat route."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from vllm.entrypoints.anthropic.errors import error_body
+from vllm.entrypoints.anthropic.events import MessageEvents
+from vllm.entrypoints.anthropic.protocol import (
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    MessageUsage,
+    OutputTokensDetails,
+    TokenCount,
+)
+from vllm.entrypoints.anthropic.translate import PARAMETERS, to_chat
+from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, renamed
+from vllm.entrypoints.openai.errors import describe
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.reply_blocks import BlockKind, Event
+from vllm.entrypoints.openai.serving_chat import ServingChat
+from vllm.entrypoints.openai.serving_engine import RequestContext
+from vllm.entrypoints.openai.streaming import EventSource, named_event
+from vllm.exceptions import VLLMValidationError
+
+
+class ServingMessages:
+    """Messages in, the next message out."""
+
+    def __init__(self, chat: ServingChat) -> None:
+        self.chat = chat
+
+    async def create(
+        self, request: MessagesRequest, context: RequestContext
+    ) -> Message | EventSource:
+        """The message, or its events; raises before anything reaches the engine.
+
+        `max_tokens` may be more than what the context has room for, as clients of this protocol
+        send their model's maximum: then the reply may fill the context.
+        """
+        chat_request = await self._to_chat(request)
+        turn = await ChatTurn.begin(self.chat, chat_request, context, "msg", PARAMETERS)
+        params = turn.planned.params
+        params.max_tokens = min(request.max_tokens, params.max_tokens or request.max_tokens)
+        reply = MessageReply(turn, request.max_tokens > params.max_tokens)
+        if request.stream:
+            return EventSource(reply.stream(), end)
+        async for piece in turn.pieces():
+            reply.take(piece)
+        await reply.finish()
+        return reply.message
+
+    async def count(self, request: CountTokensRequest, context: RequestContext) -> TokenCount:
+        """How many tokens the prompt of `request` has."""
+        self.chat.models.check(request.model)
+        chat_request = await self._to_chat(request)
+        try:
+            prompt = await self.chat.prompt(chat_request)
+        except VLLMValidationError as error:
+            raise renamed(error, PARAMETERS) from None
+        return TokenCount(input_tokens=len(prompt.token_ids))
+
+    async def _to_chat(self, request: CountTokensRequest) -> ChatCompletionRequest:
+        can_reason = self.chat.parsers.reasoning is not None
+        return await self.chat.renderer.run(to_chat, request, can_reason)
+
+
+class MessageReply:
+    """One message while it is generated."""
+
+    def __init__(self, turn: ChatTurn, lowered: bool) -> None:
+        """`lowered`: whether `max_tokens` is below what was asked for."""
+        self.turn = turn
+        self._cut_by_context = lowered and turn.fills_context
+        self.message = Message(id=turn.id, model=turn.model, content=[], usage=self._usage(0, 0))
+        self._events = MessageEvents()
+        self._num_tokens = 0
+        self._num_cached = 0
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The encoded events; the first one comes with the first tokens."""
+        source = self.turn.pieces()
+        try:
+            started = False
+            async for piece in source:
+                events = self.take(piece)
+                if not started:
+                    started = True
+                    message = self.message.model_dump(exclude_none=True)
+                    unknown = {"stop_reason": None, "stop_sequence": None}
+                    start = {"type": "message_start", "message": {**message, **unknown}}
+                    events.insert(0, start)
+                if events:
+                    yield b"".join(map(named_event, events))
+        finally:
+            await source.aclose()
+        yield b"".join(map(named_event, await self.finish()))
+
+    def take(self, piece: ReplyPiece) -> list[Event]:
+        """Add `piece`; its events."""
+        self._num_tokens += piece.num_tokens
+        self._num_cached = piece.num_cached
+        message = self.message
+        message.usage = self._usage(self._num_tokens, self._num_cached)
+        if piece.finish_reason is not None:
+            message.stop_reason = self._stop_reason(piece)
+            if message.stop_reason == "stop_sequence":
+                message.stop_sequence = str(piece.stop_reason)
+        return self._events.feed(piece.delta)
+
+    async def finish(self) -> list[Event]:
+        """Complete the message; the events that end it."""
+        events = self._events.close()
+        message = self.message
+        message.content = self._events.content()
+        thinking = self._events.text_of(BlockKind.REASONING)
+        if thinking:
+            num_thinking = min(await self.turn.count(thinking), self._num_tokens)
+            message.usage.output_tokens_details = OutputTokensDetails(thinking_tokens=num_thinking)
+        stop = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        usage = message.usage.model_dump(exclude_none=True)
+        events.append({"type": "message_delta", "delta": stop, "usage": usage})
+        events.append({"type": "message_stop"})
+        return events
+
+    def _stop_reason(self, piece: ReplyPiece) -> str:
+        if piece.finish_reason == "length":
+            return "model_context_window_exceeded" if self._cut_by_context else "max_tokens"
+        if piece.finish_reason == "tool_calls":
+            return "tool_use"
+        return "stop_sequence" if isinstance(piece.stop_reason, str) else "end_turn"
+
+    def _usage(self, num_tokens: int, num_cached: int) -> MessageUsage:
+        return MessageUsage(
+            input_tokens=self.turn.num_prompt - num_cached,
+            cache_read_input_tokens=num_cached,
+            output_tokens=num_tokens,
+        )
+
+
+def end(error: Exception | None) -> bytes:
+    """What follows the last event of a stream: nothing, or an error event."""
+    if error is None:
+        return b""
+    info = describe(error)
+    return named_event(error_body(info.status, info.message, info.param))
