@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= $(shell nproc)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test lint test-unit test-parity test-e2e test-extraction test-gpu \
+.PHONY: help venv build clients demo test lint test-unit test-parity test-e2e test-extraction test-gpu \
 	wheel docs clean
 
 help: ## list the targets
@@ -44,6 +44,14 @@ $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(PIP) install --progress-bar on --no-deps "speculators==0.9.0" "hs-connectors==0.9.0"
 	touch $@
 
+# Clients whose pins differ from the tests' own; nothing of them is imported here.
+CLIENTS := $(VENV)-clients
+$(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(VENV)/.installed
+	@echo "==> clients in $(CLIENTS)"
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv --without-pip $(CLIENTS)
+	$(PIP) --python $(CLIENTS)/bin/python install --progress-bar on -r $<
+	touch $@
+
 CSRC := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
 $(VENV)/.built: $(VENV)/.installed $(CSRC)
 	@echo "==> C++ ops"
@@ -52,6 +60,7 @@ $(VENV)/.built: $(VENV)/.installed $(CSRC)
 
 venv: $(VENV)/.installed ## make the virtual environment
 build: $(VENV)/.built ## build the C++ ops in place
+clients: $(CLIENTS)/.installed ## install the clients that have an environment of their own
 
 demo: build ## serve, chat, extract, compare with transformers
 	$(PY) examples/demo.py
@@ -69,7 +78,7 @@ test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
 test-parity: build ## token-exact against transformers
 	$(PARALLEL) tests/parity tests/model_executor/models -m "$(PARITY)"
 
-test-e2e: build ## real server, real clients; every use of state memory is checked
+test-e2e: build clients ## real server, real clients; every use of state memory is checked
 	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"
 
 test-extraction: build ## hidden-state extraction, end to end but for servers (test-e2e)
