@@ -26,14 +26,14 @@ import triton
 
 from tests.kernels import cases
 from tests.kernels.cases import Case, strided
-from vllm.kernels.adjustment_fields import Field
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
+from vllm.kernels.sampling.adjust import change_logits
+from vllm.kernels.sampling.adjustment_fields import Field
+from vllm.kernels.sampling.draw import argmax_rows, gumbel_sample
+from vllm.kernels.sampling.filter import kept_tokens
+from vllm.kernels.sampling.logprobs import ranked_logprobs
 from vllm.kernels.scan_segments import ScanCuts
-from vllm.kernels.triton.sampling import argmax_rows, gumbel_sample
-from vllm.kernels.triton.token_adjust import change_logits
-from vllm.kernels.triton.token_filter import kept_tokens
-from vllm.kernels.triton.token_logprobs import ranked_logprobs
 from vllm.utils.math_utils import cdiv
 
 GB_PER_S = 4300.0
@@ -331,7 +331,7 @@ def time_sampling(n: int) -> None:
         ("kept p 0.9", read, partial(kept_tokens, logits, temperature, None, top_p, None,
                                      top_p_alone=True)),
         ("change_logits", 5 * read, partial(change_logits, logits, descriptors, order)),
-        ("ranked_logprobs 5", read, partial(ranked_logprobs, logits, seeds, 5)),
+        ("ranked_logprobs 5", read, partial(ranked_logprobs.run, logits, seeds, 5)),
     ):  # fmt: skip
         report(op, f"{n} x {VOCAB}", time_us([run]), num_bytes, 0)
 

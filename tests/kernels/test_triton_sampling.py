@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.kernels.triton.sampling import LANE, argmax_rows, gumbel_sample
-from vllm.kernels.triton.token_filter import kept_tokens
+from vllm.kernels.sampling.draw import LANE, argmax_rows, gumbel_sample
+from vllm.kernels.sampling.filter import kept_tokens
 from vllm.v1.outputs import NO_TOKEN
 
 

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from vllm.kernels.triton.sampling import gumbel_sample
-from vllm.kernels.triton.token_filter import TILE, kept_tokens
-from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
+from vllm.kernels.sampling.draw import gumbel_sample
+from vllm.kernels.sampling.filter import TILE, kept_tokens
+from vllm.kernels.sampling.naive import apply_min_p, apply_top_k_top_p
 
 ROWS = 6
 

@@ -31,6 +31,7 @@ from vllm.kernels.norm import naive as norms
 from vllm.kernels.registry import Op, Registry, composed
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.rotary import naive as rotary
+from vllm.kernels.sampling import naive as sampling
 from vllm.kernels.scan_segments import ScanSegments
 
 
@@ -49,6 +50,11 @@ class Kernels(Registry):
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
+
+    argmax_rows = Op(sampling.argmax_rows, cpu=("naive",), cuda=("draw",))
+    draw_tokens = Op(sampling.draw_tokens, cpu=("naive",), cuda=("draw",))
+    mask_tokens = Op(sampling.mask_tokens, cpu=("naive",), cuda=("mask",))
+    ranked_logprobs = Op(sampling.ranked_logprobs, cpu=("naive",), cuda=("logprobs", "naive"))
 
     @composed("linear", cuda=("skinny", "swiglu"))
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

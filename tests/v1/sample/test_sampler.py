@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm.kernels.sampling.naive import apply_min_p, apply_top_k_top_p, gumbel_sample
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
-from vllm.v1.sample.gumbel import gumbel_sample
-from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import sample
+from vllm.v1.sample.sampler import gather_logprobs, sample
 
 CPU = torch.device("cpu")
 

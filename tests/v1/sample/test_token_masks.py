@@ -9,9 +9,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import NO_TOKEN
 from vllm.v1.sample.adjustments import Adjustments
-from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import sample
+from vllm.v1.sample.sampler import gather_logprobs, sample
 from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
 

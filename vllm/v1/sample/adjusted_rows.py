@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.kernels.adjustment_fields import Field
+from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.utils.torch_utils import to_device
 from vllm.v1.sample.adjustments import Adjustments
 
@@ -87,7 +87,7 @@ class DeviceRows:
         )
 
     def change(self, logits: Tensor, keep: bool) -> Tensor:
-        from vllm.kernels.triton.token_adjust import ban_tokens, change_logits
+        from vllm.kernels.sampling.adjust import ban_tokens, change_logits
 
         if self.changes_values:
             order = np.full(len(logits), -1, dtype=np.int32)
@@ -101,7 +101,7 @@ class DeviceRows:
         return logits
 
     def observe(self, token_ids: Tensor) -> None:
-        from vllm.kernels.triton.token_adjust import observe_tokens
+        from vllm.kernels.sampling.adjust import observe_tokens
 
         if self.observes:
             observe_tokens(token_ids, self.descriptors, self.vocab_size)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.kernels.adjustment_fields import Field
+from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import to_device
 from vllm.v1.sample.banned_words import BannedWords

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vllm.v1.outputs import SamplerOutput
+from vllm.kernels.sampling import DrawProblem
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
-from vllm.v1.sample.filters import apply_min_p, apply_top_k_top_p
-from vllm.v1.sample.gumbel import best_tokens, gumbel_sample
-from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.token_masks import TokenMasks
 
@@ -46,41 +45,23 @@ def sample(
     return SamplerOutput(token_ids, gather_logprobs(raw, chosen, metadata.num_logprobs))
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of every row, the first of equals: `[n, vocab] -> [n]` int64; `NO_TOKEN`
-    where all are -inf.
-
-    The order of 16-bit logits is that of their fp32 values.
-    """
-    if logits.device.type == "cuda":
-        from vllm.kernels.triton.sampling import argmax_rows
-
-        return argmax_rows(logits)
-    return best_tokens(logits)
+def gather_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: int) -> LogprobsTensors:
+    """`logits [n, vocab]` (unprocessed), `chosen [n]` int64 -> rows of chosen + top k."""
+    kernels = current_platform.kernels
+    return LogprobsTensors(*kernels.ranked_logprobs(logits, chosen, num_logprobs))
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
-    temperature, seeds = metadata.temperature, metadata.seeds
-    if temperature is None or seeds is None:
-        return greedy(logits)
-    if logits.device.type == "cuda":
-        from vllm.kernels.triton.sampling import gumbel_sample as draw
-        from vllm.kernels.triton.token_filter import kept_tokens
-
-        kept = None
-        if (metadata.top_k, metadata.top_p, metadata.min_p) != (None, None, None):
-            kept = kept_tokens(
-                logits,
-                temperature,
-                metadata.top_k,
-                metadata.top_p,
-                metadata.min_p,
-                top_p_alone=metadata.top_p_alone,
-            )
-        return draw(logits, temperature, seeds, positions, kept)
-    divisor = temperature.masked_fill(temperature == 0, 1.0)
-    scaled = logits.float() / divisor.unsqueeze(1)
-    if metadata.min_p is not None:
-        scaled = apply_min_p(scaled, metadata.min_p)
-    scaled = apply_top_k_top_p(scaled, metadata.top_k, metadata.top_p)
-    return gumbel_sample(scaled, temperature, seeds, positions)
+    if metadata.temperature is None or metadata.seeds is None:
+        return current_platform.kernels.argmax_rows(logits)
+    problem = DrawProblem(
+        logits,
+        metadata.temperature,
+        metadata.seeds,
+        positions,
+        metadata.top_k,
+        metadata.top_p,
+        metadata.min_p,
+        metadata.top_p_alone,
+    )
+    return current_platform.kernels.draw_tokens(problem)

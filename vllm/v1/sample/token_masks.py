@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import to_device
 from vllm.v1.structured_output.mask_words import num_mask_words
-
-_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,4 @@ class TokenMasks:
 
     def apply(self, logits: Tensor) -> None:
         """Set every barred token of `logits [rows, vocab]` to -inf, in place."""
-        if logits.device.type == "cuda":
-            from vllm.kernels.triton.token_mask import mask_tokens
-
-            mask_tokens(logits, self.rows, self.words)
-            return
-        shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
-        barred = ((self.words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
-        chosen = logits.index_select(0, self.rows).masked_fill_(barred, float("-inf"))
-        logits.index_copy_(0, self.rows, chosen)
+        current_platform.kernels.mask_tokens(logits, self.rows, self.words)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.logprobs import gather_logprobs
+from vllm.v1.sample.sampler import gather_logprobs
 from vllm.v1.worker.async_output import PromptLogprobs
 from vllm.v1.worker.input_batch import RequestState, StepOrder
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logprobs import gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import greedy, sample
+from vllm.v1.sample.sampler import gather_logprobs, sample
 from vllm.v1.sample.token_masks import TokenMasks
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run_common_samplers(runner: ModelRunner) -> None:
     chosen = torch.zeros(_ROWS, dtype=torch.int64, device=logits.device)
     gather_logprobs(logits, chosen, 1)
     TokenMasks.dummy(logits).apply(logits)
-    greedy(logits)
+    current_platform.kernels.argmax_rows(logits)
     for params in _COMMON:
         _draw(logits, SamplingMetadata.build([params] * _ROWS, logits.shape[1], logits.device))
 

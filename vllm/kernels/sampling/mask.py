@@ -32,8 +32,6 @@ def _mask_tokens_kernel(
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Set barred tokens of `logits [n, vocab]` to -inf, in place; `rows [m]` int64, `words
-    [m, ceil(vocab / 32)]` int32."""
     vocab = logits.shape[1]
     grid = (rows.shape[0], cdiv(vocab, BLOCK))
     _mask_tokens_kernel[grid](

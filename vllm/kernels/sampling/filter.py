@@ -17,8 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.triton.mass_search import TILE, search_mass
-from vllm.kernels.triton.token_keys import ZERO_BITS, key_of, middle_of, value_of
+from vllm.kernels.sampling.mass_search import (
+    TILE,
+    ZERO_BITS,
+    key_of,
+    middle_of,
+    search_mass,
+    value_of,
+)
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 GROUP = 64

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from vllm.kernels.sampling import DrawProblem
+from vllm.kernels.sampling.filter import TILE, Kept, kept_tokens
 from vllm.kernels.triton.launcher import Launcher
-from vllm.kernels.triton.token_filter import TILE, Kept
 from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.outputs import NO_TOKEN
 
@@ -157,8 +158,6 @@ def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tens
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Index of each row's largest value, the first of equals, `NO_TOKEN` where all are -inf:
-    `[n, vocab] -> int64 [n]`."""
     rows, vocab = logits.shape
     tiles = cdiv(vocab, ARGMAX_TILE)
     scores, indices = _partials(rows, tiles, logits.device)
@@ -167,6 +166,16 @@ def argmax_rows(logits: Tensor) -> Tensor:
             logits, scores, indices, logits.stride(0), VOCAB=vocab, TILE=ARGMAX_TILE
         )
     return _first_best(scores, indices, vocab)
+
+
+def draw_tokens(problem: DrawProblem) -> Tensor:
+    p = problem
+    kept = None
+    if (p.top_k, p.top_p, p.min_p) != (None, None, None):
+        kept = kept_tokens(
+            p.logits, p.temperature, p.top_k, p.top_p, p.min_p, top_p_alone=p.top_p_alone
+        )
+    return gumbel_sample(p.logits, p.temperature, p.seeds, p.positions, kept)
 
 
 def gumbel_sample(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.adjustment_fields import Field
+from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.utils.math_utils import cdiv
 
 TILE = 4096

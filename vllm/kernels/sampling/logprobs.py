@@ -12,8 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.triton.token_filter import GROUP, TILE
+from vllm.kernels.registry import Implementation
+from vllm.kernels.sampling.filter import GROUP, TILE
 from vllm.utils.math_utils import cdiv, next_power_of_2
+
+#: more top logprobs than this are found by ordering the whole vocabulary
+MANY = 256
 
 
 @triton.jit
@@ -55,17 +59,14 @@ def _finish_kernel(
     tl.store(rank_ptr + row, tl.sum(above, axis=0) + 1)
 
 
-def ranked_logprobs(
+def _takes(logits: Tensor, chosen: Tensor, num_logprobs: int) -> bool:
+    return num_logprobs <= min(MANY, logits.shape[1] // MANY)
+
+
+def _ranked_logprobs(
     logits: Tensor, chosen: Tensor, num_logprobs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(token_ids [n, k + 1], logprobs [n, k + 1], ranks [n])` of `softmax(logits)`.
-
-    `logits [n, vocab]` up to fp32, `chosen [n]` int64 (column 0), `num_logprobs` k likeliest
-    tokens (the other columns, most likely first). int32, fp32, int32; rank 1 is the likeliest.
-
-    Raises:
-        ValueError: the k groups of the likeliest tokens are more than the vocabulary has.
-    """
+    """Raises ValueError: the k groups of the likeliest tokens are more than the vocabulary has."""
     rows, vocab = logits.shape
     groups, tiles = cdiv(vocab, GROUP), cdiv(vocab, TILE)
     if num_logprobs > groups:
@@ -100,3 +101,6 @@ def _likeliest(logits: Tensor, maxima: Tensor, count: int) -> tuple[Tensor, Tens
     values = logits.gather(1, tokens).float().masked_fill_(beyond, float("-inf"))
     top, place = values.topk(count, dim=1)
     return top, tokens.gather(1, place)
+
+
+ranked_logprobs = Implementation(_ranked_logprobs, _takes)
