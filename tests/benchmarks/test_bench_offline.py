@@ -130,4 +130,4 @@ def test_requests_that_do_not_fit(
 
 def test_sizes_must_be_positive(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", "--model", "m", "--batch-size", "0"]) == 1
-    assert "--batch-size must be at least 1" in capsys.readouterr().err
+    assert "(--batch-size): input should be greater than 0" in capsys.readouterr().err

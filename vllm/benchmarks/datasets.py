@@ -9,7 +9,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
 
 from vllm.benchmarks.random_text import RandomPrompts
 from vllm.exceptions import VLLMValidationError
@@ -45,7 +47,9 @@ class DatasetArgs:
         "JSONL file of objects with `prompt` and, if wanted, `output_tokens`.",
     )
     dataset_path: str | None = option(default=None, help="File of a sharegpt or custom dataset.")
-    num_prompts: int = option(default=1000, kind=FlagKind.HUMAN_INT, help="Requests to send.")
+    num_prompts: PositiveInt = option(
+        default=1000, kind=FlagKind.HUMAN_INT, help="Requests to send."
+    )
     input_len: int | None = option(
         default=None, kind=FlagKind.HUMAN_INT, help="Same as --random-input-len."
     )
@@ -60,7 +64,7 @@ class DatasetArgs:
     random_output_len: int = option(
         default=128, kind=FlagKind.HUMAN_INT, help="Tokens to ask for per random prompt."
     )
-    random_range_ratio: float = option(
+    random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = option(
         default=0.0,
         help="Spread r in [0, 1) of random lengths: uniform in [length (1-r), length (1+r)].",
     )
@@ -73,12 +77,6 @@ class DatasetArgs:
     disable_shuffle: bool = option(default=False, help="Take the entries of a file in order.")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.random_range_ratio < 1:
-            raise VLLMValidationError(
-                f"--random-range-ratio must be in [0, 1), got {self.random_range_ratio}"
-            )
-        if self.num_prompts < 1:
-            raise VLLMValidationError(f"--num-prompts must be at least 1, got {self.num_prompts}")
         if self.dataset_name != "random" and self.dataset_path is None:
             raise VLLMValidationError(f"--dataset-name {self.dataset_name} needs --dataset-path")
         if self.dataset_name == "random" and self.dataset_path is not None:

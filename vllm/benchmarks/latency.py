@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import PositiveInt
 from tqdm import trange
 
 from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
-from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
 
@@ -28,20 +28,15 @@ _MAX_TOKEN_ID = 10_000
 class LatencyArgs:
     """The batch and how often it runs."""
 
-    input_len: int = option(default=32, help="Tokens per prompt.")
-    output_len: int = option(default=128, help="Tokens generated per prompt.")
-    batch_size: int = option(default=8, help="Prompts.")
-    n: int = option(default=1, help="Answers per prompt; beams with --use-beam-search.")
+    input_len: PositiveInt = option(default=32, help="Tokens per prompt.")
+    output_len: PositiveInt = option(default=128, help="Tokens generated per prompt.")
+    batch_size: PositiveInt = option(default=8, help="Prompts.")
+    n: PositiveInt = option(default=1, help="Answers per prompt; beams with --use-beam-search.")
     use_beam_search: bool = option(default=False, help="Search beams instead of sampling.")
     num_iters_warmup: int = option(default=10, help="Runs before the measured ones.")
-    num_iters: int = option(default=30, help="Measured runs.")
+    num_iters: PositiveInt = option(default=30, help="Measured runs.")
     disable_detokenize: bool = option(default=False, help="Do not turn tokens into text.")
     output_json: str | None = option(default=None, help="File for the result.")
-
-    def __post_init__(self) -> None:
-        for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
-            if getattr(self, name) < 1:
-                raise VLLMValidationError(f"--{name.replace('_', '-')} must be at least 1", name)
 
 
 def add_cli_args(parser: FlexibleArgumentParser) -> None:

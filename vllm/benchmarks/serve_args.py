@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pydantic import PositiveInt
+
 from vllm.benchmarks.arrivals import Load
 from vllm.benchmarks.client import DIALECTS
 from vllm.benchmarks.metrics import GOODPUT_METRICS, METRICS
@@ -58,7 +60,7 @@ class ServeArgs:
     )
     ramp_up_start_rps: float | None = option(default=None, help="First rate of a ramp.")
     ramp_up_end_rps: float | None = option(default=None, help="Last rate of a ramp.")
-    max_concurrency: int | None = option(default=None, help="Most requests in flight.")
+    max_concurrency: PositiveInt | None = option(default=None, help="Most requests in flight.")
     num_warmups: int = option(default=0, help="Requests sent before, not counted.")
     ready_check_timeout_sec: int = option(
         default=0, help="Wait up to this long for a first answer; 0: do not check."
@@ -107,8 +109,6 @@ class ServeArgs:
         self.goodput_levels()
         self.result_metadata()
         self.headers()
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise VLLMValidationError("--max-concurrency must be at least 1")
 
     def url(self) -> str:
         """The server, without a trailing slash."""

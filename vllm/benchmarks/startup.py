@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import PositiveInt
 from tqdm import trange
 
 from vllm import envs
 from vllm.benchmarks import ledger
 from vllm.benchmarks.offline import save_json
 from vllm.entrypoints.cli.types import CommandError
-from vllm.exceptions import VLLMValidationError
 from vllm.utils import phase_ledger
 from vllm.utils.dataclass_flags import from_namespace
 from vllm.utils.options import config, option
@@ -42,12 +42,8 @@ _LOG_LINES = 30
 class StartupArgs:
     """How often the server starts."""
 
-    num_iters: int = option(default=3, help="Starts.")
+    num_iters: PositiveInt = option(default=3, help="Starts.")
     output_json: str | None = option(default=None, help="File for the result.")
-
-    def __post_init__(self) -> None:
-        if self.num_iters < 1:
-            raise VLLMValidationError("--num-iters must be at least 1", "num_iters")
 
 
 def main(namespace: argparse.Namespace) -> int:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import ssl
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vllm import decisions, envs
 from vllm.engine.unsupported_flags import (
@@ -20,7 +21,8 @@ from vllm.plugins import load_general_plugins
 from vllm.plugins.parser_file import import_parser_file
 from vllm.reasoning import reasoning_parsers
 from vllm.tool_parsers import tool_parsers
-from vllm.utils.options import FlagKind, config, option
+from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.options import FlagKind, config, flag_name, option
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -34,7 +36,9 @@ class FrontEndArgs:
     """Network, security, logging and reply options of the server."""
 
     host: str | None = option(default=None, help="Address to listen on; all interfaces if unset.")
-    port: int = option(default=8000, help="TCP port; 0 takes a free one.")
+    port: Annotated[int, Field(ge=0, le=65535)] = option(
+        default=8000, help="TCP port; 0 takes a free one."
+    )
     uds: str | None = option(default=None, help="Unix socket to listen on instead of host, port.")
     api_key: list[str] | None = option(
         default=None,
@@ -66,7 +70,7 @@ class FrontEndArgs:
         default_factory=list,
         help="Dotted paths of extra ASGI middleware classes, the first one outermost.",
     )
-    max_request_body_size: int = option(
+    max_request_body_size: PositiveInt = option(
         default=64 * 2**20,
         kind=FlagKind.HUMAN_INT,
         help="Largest request body in bytes; larger ones get status 413.",
@@ -76,15 +80,15 @@ class FrontEndArgs:
         help="How much one request may ask for, a JSON object, as in "
         '{"sequences": 512, "bad_words": 2000}; names and defaults are in docs/server.md.',
     )
-    max_connections: int | None = option(
+    max_connections: PositiveInt | None = option(
         default=None, help="Open connections; further ones get status 503. No limit if unset."
     )
-    max_queued_requests: int | None = option(
+    max_queued_requests: NonNegativeInt | None = option(
         default=None,
         help="Generation requests accepted beyond --max-num-seqs; further ones get status 503 with "
         "Retry-After. No limit if unset.",
     )
-    request_timeout: float | None = option(
+    request_timeout: PositiveFloat | None = option(
         default=None,
         help="Seconds a request may take from its arrival to the end of its reply, then it is "
         "aborted: status 504, or an error event in a stream. No limit if unset.",
@@ -93,13 +97,13 @@ class FrontEndArgs:
         default=False, help="Send X-Request-Id with every reply."
     )
     disable_fastapi_docs: bool = option(default=False, help="No /docs and /openapi.json.")
-    api_server_count: int = option(
+    api_server_count: PositiveInt = option(
         default=1,
         aliases=("-asc",),
         help="API processes. One serves, whatever the number (recorded as a decision): templates "
         "and tokenising, which keep it busy, run in the threads of --renderer-num-workers.",
     )
-    renderer_num_workers: int | None = option(
+    renderer_num_workers: PositiveInt | None = option(
         default=None,
         help="Threads that apply chat templates and tokenise; one per CPU, at most 8, if unset.",
     )
@@ -172,15 +176,11 @@ class FrontEndArgs:
         default=None, help="JSON file for logging.dictConfig, for the HTTP server's loggers."
     )
     log_error_stack: bool = option(default=False, help="Log the trace of every error reply.")
-    shutdown_timeout: float = option(
+    shutdown_timeout: NonNegativeFloat = option(
         default=20.0, help="Seconds that running requests get to finish after SIGTERM or SIGINT."
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise VLLMValidationError(
-                f"--port must be in [0, 65535], got {self.port}", "port", self.port
-            )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise VLLMValidationError(
                 "--ssl-keyfile and --ssl-certfile only work together", "ssl_certfile"
@@ -188,18 +188,15 @@ class FrontEndArgs:
         self._check_dependent()
         self._check_parsers()
         self._check_processes()
-        self._check_limits()
-        if self.shutdown_timeout < 0 or self.max_request_body_size < 1:
-            raise VLLMValidationError(
-                "--shutdown-timeout and --max-request-body-size must be positive"
-            )
+        RequestLimits.from_flag(self.request_limits)
 
     def _check_dependent(self) -> None:
         """Flags that would have no effect."""
         for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"):
             if getattr(self, name) and not self.ssl_certfile:
-                flag = "--" + name.replace("_", "-")
-                raise VLLMValidationError(f"{flag} needs --ssl-certfile and --ssl-keyfile", name)
+                raise VLLMValidationError(
+                    f"{flag_name(name)} needs --ssl-certfile and --ssl-keyfile", name
+                )
         if self.log_config_file and self.disable_access_log_for_endpoints:
             raise VLLMValidationError(
                 "--disable-access-log-for-endpoints has no effect with --log-config-file; name "
@@ -207,27 +204,11 @@ class FrontEndArgs:
                 "disable_access_log_for_endpoints",
             )
 
-    def _check_limits(self) -> None:
-        RequestLimits.from_flag(self.request_limits)
-        for name, lowest in (("max_connections", 1), ("max_queued_requests", 0)):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                flag = "--" + name.replace("_", "-")
-                raise VLLMValidationError(
-                    f"{flag} must be at least {lowest}, got {value}", name, value
-                )
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise VLLMValidationError(
-                f"--request-timeout must be positive, got {self.request_timeout:g}",
-                "request_timeout",
-                self.request_timeout,
-            )
-
     def _check_parsers(self) -> None:
         """Known parsers only; a plug-in may bring them."""
         for flag in ("tool_parser_plugin", "reasoning_parser_plugin"):
             if path := getattr(self, flag):
-                import_parser_file(path, "--" + flag.replace("_", "-"))
+                import_parser_file(path, flag_name(flag))
         if self.tool_call_parser or self.reasoning_parser:
             load_general_plugins()
         if self.enable_auto_tool_choice and not self.tool_call_parser:
@@ -248,11 +229,6 @@ class FrontEndArgs:
                 "replica",
                 "headless",
             )
-        for name in ("api_server_count", "renderer_num_workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise VLLMValidationError(f"{flag} must be at least 1, got {value}", name, value)
         if self.api_server_count > 1:
             why = "templates and tokenising run in threads; see --renderer-num-workers"
             decisions.record("API server processes", 1, why, self.api_server_count)
@@ -260,10 +236,8 @@ class FrontEndArgs:
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> FrontEndArgs:
         """The server's part of a parsed command line."""
-        values = vars(namespace)
-        check_unsupported(values, UNSUPPORTED_SERVER_FLAGS)
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: values[name] for name in names})
+        check_unsupported(vars(namespace), UNSUPPORTED_SERVER_FLAGS)
+        return from_namespace(cls, namespace)
 
     def api_keys(self) -> list[str]:
         """The keys in force; empty strings do not count."""
@@ -274,7 +248,6 @@ class FrontEndArgs:
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Add the server's and the engine's flags to `parser`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import add_dataclass_flags
 
     add_dataclass_flags(parser, FrontEndArgs, "Frontend")
     add_unsupported(parser, "Unsupported frontend", UNSUPPORTED_SERVER_FLAGS)
