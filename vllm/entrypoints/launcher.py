@@ -26,7 +26,7 @@ from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
-from vllm.utils.short_turns import short_turns
+from vllm.utils.imports import short_turns
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
