@@ -189,9 +189,19 @@ def test_registration_does_not_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
+@pytest.mark.parametrize(
+    "name", ["PlainConnector", "ConfigNamedConnector", "AnyArgumentsConnector"]
+)
+def test_constructors_are_called_by_position(name: str) -> None:
+    vllm_config, caches = VllmConfig(kv_transfer_config=plain(name)), cache_config(16, None)
+    made = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.SCHEDULER, caches)
+    assert made._vllm_config is vllm_config and made._kv_cache_config is caches
+    assert made.role is KVConnectorRole.SCHEDULER
+
+
 def test_constructor_of_the_old_shape() -> None:
     vllm_config = VllmConfig(kv_transfer_config=plain("OldConnector"))
-    with pytest.raises(ValueError, match="does not take kv_cache_config"):
+    with pytest.raises(ValueError, match="OldConnector.*kv_cache_config"):
         KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, cache_config())
 
 

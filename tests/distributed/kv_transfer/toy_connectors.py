@@ -44,6 +44,18 @@ class OldConnector(PlainConnector):
         raise AssertionError("a constructor of the old shape must not be called")
 
 
+class ConfigNamedConnector(PlainConnector):
+    """Names its parameters as it likes."""
+
+    def __init__(self, config: Any, side: Any, caches: Any = None) -> None:
+        super().__init__(config, side, caches)
+
+
+class AnyArgumentsConnector(PlainConnector):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
 def plain(name: str = "PlainConnector") -> KVTransferConfig:
     config = transfer_config(name, role="kv_both")
     config.kv_connector_module_path = __name__

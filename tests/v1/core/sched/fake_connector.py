@@ -20,8 +20,8 @@ class _Scripted(KVConnectorBase_V1):
     """`matches`: request id -> list of answers to `get_num_new_matched_tokens`, the last one
     repeated. `finish`: the answer to `request_finished`."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(config, role, kv_cache_config)
         self.calls: list[tuple[Any, ...]] = []
         self.matches: dict[str, list[tuple[int | None, bool]]] = {}
         self.finish: dict[str, tuple[bool, dict[str, Any] | None]] = {}

@@ -110,11 +110,7 @@ class KVConnectorFactory:
                 f"keeps {num_groups}; use a connector that implements SupportsHMA"
             )
         logger.info("KV connector %s (%s side)", connector_cls.__name__, role.name.lower())
-        return connector_cls(
-            vllm_config=config,
-            role=role,
-            kv_cache_config=kv_cache_config,
-        )
+        return connector_cls(config, role, kv_cache_config)
 
 
 def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
@@ -127,13 +123,14 @@ def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
 
 
 def _check_constructor(connector_cls: type[KVConnectorBase_V1]) -> None:
-    parameters = inspect.signature(connector_cls).parameters.values()
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    if not takes_any and "kv_cache_config" not in {p.name for p in parameters}:
+    """Constructors are called by position, so their parameters may have any names."""
+    try:
+        inspect.signature(connector_cls).bind(None, None, None)
+    except TypeError as error:
         raise ValueError(
-            f"{connector_cls.__name__}.__init__ does not take kv_cache_config; the signature is "
-            "(self, vllm_config, role, kv_cache_config)"
-        )
+            f"{connector_cls.__name__}.__init__ cannot be called with (vllm_config, role, "
+            f"kv_cache_config) by position: {error}"
+        ) from error
 
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
