@@ -59,6 +59,8 @@ class KVConnectorOutput:
     kv_cache_events: Any | None = None
     kv_connector_worker_meta: Any | None = None
     invalid_block_ids: set[int] = field(default_factory=set)
+    #: `(state group, block)`
+    invalid_blocks: set[tuple[int, int]] = field(default_factory=set)
     expected_finished_count: int = 0
 
     def is_empty(self) -> bool:
@@ -69,6 +71,7 @@ class KVConnectorOutput:
             or self.kv_cache_events
             or self.kv_connector_worker_meta
             or self.invalid_block_ids
+            or self.invalid_blocks
         )
 
 

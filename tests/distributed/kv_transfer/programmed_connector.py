@@ -121,6 +121,9 @@ class Programmed(HybridConnector):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self.preemption_tag = kv_connector_metadata.tag
 
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
+        return {(0, block) for block in self.program.get("bad", [])}
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self.program.get("bad", []))
 

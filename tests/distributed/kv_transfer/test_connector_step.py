@@ -215,7 +215,9 @@ def test_expected_count_may_change_while_running() -> None:
 def test_everything_else_is_joined() -> None:
     report = merge(
         KVOutputAggregator(2),
-        worker_output(invalid_block_ids={1}, kv_connector_stats=Numbers(1)),
+        worker_output(
+            invalid_block_ids={1}, invalid_blocks={(0, 1)}, kv_connector_stats=Numbers(1)
+        ),
         worker_output(
             invalid_block_ids={2},
             kv_connector_stats=Numbers(2),
@@ -223,7 +225,7 @@ def test_everything_else_is_joined() -> None:
             kv_connector_worker_meta=Numbers(7),
         ),
     )
-    assert report.invalid_block_ids == {1, 2}
+    assert report.invalid_block_ids == {1, 2} and report.invalid_blocks == {(0, 1)}
     assert report.kv_connector_stats.value == 3  # type: ignore[union-attr]
     assert report.kv_cache_events.value == 5  # type: ignore[union-attr]
     assert report.kv_connector_worker_meta.value == 7  # type: ignore[union-attr]

@@ -62,7 +62,7 @@ class Engine:
         sides[1].register_kv_caches(caches)
         return cls(sides[0], sides[1], caches)
 
-    def step(self, output: SchedulerOutput) -> set[int]:
+    def step(self, output: SchedulerOutput) -> set[tuple[int, int]]:
         """The worker's step; layers write nothing of their own. Returns load errors."""
         output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
@@ -71,7 +71,7 @@ class Engine:
             self.worker.wait_for_layer_load(name)
             self.worker.save_kv_layer(name, cache, AttentionMetadata())
         self.worker.wait_for_save()
-        errors = self.worker.get_block_ids_with_load_errors()
+        errors = self.worker.get_blocks_with_load_errors()
         self.worker.clear_connector_metadata()
         return errors
 
@@ -202,8 +202,8 @@ def test_damaged_file_is_reported_as_load_error(tmp_path: Path) -> None:
     engine = Engine.start(tmp_path, kv_config)
     request = prompt(40)
     engine.scheduler.update_state_after_alloc(request, None, 32)
-    assert engine.step(new_step(request, ([4, 5, 6],), 32)) == {4, 5}
-    assert engine.worker.get_block_ids_with_load_errors() == set()
+    assert engine.step(new_step(request, ([4, 5, 6],), 32)) == {(0, 4), (0, 5)}
+    assert engine.worker.get_blocks_with_load_errors() == set()
 
 
 def test_store_failure_does_not_stop_the_step(tmp_path: Path) -> None:

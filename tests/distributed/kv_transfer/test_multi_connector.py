@@ -169,6 +169,7 @@ def test_plain_calls_reach_every_child(call: Callable[[Any], None]) -> None:
 def test_reports_are_joined() -> None:
     multi = make(child(bad=[1], fails={"a": "x"}), child(bad=[2], fails={"a": "y", "b": "z"}))
     assert multi.get_block_ids_with_load_errors() == {1, 2}
+    assert multi.get_blocks_with_load_errors() == {(0, 1), (0, 2)}
     assert multi.take_failed_requests() == {"a": "x", "b": "z"}
     assert not multi.has_pending_push_work()
     assert make(child(), child(pushes=True)).has_pending_push_work()

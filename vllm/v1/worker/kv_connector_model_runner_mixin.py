@@ -80,6 +80,7 @@ def _collect(
     connector: KVConnectorBase_V1, finished_req_ids: set[str], report: KVConnectorOutput
 ) -> None:
     report.finished_sending, report.finished_recving = connector.get_finished(finished_req_ids)
+    report.invalid_blocks = connector.get_blocks_with_load_errors()
     report.invalid_block_ids = connector.get_block_ids_with_load_errors()
     report.kv_connector_stats = connector.get_kv_connector_stats()
     report.kv_cache_events = connector.get_kv_connector_kv_cache_events()

@@ -206,17 +206,20 @@ class Sanitizer:
                 f"the null page was written to in a step of requests {', '.join(order.req_ids)}"
             )
         if transfers is not None:
-            self._exempt(order, transfers.invalid_block_ids)
+            self._exempt(order, transfers)
         self._check_arrived(recurrent=False)
         suspects = self._nan_outputs(order) | self._nan_writes(order, inputs)
         for i in np.flatnonzero(suspects).tolist():
             if order.req_ids[i] not in self._undefined:
                 raise self._explain(order, i)
 
-    def _exempt(self, order: StepOrder, invalid: set[int]) -> None:
-        if not invalid:
-            return
-        for group in self._groups:
+    def _exempt(self, order: StepOrder, transfers: KVConnectorOutput) -> None:
+        for index, group in enumerate(self._groups):
+            invalid = transfers.invalid_block_ids | {
+                block for of, block in transfers.invalid_blocks if of == index
+            }
+            if not invalid:
+                continue
             for req_id, row in zip(order.req_ids, order.rows.tolist(), strict=True):
                 if not invalid.isdisjoint(group.tags.ids[row, : group.tags.count[row]].tolist()):
                     self._undefined.add(req_id)

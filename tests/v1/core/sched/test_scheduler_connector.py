@@ -4,16 +4,23 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
 from tests.v1.engine.fakes import BLOCK_SIZE, EOS, expected_tokens, prefix_hash
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.kv_transfer import KVTransfer
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
+
+ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+STATE = MambaSpec(block_size=512, shapes=((4,),), dtypes=(torch.float32,))
 
 
 def make_driver(connector="AllGroupsConnector", policy="fail", **options):
@@ -314,3 +321,77 @@ def test_connector_reset_is_part_of_a_cache_reset():
     driver.connector.reset_cache = lambda: False
     assert driver.scheduler.reset_prefix_cache() is True
     assert driver.scheduler.reset_prefix_cache(reset_connector=True) is False
+
+
+def test_ids_without_a_group_count_for_what_is_being_loaded():
+    """Block ids repeat from group to group: another request's block of that number is fine."""
+    driver = make_driver(policy="fail", async_scheduling=False)
+    driver.add(make_request("other", prompt_of(1, 40), ignore_eos=True))
+    driver.step()
+    request = make_request("a", prompt_of(0, 60))
+    driver.connector.matches["a"] = [(48, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    others = driver.scheduler.kv_cache_manager.get_block_ids("other")[0]
+    report(driver, invalid_block_ids={others[0]})
+    driver.run()
+    expect(driver, "a", prompt_of(0, 60))
+    assert driver.reason("other") is FinishReason.LENGTH
+
+
+def test_blocks_with_their_group_are_found_wherever_they_are_used():
+    driver = make_driver(policy="fail")
+    driver.add(make_request("a", prompt_of(0, 60)), make_request("b", prompt_of(1, 60)))
+    driver.step()
+    bad = driver.scheduler.kv_cache_manager.get_block_ids("b")[0][1]
+    report(driver, invalid_blocks={(1, bad)})
+    assert not driver.finished
+    report(driver, invalid_blocks={(0, bad)})
+    assert driver.reason("b") is FinishReason.ERROR and "a" not in driver.finished
+    driver.run()
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_a_load_is_not_cached_if_its_request_goes_before_the_outcome_is_known(how):
+    driver = make_driver(policy="recompute")
+    prompt = prompt_of(0, 60)
+    driver.connector.matches["a"] = [(48, False), (0, False)]
+    request = make_request("a", prompt)
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    bad = driver.scheduler.kv_cache_manager.get_block_ids("a")[0][:3]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    for block in bad:  # nothing came
+        for offset in range(BLOCK_SIZE):
+            del driver.worker.slots[block * BLOCK_SIZE + offset]
+    if how == "abort":
+        driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler._preempt_last()
+    report(driver, invalid_block_ids=set(bad))
+    driver.add(make_request("again", prompt))
+    driver.run()
+    expect(driver, "again", prompt)
+
+
+def test_groups_of_failed_blocks():
+    """A failed state block 5 leaves another request's attention block 5 alone."""
+    held = {"loads": ([3, 4], [5]), "runs": ([5, 6], [7])}
+    manager = SimpleNamespace(block_pool=None, get_block_ids=held.__getitem__)
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (ATTENTION, STATE)]
+    transfer = KVTransfer(make_driver().connector, SimpleNamespace(kv_cache_groups=groups), manager)
+    manager.get_blocks = lambda _: SimpleNamespace(get_block_ids=lambda: ([],))
+    requests = {name: make_request(name, prompt_of(0, 40)) for name in held}
+    transfer.after_allocation(requests["loads"], 32, 32)
+    requests["loads"].num_computed_tokens = requests["runs"].num_computed_tokens = 32
+    for report in (
+        KVConnectorOutput(invalid_block_ids={5, 6}),
+        KVConnectorOutput(invalid_blocks={(1, 5)}),
+    ):
+        failed = transfer.failed_blocks(report)
+        assert failed == {(1, 5)}
+        assert transfer.num_valid_tokens(requests["loads"], failed) == 0
+        assert transfer.num_valid_tokens(requests["runs"], failed) is None

@@ -69,6 +69,7 @@ class KVOutputAggregator:
             self._expected = report.expected_finished_count or self._expected
             sending |= self._sending.report(report.finished_sending, self._expected)
             recving |= self._recving.report(report.finished_recving, self._expected)
+            merged.invalid_blocks |= report.invalid_blocks
             merged.invalid_block_ids |= report.invalid_block_ids
             merged.kv_connector_stats = _join(merged.kv_connector_stats, report.kv_connector_stats)
             merged.kv_cache_events = _join(merged.kv_cache_events, report.kv_cache_events)

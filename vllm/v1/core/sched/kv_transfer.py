@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -34,6 +35,15 @@ def create_scheduler_connector(
     )
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What a connector brings for one request: the tokens from `start` on, into `blocks`, pairs of
+    state group and block."""
+
+    start: int
+    blocks: frozenset[tuple[int, int]]
+
+
 class KVTransfer:
     """Which requests wait for transfers, and the calls into the connector.
 
@@ -54,11 +64,13 @@ class KVTransfer:
         self.loading: set[str] = set()
         self.received: set[str] = set()
         self.sending: set[str] = set()
+        #: loads whose outcome is not known yet
+        self._loads: dict[str, _Load] = {}
         self._manager = manager
         self._all_groups = supports_hma(connector)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = [spec.block_size for spec in specs]
-        self._recurrent = any(isinstance(spec, MambaSpec) for spec in specs)
+        self._recurrent_groups = {i for i, s in enumerate(specs) if isinstance(s, MambaSpec)}
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def is_tracking(self, request_id: str) -> bool:
@@ -72,9 +84,45 @@ class KVTransfer:
     def begin_load(self, request_id: str) -> None:
         self.loading.add(request_id)
 
-    def after_allocation(self, request: Request, num_external_tokens: int) -> None:
+    def after_allocation(
+        self, request: Request, num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
+        """`num_external_tokens` of the `num_computed_tokens` are the connector's to load."""
+        if num_external_tokens:
+            self._note_load(request, num_computed_tokens - num_external_tokens, num_computed_tokens)
         blocks = self._manager.get_blocks(request.request_id)
         self.connector.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _note_load(self, request: Request, start: int, end: int) -> None:
+        blocks: set[tuple[int, int]] = set()
+        block_ids = self._manager.get_block_ids(request.request_id)
+        for group, (size, ids) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
+            if group not in self._recurrent_groups:  # a state is loaded as a whole
+                ids = ids[start // size : -(-end // size)]
+            blocks.update((group, block_id) for block_id in ids)
+        self._loads[request.request_id] = _Load(start, frozenset(blocks))
+
+    def abandon_load(self, request: Request) -> None:
+        """The request gives its blocks up, maybe before it is known whether their content came.
+        Blocks of a load that runs beside the steps stay until it ends."""
+        if request.request_id in self.loading:
+            return
+        load = self._loads.pop(request.request_id, None)
+        if load is not None:
+            self._manager.forget_after(request, load.start)
+            request.num_computed_tokens = min(request.num_computed_tokens, load.start)
+
+    def failed_blocks(self, output: KVConnectorOutput) -> set[tuple[int, int]]:
+        """Pairs of state group and block that failed to load."""
+        failed = set(output.invalid_blocks)
+        for load in self._loads.values() if output.invalid_block_ids else ():
+            failed.update(pair for pair in load.blocks if pair[1] in output.invalid_block_ids)
+        return failed
+
+    def end_step(self, scheduler_output: SchedulerOutput) -> None:
+        """The step's loads are known to have come, or were reported as failed."""
+        for request_id in scheduler_output.num_scheduled_tokens if self._loads else ():
+            self._loads.pop(request_id, None)
 
     def fill_metadata(self, output: SchedulerOutput) -> None:
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
@@ -83,6 +131,7 @@ class KVTransfer:
         """Tell the connector; (whether a transfer keeps the blocks, parameters for the client)."""
         request_id = request.request_id
         self.received.discard(request_id)
+        self.abandon_load(request)
         block_ids = self._manager.get_block_ids(request_id)
         if self._all_groups:
             delay, params = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
@@ -101,6 +150,7 @@ class KVTransfer:
                 logger.warning("connector reports a load for %s, which has none", request_id)
                 continue
             self.loading.remove(request_id)
+            self._loads.pop(request_id, None)
             self.received.add(request_id)
             ended.append(request_id)
         for request_id in output.finished_sending or ():
@@ -111,17 +161,17 @@ class KVTransfer:
             ended.append(request_id)
         return ended
 
-    def num_valid_tokens(self, request: Request, invalid_block_ids: set[int]) -> int | None:
+    def num_valid_tokens(self, request: Request, failed: set[tuple[int, int]]) -> int | None:
         """Computed tokens before the first block that failed to load; None: all are valid.
 
         Recurrent state has no value in the middle, so with such a group nothing is valid.
         """
         valid: int | None = None
         block_ids = self._manager.get_block_ids(request.request_id)
-        for size, ids in zip(self._block_sizes, block_ids, strict=True):
-            bad = next((i for i, b in enumerate(ids) if b in invalid_block_ids), None)
+        for group, (size, ids) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
+            bad = next((i for i, b in enumerate(ids) if (group, b) in failed), None)
             if bad is not None:
-                tokens = 0 if self._recurrent else bad * size
+                tokens = 0 if self._recurrent_groups else bad * size
                 valid = tokens if valid is None else min(valid, tokens)
         if valid is None or valid >= request.num_computed_tokens:
             return None

@@ -35,8 +35,10 @@ class SchedulerResults(SchedulerState):
         if expected is not scheduler_output:
             raise RuntimeError("steps must come back in the order in which they were scheduled")
         transfers = runner_output.kv_connector_output
-        if transfers is not None and transfers.invalid_block_ids:
-            self._handle_invalid_blocks(transfers.invalid_block_ids)
+        if transfers is not None:
+            self._handle_failed_loads(transfers)
+        if self.transfer is not None:
+            self.transfer.end_step(scheduler_output)
         outputs, self._late_outputs = self._late_outputs, defaultdict(list)
         self._take_results(scheduler_output, requests, runner_output, outputs)
         if transfers is not None:
@@ -177,13 +179,14 @@ class SchedulerResults(SchedulerState):
                 self.transfer.received.discard(request_id)
                 self._free(request)
 
-    def _handle_invalid_blocks(self, invalid_block_ids: set[int]) -> None:
+    def _handle_failed_loads(self, transfers: KVConnectorOutput) -> None:
         """Blocks failed to load: compute again from the first bad one, or end the requests."""
         assert self.transfer is not None
-        for request in list(self.requests.values()):
+        failed = self.transfer.failed_blocks(transfers)
+        for request in list(self.requests.values()) if failed else ():
             if request.num_computed_tokens == 0:
                 continue
-            valid = self.transfer.num_valid_tokens(request, invalid_block_ids)
+            valid = self.transfer.num_valid_tokens(request, failed)
             if valid is None:
                 continue
             self.kv_cache_manager.forget_after(request, valid)

@@ -186,7 +186,7 @@ class Scheduler(SchedulerResults):
             remaining = request.num_tokens - prefix.computed
             return self._no_room(request, remaining > self.max_num_batched_tokens)
         if self.transfer is not None:
-            self.transfer.after_allocation(request, prefix.num_external)
+            self.transfer.after_allocation(request, prefix.computed, prefix.num_external)
         self._count_prefix(request, prefix)
         request.num_computed_tokens = prefix.computed
         if prefix.load_async:

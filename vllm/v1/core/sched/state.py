@@ -141,6 +141,8 @@ class SchedulerState(SchedulerInterface):
     def _preempt_last(self) -> None:
         """Take the blocks of the running request with the least claim; it is computed again."""
         request = self.running.pop()
+        if self.transfer is not None:
+            self.transfer.abandon_load(request)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.quiet_until = 0

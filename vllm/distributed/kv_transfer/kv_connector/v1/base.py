@@ -11,7 +11,8 @@ decides (what to load, what to save, when blocks may be freed) and sends its dec
   with what the workers report;
 - worker: `handle_preemptions`, `bind_connector_metadata`, `start_load_kv`, per layer
   `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`, `get_finished`,
-  `get_block_ids_with_load_errors`, `take_failed_requests`, statistics and events,
+  `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`, `take_failed_requests`,
+  statistics and events,
   `clear_connector_metadata`. A step without tokens has no layer calls and no `wait_for_save`.
 """
 
@@ -188,8 +189,13 @@ class KVConnectorBase_V1(ABC):
         """
         return None, None
 
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
+        """`(state group, block)` of what should have been loaded and was not: in this step, or
+        before `get_finished` reports the request as received."""
+        return set()
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that should have been loaded in this step and were not."""
+        """The same without groups: such ids count for the requests that are being loaded."""
         return set()
 
     def take_failed_requests(self) -> dict[str, str | RequestConflict]:

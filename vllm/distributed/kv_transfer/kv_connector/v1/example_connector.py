@@ -116,7 +116,7 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         # worker side
         self._caches: dict[str, Tensor] = {}
         self._gathered: dict[str, dict[str, Tensor]] = {}
-        self._load_errors: set[int] = set()
+        self._load_errors: set[tuple[int, int]] = set()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -133,7 +133,8 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
                 self._load(load)
             except (OSError, ValueError, RuntimeError) as error:
                 logger.error("request %s: cannot load %s: %s", load.req_id, load.folder, error)
-                self._load_errors.update(load.block_ids[0])
+                for group, block_ids in enumerate(load.block_ids):
+                    self._load_errors.update((group, block_id) for block_id in block_ids)
 
     def _load(self, load: PrefixTransfer) -> None:
         for name, cache in self._caches.items():
@@ -173,7 +174,7 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
                 # The prefix is a copy: without it the next request computes its prompt.
                 logger.error("cannot store %s: %s", folder, error)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
         errors, self._load_errors = self._load_errors, set()
         return errors
 

@@ -222,6 +222,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             self._extra_async_saves[req_id] = missing - 1
         return missing == 0
 
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
+        return set().union(*(c.get_blocks_with_load_errors() for c in self._children))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set().union(*(c.get_block_ids_with_load_errors() for c in self._children))
 
