@@ -242,6 +242,23 @@ def test_shutdown_lets_workers_say_goodbye(start: Any, tmp_path: Path) -> None:
         executor.check_health()
 
 
+def test_a_signal_to_all_processes_leaves_the_end_to_the_core(start: Any, tmp_path: Path) -> None:
+    executor = start(farewell=str(tmp_path))
+    for worker in processes(executor):
+        worker.terminate()
+    assert step(executor, 5).result(20).sampled_token_ids == [[5], []]
+    executor.shutdown()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_survivors_of_a_death_say_goodbye(start: Any, tmp_path: Path) -> None:
+    executor = start(farewell=str(tmp_path))
+    workers = processes(executor)
+    workers[0].kill()
+    assert gone(workers)
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
 def _start_and_tell(pids: Any) -> None:
     executor = MultiprocExecutor(config_of())
     pids.send(executor.collective_rpc("pid"))

@@ -8,6 +8,7 @@ its end tells a receiver that the sender is gone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -99,8 +100,8 @@ class Sender:
 
     def send(self, message: bytes, check: Callable[[], None]) -> None:
         """Give `message` to every receiver. While one has not read its oldest slot and the ring is
-        full, waits and calls `check`, which raises when waiting is of no use any more. OSError
-        when a receiver is gone."""
+        full, waits and calls `check`, which raises when waiting is of no use any more. A receiver
+        that is gone gets nothing, and the ring fills up."""
         view = memoryview(message)
         for start in range(0, len(view), _SLOT_BYTES):
             piece = view[start : start + _SLOT_BYTES]
@@ -113,7 +114,8 @@ class Sender:
             self._sizes[slot] = len(piece) if is_last else -len(piece)
             self._num_written += 1
             for wake in self._wakes:
-                os.write(wake.fileno(), b"\0")
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(wake.fileno(), b"\0")
 
     def close(self) -> None:
         """Receivers get EOFError once they have read everything."""

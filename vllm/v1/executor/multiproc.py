@@ -51,9 +51,9 @@ logger = init_logger(__name__)
 
 #: a worker's failure is often another one's death, which is then seen this soon
 _BLAME_S = 0.5
-#: how long workers may take to stop: when told to, and after a failure before they are killed
+#: how long workers may take to stop before they are killed: at the end, and after a failure
 _STOP_S = 10.0
-_TERMINATE_S = 1.5
+_LAST_WORDS_S = 1.5
 
 
 class WorkerDiedError(RuntimeError):
@@ -219,9 +219,7 @@ class MultiprocExecutor(Executor):
             if question is not None:
                 for rank in question.ranks:
                     self._processes[rank].open.append(question)
-            # A worker that is gone takes nothing; the collector fails the question.
-            with contextlib.suppress(OSError):
-                self._sender.send(message, self.check_health)
+            self._sender.send(message, self.check_health)
 
     # ---- answers and deaths (collecting thread) ------------------------------------------------
 
@@ -277,7 +275,7 @@ class MultiprocExecutor(Executor):
         self._fail_questions(error)
         if self._on_failure is not None:
             self._on_failure(error)
-        self._end_processes(0.0)
+        self._end_processes(_LAST_WORDS_S)
 
     def _fail_questions(self, error: Exception) -> None:
         with self._asking:
@@ -290,26 +288,24 @@ class MultiprocExecutor(Executor):
     # ---- the end -------------------------------------------------------------------------------
 
     def _end_processes(self, patience_s: float) -> None:
-        """Wait for the processes to end by themselves, then terminate, then kill them."""
+        """Tell the processes to stop, wait that long, then kill them."""
         with self._ending:
-            processes = [process.process for process in self._processes]
-            _join(processes, patience_s)
-            for process in processes:
-                process.terminate()
-            _join(processes, _TERMINATE_S)
-            for process in processes:
-                process.kill()
-                process.join()
+            deadline = time.monotonic() + patience_s
+            with contextlib.suppress(_GivenUp), self._asking:
+                self._sender.send(pickle.dumps((Kind.STOP, None)), _give_up)
+            for process in self._processes:
+                process.process.join(max(0.0, deadline - time.monotonic()))
+            for process in self._processes:
+                process.process.kill()
+                process.process.join()
 
     def shutdown(self) -> None:
         if self._closed:
             return
-        if self._failure is None:
-            with contextlib.suppress(OSError):
-                self._ask(Kind.STOP, None)
         self._closed = True
         atexit.unregister(self.shutdown)
-        self._end_processes(_STOP_S if self._failure is None else 0.0)
+        if self._failure is None:
+            self._end_processes(_STOP_S)
         if self._collector.ident is not None:
             os.write(self._stop_write, b"x")
             self._collector.join()
@@ -321,10 +317,12 @@ class MultiprocExecutor(Executor):
         os.close(self._stop_write)
 
 
-def _join(processes: list[BaseProcess], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+class _GivenUp(Exception):
+    """A worker takes no messages any more."""
+
+
+def _give_up() -> None:
+    raise _GivenUp
 
 
 def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import pickle
 import queue
 import signal
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -176,12 +178,12 @@ def _described(error: BaseException) -> str:
 def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> None:
     """Entry point of the process. The first answer says whether the model is loaded.
 
-    Ends with a `STOP`, when the executor is gone, or at SIGTERM.
+    Ends with a `STOP`, or when the executor's process is gone; SIGTERM is for that one.
     """
     for connection in setup.foreign:
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, partial(_end_as_orphan, setup.parent_pid))
     ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
     # A forked process begins with copies of its parent's records.
     startup_phases.take_events()
@@ -244,5 +246,7 @@ def _call(worker: Worker, packed: bytes) -> Answer:
         return Answer(error=error)
 
 
-def _exit(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
+def _end_as_orphan(parent_pid: int, signum: int, frame: FrameType | None) -> None:
+    """Some service managers send SIGTERM to all processes: the first one's stops the others."""
+    if os.getppid() != parent_pid:
+        raise SystemExit(128 + signum)
