@@ -19,6 +19,7 @@ Graph = dict[str, set[str]]
 _BASICS = ("vllm.decisions", "vllm.envs", "vllm.exceptions", "vllm.logger", "vllm.platforms")
 #: package -> all that it may import
 LOWER_PACKAGES = {
+    "vllm.utils": _BASICS,
     "vllm.config": (*_BASICS, "vllm.transformers_utils", "vllm.utils"),
     "vllm.transformers_utils": (*_BASICS, "vllm.utils"),
 }

@@ -51,11 +51,6 @@ def __dir__() -> list[str]:
     return sorted(TABLE)
 
 
-def is_set(name: str) -> bool:
-    """Whether the user set variable `name`; `KeyError` for an unknown one."""
-    return TABLE[name].name in os.environ
-
-
 def unknown_variables() -> list[str]:
     """`VLLM_*` variables of the environment that nothing here reads."""
     return sorted(n for n in os.environ if n.startswith("VLLM_") and n not in TABLE)

@@ -86,7 +86,7 @@ ROOT = Path(__file__).parents[2]
 #: prints what is imported when the process starts, and once it has
 _SCRIPT = """
 import sys, threading
-from vllm.utils import spare_process
+from vllm.v1.engine import spare_process
 
 heavy = ("transformers", "torch", "vllm.config", "vllm.v1.engine.core", "triton")
 

@@ -23,9 +23,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
-from vllm.utils.spare_process import prestarted
 from vllm.v1.engine.request_batch import RequestBatch
 from vllm.v1.engine.sleep import check_sleep
+from vllm.v1.engine.spare_process import prestarted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -124,7 +124,7 @@ def _engine_process(name: str, argv: list[str]) -> AbstractContextManager[None]:
     asks_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
     if name != "serve" or asks_help:
         return nullcontext()
-    from vllm.utils.spare_process import prestarted
+    from vllm.v1.engine.spare_process import prestarted
 
     return prestarted()
 

@@ -10,7 +10,8 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from vllm import envs
-from vllm.utils import spare_process, startup_phases
+from vllm.utils import startup_phases
+from vllm.v1.engine import spare_process
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.serial_utils import pickle_setup
 

@@ -27,11 +27,6 @@ class RequestStateStats:
     num_generation_tokens: int = 0
     num_cached_tokens: int = 0
 
-    @property
-    def first_token_latency(self) -> float:
-        """Arrival to first token."""
-        return self.first_token_ts - self.arrival_ts if self.first_token_ts else 0.0
-
 
 @dataclass(frozen=True)
 class FinishedRequestStats:

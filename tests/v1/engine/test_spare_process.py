@@ -13,9 +13,9 @@ from tiny_models import tiny_model
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import main as cli
-from vllm.utils import spare_process
-from vllm.utils.spare_process import SpareProcess, prestarted
+from vllm.v1.engine import spare_process
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.spare_process import SpareProcess, prestarted
 
 
 def test_an_engine_runs_in_the_process_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_dead_process_is_not_used() -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_whose_parent_dies_ends(method: str) -> None:
     script = (
-        "import os\nfrom vllm.utils.spare_process import SpareProcess\n"
+        "import os\nfrom vllm.v1.engine.spare_process import SpareProcess\n"
         "if __name__ == '__main__':\n"
         f"    print(SpareProcess('{method}').process.pid, flush=True)\n    os._exit(0)"
     )
@@ -91,6 +91,6 @@ def test_only_a_server_starts_one(
 
 
 def test_it_imports_nothing_heavy() -> None:
-    script = "import sys, vllm.utils.spare_process; print('torch' in sys.modules)"
+    script = "import sys, vllm.v1.engine.spare_process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["False"]
