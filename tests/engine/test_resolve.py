@@ -23,6 +23,8 @@ from vllm.config.compilation import default_piecewise_sizes
 from vllm.engine.resolve import check_architecture, resolve, resolve_hybrid_manager
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
 
 TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
 
@@ -421,3 +423,17 @@ def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     check_architecture(
         ModelConfig(write_config(tmp_path, architectures=["Foo", "LlamaForCausalLM"]))
     )
+
+
+@pytest.mark.parametrize("engine", [LLMEngine, AsyncLLM])
+def test_an_engine_resolves_a_configuration_once(
+    llama: str, monkeypatch: pytest.MonkeyPatch, engine: type[Any]
+) -> None:
+    monkeypatch.setattr(engine, "__init__", lambda self, config, log_stats: None)
+    config = VllmConfig(model_config=ModelConfig(llama))
+    assert not config.is_resolved
+    engine.from_vllm_config(config)
+    assert config.is_resolved and record("cudagraph_mode") is not None
+    decisions.clear()
+    engine.from_vllm_config(config)
+    assert decisions.decisions() == []
