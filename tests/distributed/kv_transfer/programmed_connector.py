@@ -13,7 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -45,6 +48,18 @@ class NumberStats(KVConnectorStats):
         return not self.data
 
 
+class NumberMetrics(KVConnectorPromMetrics):
+    def __init__(self, vllm_config: Any, types: Any, names: Any, values: Any) -> None:
+        super().__init__(vllm_config, types, names, values)
+        assert self._kv_transfer_config is not None
+        tag = self._kv_transfer_config.kv_connector_extra_config["metric"]
+        self._counter = self._counter_cls(name=f"vllm:{tag}", documentation="", labelnames=names)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        self._counter.labels(*labels).inc(transfer_stats_data["number"])
+
+
 class Programmed(HybridConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -55,12 +70,27 @@ class Programmed(HybridConnector):
         self.calls: list[str] = []
         self.outputs: list[Any] = []
         self.handshakes: dict[int, Any] = {}
+        self.handshakes_by_stage: dict[tuple[int, int], Any] = {}
         self.preemption_tag: str | None = None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         assert vllm_config.kv_transfer_config is not None
         return vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout")
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> NumberStats:
+        return NumberStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> NumberMetrics | None:
+        if "metric" not in vllm_config.kv_transfer_config.kv_connector_extra_config:
+            return None
+        return NumberMetrics(vllm_config, *arguments)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        self.handshakes_by_stage = metadata
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -7,10 +7,13 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from tests.distributed.kv_transfer.extraction_harness import (
     Harness,
@@ -34,6 +37,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import SchedulerStats
+from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -207,6 +212,53 @@ def test_handshake() -> None:
     assert {rank: m.number for rank, m in first.handshakes.items()} == {0: 1}
     assert second.handshakes == {}
     assert make(child(), child()).get_handshake_metadata() is None
+
+
+def test_handshake_by_pipeline_rank_reaches_every_child() -> None:
+    worker = make(child(number=1), child(), role=KVConnectorRole.WORKER)
+    told = cast(KVConnectorHandshakeMetadata, worker.get_handshake_metadata())
+    scheduler = make(child(), child())
+    scheduler.set_xfer_handshake_metadata_pp_aware({(1, 0): told})
+    first, second = scheduler._children
+    assert {ranks: m.number for ranks, m in first.handshakes_by_stage.items()} == {(1, 0): 1}
+    assert {rank: m.number for rank, m in first.handshakes.items()} == {0: 1}
+    assert second.handshakes_by_stage == {}
+
+
+def test_statistics_are_built_again_from_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    KVConnectorFactory.register_connector("Programmed", PROGRAMMED, "Programmed")
+    worker = make(child(number=1), child(), child(number=3), role=KVConnectorRole.WORKER)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.get_kv_connector_stats().data))
+    built = MultiConnector.build_kv_connector_stats(sent)
+    assert built is not None
+    assert built.reduce() == {"0:Programmed number": 1, "2:Programmed number": 3}
+    empty = MultiConnector.build_kv_connector_stats()
+    assert empty is not None and empty.is_empty()
+    with pytest.raises(ValueError, match="unknown KV connector 'Nobody'"):
+        MultiConnector.build_kv_connector_stats({"0:Nobody": {"data": {}}})
+
+
+def test_metrics_of_every_child() -> None:
+    """From the workers' statistics to the registry, through a message between processes."""
+    children = [child(number=1, metric="one"), child(number=7), child(number=3, metric="three")]
+    config = multi_config(*children)
+    config.model_config = SimpleNamespace(max_model_len=16, served_names=["m"])
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(config, registry, 0)
+    data = make(*children, role=KVConnectorRole.WORKER).get_kv_connector_stats().data
+    for _ in range(2):
+        stats = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(SchedulerStats(connector=data)), type=SchedulerStats
+        )
+        metrics.record_scheduler(stats)
+    labels = {"model_name": "m", "engine": "0"}
+    counts = [registry.get_sample_value(f"vllm:{n}_total", labels) for n in ("one", "three")]
+    assert counts == [2, 6]
+    metrics.close()
+    assert registry.get_sample_value("vllm:one_total", labels) is None
+    plain = MultiConnector.build_prom_metrics(multi_config(child()), {}, [], {})
+    assert plain is None
 
 
 def test_groups_only_if_all_children_can() -> None:

@@ -149,6 +149,9 @@ class EngineCore:
             )
         if (connector := scheduler.get_kv_connector()) is not None:
             self.executor.init_kv_output_aggregator(connector)
+            found = self.executor.collective_rpc("get_kv_connector_handshake_metadata")
+            if told := {ranks: metadata for ranks, metadata in found if metadata is not None}:
+                connector.set_xfer_handshake_metadata_pp_aware(told)
         return scheduler
 
     def _create_event_publisher(self) -> EventPublisher | None:

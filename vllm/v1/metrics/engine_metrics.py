@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -15,6 +16,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 _LABELS = ("model_name", "engine")
 _GAUGES = {
@@ -128,6 +130,8 @@ class EngineMetrics:
         self.spec_counters: dict[str, Counter] = {}
         self._add_speculation(vllm_config)
         self._add_cache_info(vllm_config)
+        self._engine = engine
+        self._connector = self._connector_metrics(vllm_config)
 
     # ---- registration --------------------------------------------------------------------------
 
@@ -192,6 +196,22 @@ class EngineMetrics:
         )
         gauge.labels(**self._values, **info).set(1)
 
+    def _connector_metrics(self, vllm_config: VllmConfig) -> KVConnectorPromMetrics | None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or not transfer.is_kv_transfer_instance:
+            return None
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        def make(kind: type[MetricWrapperBase], *args: Any, **kwargs: Any) -> MetricWrapperBase:
+            return self._register(kind(*args, **{**kwargs, "registry": self._registry}))
+
+        types: dict[type, Callable[..., Any]] = {
+            kind: partial(make, kind) for kind in (Gauge, Counter, Histogram)
+        }
+        values: dict[int, list[object]] = {self._engine: list(self._values.values())}
+        connector_class = KVConnectorFactory.get_connector_class(transfer)
+        return connector_class.build_prom_metrics(vllm_config, types, list(_LABELS), values)
+
     def close(self) -> None:
         """Take the metrics out of the registry."""
         for collector in self._collectors:
@@ -214,6 +234,8 @@ class EngineMetrics:
             self._group_hits.labels(**self._values, group=str(group)).inc(tokens)
         for reason, tokens in stats.lost_tokens.items():
             self._lost_tokens.labels(**self._values, reason=reason).inc(tokens)
+        if self._connector is not None and stats.connector is not None:
+            self._connector.observe(stats.connector, self._engine)
         if self.spec_counters:
             for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
                 counter.inc(count)

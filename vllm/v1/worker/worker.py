@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_
 from vllm.distributed.kv_transfer.kv_transfer_state import ConnectorSlot, use_slot
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
+    get_tensor_model_parallel_rank,
     get_world_group,
     init_distributed_environment,
     initialize_model_parallel,
@@ -38,6 +39,7 @@ from vllm.v1.worker.sleep import Sleeper
 from vllm.v1.worker.warm_up import find_kernels, profile_peak_bytes, warm_up
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.kernels.triton.compile_ahead import ParallelCompilation
     from vllm.kernels.triton.kernel_plan import KernelPlan
 
@@ -196,6 +198,14 @@ class Worker:
                 # A recurrent layer has a tuple of tensors, as connectors expect.
                 caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
                 connector.register_kv_caches(caches)
+
+    def get_kv_connector_handshake_metadata(
+        self,
+    ) -> tuple[tuple[int, int], KVConnectorHandshakeMetadata | None]:
+        """(Pipeline rank, tensor-parallel rank) and what the connector tells its peers."""
+        connector = self._connector_slot.connector
+        metadata = None if connector is None else connector.get_handshake_metadata()
+        return (0, get_tensor_model_parallel_rank()), metadata
 
     @startup_phase("warm-up")
     def warm_up(self) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.distributed.kv_transfer.programmed_connector import NumberStats
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
 from tests.v1.engine.fakes import BLOCK_SIZE, EOS, expected_tokens, prefix_hash
 from vllm.config import KVTransferConfig
@@ -395,3 +396,15 @@ def test_groups_of_failed_blocks():
         assert failed == {(1, 5)}
         assert transfer.num_valid_tokens(requests["loads"], failed) == 0
         assert transfer.num_valid_tokens(requests["runs"], failed) is None
+
+
+def test_statistics_of_several_steps_are_joined_until_they_are_sent():
+    driver = make_driver(async_scheduling=False)
+    driver.scheduler.log_stats = True
+    driver.add(make_request("a", prompt_of(0, 20), max_tokens=20))
+    driver.step()
+    driver.scheduler._pack = lambda outputs, computed: {}
+    for number in (1, 2):
+        report(driver, kv_connector_stats=NumberStats({"number": number}))
+    sent = driver.scheduler.make_stats().connector
+    assert sent == {"number": 3} and driver.scheduler.make_stats().connector is None

@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events.messages import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -40,7 +41,7 @@ class StepCounters:
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted_tokens: int = 0
-    connector: dict[str, Any] | None = None
+    connector: KVConnectorStats | None = None
     group_hits: list[int] = field(default_factory=list)
     lost_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -323,7 +324,7 @@ class SchedulerState(SchedulerInterface):
             num_draft_tokens=counters.num_drafts,
             num_accepted_tokens=counters.num_accepted_tokens,
             accepted_per_position=[counters.num_accepted_tokens] if self.counts_drafts else [],
-            connector=counters.connector,
+            connector=None if counters.connector is None else counters.connector.data,
         )
 
 

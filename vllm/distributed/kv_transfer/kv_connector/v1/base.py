@@ -33,7 +33,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.messages import (
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -291,17 +294,21 @@ class KVConnectorBase_V1(ABC):
         return None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Statistics from their `data` after a way between processes; empty ones without."""
         return None
 
     @classmethod
     def build_prom_metrics(
         cls,
         vllm_config: VllmConfig,
-        metric_types: dict[type, type],
+        metric_types: dict[type, Callable[..., Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any | None:
+    ) -> KVConnectorPromMetrics | None:
+        """What shows the connector's statistics at `/metrics`; None: nothing does."""
         return None
 
 

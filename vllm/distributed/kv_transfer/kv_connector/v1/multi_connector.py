@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     MultiKVConnectorHandshakeMetadata,
     MultiKVConnectorMetadata,
+    MultiKVConnectorPromMetrics,
     MultiKVConnectorStats,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
+    child_key,
+    part_data,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +74,18 @@ def child_configs(
     ]
 
 
+def _children_of(
+    vllm_config: VllmConfig,
+) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
+    """Each child's class and the engine's configuration as that child sees it."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    for config in child_configs(transfer.kv_connector_extra_config, transfer.engine_id):
+        child_config = copy.copy(vllm_config)
+        child_config.kv_transfer_config = config
+        yield KVConnectorFactory.get_connector_class(config), child_config
+
+
 @dataclass
 class _SchedulerState:
     """Which child loads a request, and how many further children hold a finished one's blocks."""
@@ -87,12 +105,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._children: list[KVConnectorBase_V1] = []
-        transfer = self._kv_transfer_config
-        for config in child_configs(transfer.kv_connector_extra_config, transfer.engine_id):
-            child_vllm_config = copy.copy(vllm_config)
-            child_vllm_config.kv_transfer_config = config
+        for _, child_config in _children_of(vllm_config):
             self._children.append(
-                KVConnectorFactory.create_connector(child_vllm_config, role, kv_cache_config)
+                KVConnectorFactory.create_connector(child_config, role, kv_cache_config)
             )
         self._scheduler = _SchedulerState()
         # Worker side: reports still missing of requests that several children send.
@@ -114,13 +129,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The children's common demand; ValueError when they disagree."""
-        assert vllm_config.kv_transfer_config is not None
         demands: dict[str, str] = {}
-        for config in child_configs(vllm_config.kv_transfer_config.kv_connector_extra_config):
-            child_vllm_config = copy.copy(vllm_config)
-            child_vllm_config.kv_transfer_config = config
-            child_cls = KVConnectorFactory.get_connector_class(config)
-            layout = child_cls.get_required_kvcache_layout(child_vllm_config)
+        for child_cls, child_config in _children_of(vllm_config):
+            layout = child_cls.get_required_kvcache_layout(child_config)
             if layout is not None:
                 demands[layout] = child_cls.__name__
         if len(demands) > 1:
@@ -146,6 +157,36 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     # ---- front end -----------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> MultiKVConnectorStats | None:
+        """Children are found by the class names in the keys, so those must be registered names."""
+        built: dict[str, KVConnectorStats] = {}
+        for key, part in (data or {}).items():
+            child_cls = KVConnectorFactory.get_connector_class_by_name(key.partition(":")[2])
+            stats = child_cls.build_kv_connector_stats(part_data(part))
+            if stats is not None:
+                built[key] = stats
+        return MultiKVConnectorStats(built)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiKVConnectorPromMetrics | None:
+        children: dict[str, KVConnectorPromMetrics] = {}
+        for index, (child_cls, child_config) in enumerate(_children_of(vllm_config)):
+            made = child_cls.build_prom_metrics(
+                child_config, metric_types, labelnames, per_engine_labelvalues
+            )
+            if made is not None:
+                children[child_key(index, child_cls)] = made
+        return MultiKVConnectorPromMetrics(children) if children else None
 
     @classmethod
     def check_request(
@@ -235,13 +276,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        stats = [child.get_kv_connector_stats() for child in self._children]
-        data = {self._child_key(i): part for i, part in enumerate(stats) if part is not None}
+        data: dict[str, Any] = {}
+        for index, child in enumerate(self._children):
+            if (stats := child.get_kv_connector_stats()) is not None:
+                data[child_key(index, type(child))] = stats
         return MultiKVConnectorStats(data) if data else None
-
-    def _child_key(self, index: int) -> str:
-        """Two children may be of one class, so the position is part of the key."""
-        return f"{index}:{type(self._children[index]).__name__}"
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         return MultiKVEvents.of(
@@ -371,6 +410,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for index, child in enumerate(self._children):
             parts = {rank: _part(value, index) for rank, value in metadata.items()}
             child.set_xfer_handshake_metadata({r: p for r, p in parts.items() if p is not None})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        for index, child in enumerate(self._children):
+            parts = {ranks: _part(value, index) for ranks, value in metadata.items()}
+            child.set_xfer_handshake_metadata_pp_aware(
+                {ranks: part for ranks, part in parts.items() if part is not None}
+            )
 
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._children]

@@ -12,7 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 
 @dataclass
@@ -86,6 +89,30 @@ class MultiKVConnectorStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return all(stats.is_empty() for stats in self.data.values())
+
+
+def child_key(index: int, connector_cls: type) -> str:
+    """Names a child in statistics: two may be of one class, so its place is part of the key."""
+    return f"{index}:{connector_cls.__name__}"
+
+
+class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
+    """The children's metrics by child key; none of its own."""
+
+    def __init__(self, children: dict[str, KVConnectorPromMetrics]) -> None:
+        self._children = children
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, child in self._children.items():
+            part = transfer_stats_data.get(key)
+            if part is not None:
+                child.observe(part_data(part), engine_idx)
+
+
+def part_data(part: KVConnectorStats | dict[str, Any]) -> dict[str, Any]:
+    """A child's `data`: between processes its statistics become a dict of their fields."""
+    data: dict[str, Any] = part.data if isinstance(part, KVConnectorStats) else part["data"]
+    return data
 
 
 def _join_all(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
