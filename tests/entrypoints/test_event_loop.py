@@ -29,6 +29,8 @@ _ATTEMPTS = 3
 JSON = {"content-type": "application/json"}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "a"}
 SHORT = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 1.0}
 BIASES = {str(token): 1.0 for token in range(1024)}
 WITHIN: dict[str, tuple[str, Any]] = {
@@ -50,6 +52,17 @@ WITHIN: dict[str, tuple[str, Any]] = {
     "wrong entries": (COMPLETIONS, {**SHORT, "stop_token_ids": ["x"] * 100_000}),
     "wrong messages": (CHAT, {"messages": ["x"] * 100_000}),
     "nested prompts": (COMPLETIONS, {**SHORT, "prompt": [[1]] * 100_000}),
+    "items": (RESPONSES, {"max_output_tokens": 1, "input": [USER] * 4000}),
+    "repeated tools": (RESPONSES, {"max_output_tokens": 1, "stream": True, "input": "a", "tools": [
+        {"type": "function", "name": f"f{i}", "parameters": {"enum": [str(j) for j in range(500)]}}
+        for i in range(512)], "tool_choice": "none"}),
+    "old calls": (RESPONSES, {"max_output_tokens": 1, "input": [
+        {"type": "function_call", "call_id": "c", "name": "f",
+         "arguments": json.dumps({"a": [1] * 100_000})}]}),
+    "wrong items": (RESPONSES, {"input": ["x"] * 100_000}),
+    "blocks": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [
+        {"type": "text", "text": "a"}] * 50_000}]}),
+    "wrong blocks": (MESSAGES, {"max_tokens": 1, "messages": [USER] * 3000, "tools": [1] * 99_999}),
     "connector parameters": (COMPLETIONS, {**SHORT, "vllm_xargs": {"a": [1] * 200_000}}),
 }  # fmt: skip
 for _attack in attacks(seed=0):

@@ -454,6 +454,20 @@ async def test_structured_output(make_api: MakeApi, engine: ScriptedEngine) -> N
 
 
 @pytest.mark.asyncio
+async def test_what_was_asked_is_repeated_whatever_numbers_it_holds(
+    make_client: MakeClient, engine: ScriptedEngine
+) -> None:
+    engine.script = "Hello"
+    tool = {"type": "function", "name": "f", "parameters": {"const": 10**30}}
+    asked = {"tools": [tool], "tool_choice": "none", "metadata": {"a": "b"}}
+    client = make_client()
+    events = await stream_of(client, **asked)
+    whole = (await client.post("/v1/responses", json={"input": "hi", **asked})).json()
+    for response in (events[0]["response"], events[-1]["response"], whole):
+        assert {name: response[name] for name in asked} == asked
+
+
+@pytest.mark.asyncio
 async def test_a_forced_call_needs_no_parser(make_api: MakeApi, engine: ScriptedEngine) -> None:
     engine.script = '{"city": "Köln"}'
     choice: Any = {"type": "function", "name": "weather"}

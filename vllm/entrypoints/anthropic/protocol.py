@@ -4,7 +4,13 @@
 from typing import Any, Literal
 
 from vllm.entrypoints.openai.chat_turn import CHAT_ONLY, refuse_fields
-from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, RequestModel
+from vllm.entrypoints.openai.protocol.base import (
+    Integer,
+    Objects,
+    ReplyModel,
+    RequestModel,
+    Strings,
+)
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
 
 #: fields that this server cannot honour -> what to do instead
@@ -43,17 +49,17 @@ class Metadata(RequestModel):
 class CountTokensRequest(GenerationRequest):
     """What decides the prompt of a message; the sampling fields of the chat API work here, too."""
 
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects
+    system: str | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     container: str | dict[str, Any] | None = None
-    mcp_servers: list[dict[str, Any]] | None = None
+    mcp_servers: Objects | None = None
     context_management: dict[str, Any] | None = None
 
     def check_fields(self) -> None:

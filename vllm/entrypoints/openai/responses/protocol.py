@@ -3,8 +3,16 @@
 
 from typing import Any, Literal
 
+import msgspec
+
 from vllm.entrypoints.openai.chat_turn import CHAT_ONLY, refuse_fields
-from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, RequestModel
+from vllm.entrypoints.openai.protocol.base import (
+    Integer,
+    Objects,
+    ReplyModel,
+    RequestModel,
+    Strings,
+)
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
 
 _STATELESS = "nothing is stored here: send the whole conversation in `input`"
@@ -52,15 +60,15 @@ class ReasoningConfig(RequestModel):
 class ResponsesRequest(GenerationRequest):
     """Body of a response request; the sampling fields of the chat API work here, too."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: Integer | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     top_logprobs: Integer | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -70,7 +78,7 @@ class ResponsesRequest(GenerationRequest):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    context_management: list[dict[str, Any]] | None = None
+    context_management: Objects | None = None
     moderation: dict[str, Any] | None = None
 
     @property
@@ -102,20 +110,20 @@ class ResponsesRequest(GenerationRequest):
                 )
 
 
-class InputTokensDetails(ReplyModel):
+class InputTokensDetails(msgspec.Struct):
     """How many prompt tokens came from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(ReplyModel):
+class OutputTokensDetails(msgspec.Struct):
     """How many tokens the reasoning text has."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(ReplyModel):
+class ResponseUsage(msgspec.Struct):
     """Token counts of a response."""
 
     input_tokens: int
@@ -125,11 +133,14 @@ class ResponseUsage(ReplyModel):
     total_tokens: int
 
 
-class ResponseObject(ReplyModel):
-    """A response, in its reply and in the events that carry it as a whole."""
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response, in its reply and in the events that carry it as a whole.
+
+    What is repeated from the request may be large and is sent several times: it is encoded once.
+    """
 
     id: str
-    object: Literal["response"] = "response"
+    object: str = "response"
     created_at: int
     completed_at: int | None = None
     status: str
@@ -146,15 +157,15 @@ class ResponseObject(ReplyModel):
     service_tier: str = "default"
     store: bool = False
     temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    text: msgspec.Raw
+    tool_choice: msgspec.Raw
+    tools: msgspec.Raw
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
-    metadata: dict[str, str]
+    metadata: msgspec.Raw
 
 
 class InputTokens(ReplyModel):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
+
 from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, renamed
 from vllm.entrypoints.openai.errors import describe
 from vllm.entrypoints.openai.reply_blocks import BlockKind
@@ -18,7 +20,7 @@ from vllm.entrypoints.openai.responses.protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from vllm.entrypoints.openai.responses.translate import PARAMETERS, to_chat
+from vllm.entrypoints.openai.responses.translate import PARAMETERS, repeated, to_chat
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_engine import RequestContext, now
 from vllm.entrypoints.openai.streaming import EventSource, named_event
@@ -37,7 +39,7 @@ class ServingResponses:
         """The response, or its events; raises before anything reaches the engine."""
         chat_request = await self.chat.renderer.run(to_chat, request)
         turn = await ChatTurn.begin(self.chat, chat_request, context, "resp", PARAMETERS)
-        reply = ResponseReply(request, turn)
+        reply = ResponseReply(request, turn, await self.chat.renderer.run(repeated, request))
         if request.stream:
             return EventSource(reply.stream(), reply.end)
         async for piece in turn.pieces():
@@ -59,9 +61,12 @@ class ServingResponses:
 class ResponseReply:
     """One response while it is generated."""
 
-    def __init__(self, request: ResponsesRequest, turn: ChatTurn) -> None:
+    def __init__(
+        self, request: ResponsesRequest, turn: ChatTurn, fields: dict[str, msgspec.Raw]
+    ) -> None:
+        """`fields` are those of the request that the response repeats, encoded."""
         self.turn = turn
-        self.response = _announced(request, turn)
+        self.response = _announced(request, turn, fields)
         self._events = ResponseEvents(request.wants_encrypted_reasoning)
         self._num_tokens = 0
         self._num_cached = 0
@@ -123,7 +128,7 @@ class ResponseReply:
 
     def _whole(self, kind: str) -> bytes:
         """The event that carries the response as a whole."""
-        return named_event(self._events.event(kind, response=self.response.model_dump()))
+        return named_event(self._events.event(kind, response=self.response))
 
     async def _usage(self) -> ResponseUsage:
         reasoning = await self.turn.count(self._events.text_of(BlockKind.REASONING))
@@ -138,10 +143,12 @@ class ResponseReply:
         )
 
 
-def _announced(request: ResponsesRequest, turn: ChatTurn) -> ResponseObject:
+def _announced(
+    request: ResponsesRequest, turn: ChatTurn, fields: dict[str, msgspec.Raw]
+) -> ResponseObject:
     """The response before its first token: what was asked, with the values that apply."""
     params = turn.planned.params
-    reasoning, text = request.reasoning, request.text
+    reasoning = request.reasoning
     return ResponseObject(
         id=turn.id,
         created_at=now(),
@@ -153,11 +160,11 @@ def _announced(request: ResponsesRequest, turn: ChatTurn) -> ResponseObject:
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning={"effort": reasoning.effort if reasoning else None, "summary": None},
         temperature=params.temperature,
-        text={"format": (text.format if text else None) or {"type": "text"}},
-        tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
         top_p=params.top_p,
         user=request.user,
-        metadata=request.metadata or {},
+        text=fields["text"],
+        tool_choice=fields["tool_choice"],
+        tools=fields["tools"],
+        metadata=fields["metadata"],
     )

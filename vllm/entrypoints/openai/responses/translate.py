@@ -7,6 +7,9 @@ import base64
 import binascii
 from typing import Any
 
+import msgspec
+import pydantic_core
+
 from vllm.entrypoints.chat_utils import parse_arguments, parse_content
 from vllm.entrypoints.openai.chat_turn import chat_request, free_text_format, joined_system
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
@@ -45,6 +48,20 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
             "chat_template_kwargs": request.chat_template_kwargs,
         },
     )
+
+
+def repeated(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """The fields that the response repeats, encoded."""
+    fields = {
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "metadata": request.metadata or {},
+    }
+    return {
+        name: msgspec.Raw(pydantic_core.to_json(value, inf_nan_mode="null"))
+        for name, value in fields.items()
+    }
 
 
 def encode_reasoning(text: str) -> str:

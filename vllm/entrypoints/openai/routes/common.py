@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,7 +24,8 @@ from vllm.entrypoints.openai.streaming import (
 )
 
 Body = TypeVar("Body", bound=RequestModel)
-Reply = BaseModel | Sequence[BaseModel] | AsyncGenerator[bytes, None] | EventSource
+Document = BaseModel | msgspec.Struct | Sequence[BaseModel]
+Reply = Document | AsyncGenerator[bytes, None] | EventSource
 
 #: bodies above this many bytes are parsed in a thread
 _LARGE = 32 * 1024
@@ -113,7 +115,9 @@ async def respond(
         return error_response(request, error)
 
 
-def _as_json(reply: BaseModel | Sequence[BaseModel]) -> bytes:
+def _as_json(reply: Document) -> bytes:
+    if isinstance(reply, msgspec.Struct):
+        return msgspec.json.encode(reply)
     if isinstance(reply, BaseModel):
         return reply.model_dump_json().encode()
     return b"[" + b",".join(item.model_dump_json().encode() for item in reply) + b"]"
