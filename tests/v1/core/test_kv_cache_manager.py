@@ -2,11 +2,13 @@
 """Blocks of requests over all groups: growth, refusal, prefix hits, what may be hashed."""
 
 import pytest
-from state_cases import done, full, hidden, manager_of, recurrent, request, run
+from state_cases import done, full, hidden, manager_of, recurrent, request, run, step
 
+from vllm.cache_options import CacheOptions
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import RequestStatus
 
 # ---- growth --------------------------------------------------------------------------------------
 
@@ -312,3 +314,22 @@ def test_block_lists():
         one.get_unhashed_block_ids()
     assert both.new_empty().get_block_ids() == ([], [])
     assert both.new_empty().get_block_ids(allow_none=True) is None
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), recurrent()]])
+def test_a_reset_forgets_what_a_transfer_still_reads(specs):
+    """The blocks of a finished request stay its own, as they are, but nobody finds them, also after
+    it let go of them."""
+    manager = manager_of(specs, 40)
+    req = request("a", range(40), cache=CacheOptions(pin_seconds=60))
+    step(manager, req)
+    manager.free(request("b", range(40)))
+    computed, blocks = req.num_computed_tokens, manager.get_block_ids("a")
+    assert not manager.reset_prefix_cache()
+    req.status = RequestStatus.FINISHED_STOPPED
+    assert manager.reset_prefix_cache([req])
+    assert req.num_computed_tokens == computed and manager.get_block_ids("a") == blocks
+    assert manager.block_pool.num_cached_blocks == 0
+    manager.free(req)
+    assert manager.block_pool.num_cached_blocks == 0
+    assert manager.block_pool.pages.num_live_blocks == 0

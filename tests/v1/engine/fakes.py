@@ -3,7 +3,7 @@
 
 It keeps a paged cache of what each slot should hold and checks every slot it would read, so a
 wrong block table, a stale cache hit or a lost token shows as an error or as a different output.
-The first group is paged; a second one is recurrent and holds one state per request.
+The first group is paged; another may be recurrent and holds one state per request.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class FakeWorker:
     """Executes scheduler outputs and checks each one for consistency."""
 
     slots: dict[int, int] = field(default_factory=dict)
-    #: by block of the recurrent group
+    #: the recurrent group, if there is one, and its states by block
+    state_group: int | None = None
     states: dict[int, int] = field(default_factory=dict)
     requests: dict[str, WorkerRequest] = field(default_factory=dict)
     steps: list[SchedulerOutput] = field(default_factory=list)
@@ -152,8 +153,9 @@ class FakeWorker:
 
     def _copy(self, copies: list[BlockCopy]) -> None:
         for copy in copies:
-            if copy.group_id:
+            if copy.group_id == self.state_group:
                 self.states[copy.target] = self.states[copy.source]
+            if copy.group_id:
                 continue
             for offset in range(BLOCK_SIZE):
                 held = self.slots.get(copy.source * BLOCK_SIZE + offset)
@@ -172,7 +174,7 @@ class FakeWorker:
                 list(new.prompt_token_ids),
                 list(new.block_ids[0]),
                 new.num_computed_tokens,
-                _state_block(new.block_ids),
+                self._state_block(new.block_ids),
             )
             self.params[new.req_id] = (new.sampling_params, len(new.prompt_token_ids))
         cached = output.scheduled_cached_reqs
@@ -188,7 +190,7 @@ class FakeWorker:
                     list(cached.all_token_ids[req_id]),
                     list(blocks[0]),
                     cached.num_computed_tokens[i],
-                    _state_block(blocks),
+                    self._state_block(blocks),
                 )
             else:
                 state = self.requests[req_id]
@@ -196,6 +198,9 @@ class FakeWorker:
                 assert len(state.history) - state.num_prompt_tokens == cached.num_output_tokens[i]
                 if blocks is not None:
                     state.block_ids.extend(blocks[0])
+
+    def _state_block(self, block_ids: tuple[list[int], ...]) -> int | None:
+        return None if self.state_group is None else block_ids[self.state_group][0]
 
     def _slot(self, state: WorkerRequest, position: int) -> int:
         block = state.block_ids[position // BLOCK_SIZE]
@@ -248,10 +253,6 @@ def fake_logprobs(tokens: list[int], k: int) -> LogprobsLists:
     values = np.array([[-(t % 5) - 0.5, *(-0.1 * j for j in range(k))] for t in tokens])
     ranks = np.array([t % 5 + 1 for t in tokens])
     return LogprobsLists(ids.astype(np.int32), values.astype(np.float32), ranks.astype(np.int32))
-
-
-def _state_block(block_ids: tuple[list[int], ...]) -> int | None:
-    return block_ids[1][0] if len(block_ids) > 1 else None
 
 
 class FakeExecutor(Executor):

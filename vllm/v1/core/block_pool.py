@@ -139,11 +139,13 @@ class BlockPool:
                 if block is not None:
                     self.uncache_block(block)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all content; False, and nothing is forgotten, while any block is live."""
-        if self.pages.num_live_blocks:
+    def reset_prefix_cache(self, held_too: bool = False) -> bool:
+        """Forget all content; False, and nothing is forgotten, while any block is live, unless
+        `held_too`: who holds a block keeps it, and nobody else finds it."""
+        if self.pages.num_live_blocks and not held_too:
             return False
-        self.pages.evict_idle_pages()
+        for block in set(self._cached.values()):
+            self.uncache_block(block)
         self._gone.clear()
         self._gone_tails.clear()
         if self.events is not None:

@@ -77,6 +77,8 @@ class KVCacheManager:
         if self.enable_caching and has_state:
             self.checkpoints = self._make_keeper(checkpoint_interval)
         self.pins = PinnedPrefixes(self.block_pool)
+        #: requests whose blocks are still read, but hold nothing that may be found
+        self._forgotten: set[str] = set()
         self._nothing = self._empty()
         watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
         self._growth = BlockGrowth(self.managers, self.block_pool, watermark_pages)
@@ -284,11 +286,14 @@ class KVCacheManager:
         never computed, and the cache forgets them.
         """
         self._matches.discard(request.request_id)
-        if self._growth.knows(request.request_id):
-            # With tokens that were still on the device when the last step was scheduled.
-            self.cache_blocks(request, request.num_computed_tokens)
-        if request.cache.pin_seconds and request.is_finished and self.enable_caching:
-            self._pin(request)
+        if request.request_id in self._forgotten:
+            self._forgotten.remove(request.request_id)
+        else:
+            if self._growth.knows(request.request_id):
+                # With tokens that were still on the device when the last step was scheduled.
+                self.cache_blocks(request, request.num_computed_tokens)
+            if request.cache.pin_seconds and request.is_finished and self.enable_caching:
+                self._pin(request)
         if self.checkpoints is not None:
             self.checkpoints.leave(request)
         for manager in self.managers:
@@ -316,15 +321,20 @@ class KVCacheManager:
         """Make the prefix cache forget blocks with these ids, in every group."""
         self.block_pool.evict_blocks(block_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, pinned or not; False, and nothing is forgotten, while
-        requests hold blocks."""
-        if any(manager.req_to_blocks for manager in self.managers):
+    def reset_prefix_cache(self, finished: Sequence[Request] = ()) -> bool:
+        """Forget all cached content, pinned or not; False, and nothing is forgotten, while requests
+        hold blocks, but for these `finished` ones, which compute no more: a transfer reads their
+        blocks, and nobody finds them."""
+        ended = {request.request_id for request in finished}
+        if any(manager.req_to_blocks.keys() - ended for manager in self.managers):
             return False
         self.begin_step()
         while self.pins.release_next():
             pass
-        return self.block_pool.reset_prefix_cache()
+        for request in finished:
+            self.forget_after(request, 0)
+            self._forgotten.add(request.request_id)
+        return self.block_pool.reset_prefix_cache(held_too=bool(finished))
 
     def take_events(self) -> list[KVCacheEvent]:
         """What the prefix cache gained and lost since the last call, if events are enabled."""

@@ -303,11 +303,6 @@ class PagePool:
         self._evict(block, page)
         self._place(page)
 
-    def evict_idle_pages(self) -> None:
-        """Return every idle page."""
-        while (page := self._idle_pages.first()) is not None:
-            self._evict_page(page)
-
     def _evict(self, block: KVCacheBlock, page: Page) -> None:
         """As `evict`, without placing the page: the caller takes from it next."""
         self._on_evict(block)

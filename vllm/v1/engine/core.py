@@ -305,8 +305,8 @@ class EngineCore:
         replaced = isinstance(method, str) and method in _NEW_WEIGHTS
         if replaced and not self.reset_prefix_cache(True, True):
             raise RuntimeError(
-                f"{method}: the weights are new, but transfers still hold state of the old ones; "
-                "reset the prefix cache when they have ended"
+                f"{method}: the weights are new, but a connector is loading state of the old ones, "
+                "or keeps it; reset the prefix cache again when it has ended"
             )
         return results
 

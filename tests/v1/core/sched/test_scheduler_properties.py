@@ -42,6 +42,7 @@ def test_traffic(seed, async_scheduling, hybrid, **options):
             state_memory, max_model_len=MAX_LEN, async_scheduling=async_scheduling, **options
         )
     )
+    driver.worker.state_group = 1 if hybrid else None
     shared = rng.choices(range(20, 1000), k=64)
     requests, aborted = {}, set()
     for i in range(rng.randint(1, 14)):

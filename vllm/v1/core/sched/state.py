@@ -286,10 +286,12 @@ class SchedulerState(SchedulerInterface):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
+        finished: list[Request] = []
         if reset_running_requests:
             while self.running:
                 self._preempt_last()
-        done = self.kv_cache_manager.reset_prefix_cache()
+            finished = [request for request in self.requests.values() if request.is_finished]
+        done = self.kv_cache_manager.reset_prefix_cache(finished)
         if reset_connector and self.connector is not None:
             done = self.connector.reset_cache() is not False and done
         return done
