@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines under test: small models with options drawn so that everything happens often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.fuzz.workload import MAX_MODEL_LEN
+from tests.tiny_models import tiny_model
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.engine.batch_defaults import UsageContext
+from vllm.utils import start_method
+
+#: one family per kind of state: attention alone, with a window, with recurrent state
+FAMILIES = ("llama", "qwen3_sliding", "qwen3_5")
+#: pages that hold a request of any length here with little to spare, so that some are preempted
+_FEW_PAGES = {"llama": 19, "qwen3_sliding": 40, "qwen3_5": 28}
+
+
+def extraction(storage: Path) -> dict[str, Any]:
+    """Arguments of an engine that stores every request's hidden states."""
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": storage},
+        },
+    }
+
+
+def make_arguments(family: str, storage: Path | None, **options: Any) -> dict[str, Any]:
+    """Keywords of `EngineArgs` and `LLM`."""
+    return {
+        "model": str(tiny_model(family)),
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_sleep_mode": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        **({} if storage is None else extraction(storage)),
+        **options,
+    }
+
+
+def make_config(family: str, storage: Path | None, **options: Any) -> VllmConfig:
+    """An engine's configuration."""
+    args = EngineArgs(**make_arguments(family, storage, **options))
+    return args.create_engine_config(UsageContext.LLM_CLASS)
+
+
+def draw_options(rng: random.Random, family: str, extracts: bool) -> dict[str, Any]:
+    """How the engine cuts, orders and keeps work; never what it computes."""
+    max_num_seqs = rng.choice((1, 2, 5, 8, 8))
+    options: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": rng.choice((16, 23, 64, 128, 512)),
+        "long_prefill_token_threshold": rng.choice((0, 0, 7, 33)),
+        "async_scheduling": rng.random() < 0.6,
+        "enable_prefix_caching": rng.random() < 0.85,
+        "scheduling_policy": rng.choice(("fcfs", "priority")),
+        "stream_interval": rng.choice((1, 1, 4)),
+        "watermark": rng.choice((0.0, 0.0, 0.1)),
+        "seed": rng.randrange(1 << 30),
+    }
+    if rng.random() < 0.6:
+        pages = _FEW_PAGES[family] * (2 if extracts else 1)
+        options["num_gpu_blocks_override"] = pages + rng.randrange(pages)
+    return options
+
+
+@contextmanager
+def forked_cores() -> Iterator[None]:
+    """Core processes are forked, although this process has threads: all of them are idle then, and
+    a spawned process would import everything again."""
+    with (
+        mock.patch.dict("os.environ", VLLM_WORKER_MULTIPROC_METHOD="fork"),
+        mock.patch.object(start_method, "_other_threads", list),
+    ):
+        yield
