@@ -7,8 +7,28 @@ import logging.config
 import os
 import sys
 
-_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+DATE_FORMAT = "%m-%d %H:%M:%S"
+#: begins every line of a record but its first
+_CONTINUED = "\n    | "
 _configured = False
+
+
+class RecordFormatter(logging.Formatter):
+    """Only a record's first line begins at the margin, and characters that a terminal would act on
+    are written as escapes: messages quote what clients send."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if text.isprintable():
+            return text
+        return _CONTINUED.join(map(_escaped, text.split("\n")))
+
+
+def _escaped(line: str) -> str:
+    return "".join(
+        c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line
+    )
 
 
 def _configure() -> None:
@@ -25,7 +45,7 @@ def _configure() -> None:
         return
     prefix = os.environ.get("VLLM_LOGGING_PREFIX", "")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(prefix + _FORMAT, datefmt="%m-%d %H:%M:%S"))
+    handler.setFormatter(RecordFormatter(prefix + FORMAT, DATE_FORMAT))
     root = logging.getLogger("vllm")
     root.addHandler(handler)
     root.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())

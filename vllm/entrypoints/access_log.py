@@ -8,11 +8,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import DATE_FORMAT, FORMAT, RecordFormatter
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
 
-_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _ACCESS = "uvicorn.access"
 
 
@@ -47,7 +47,7 @@ def log_config(args: FrontEndArgs) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "filters": {"paths": {"()": WithoutPaths, "paths": [p for p in hidden if p]}},
-        "formatters": {"line": {"format": _FORMAT, "datefmt": "%m-%d %H:%M:%S"}},
+        "formatters": {"line": {"()": RecordFormatter, "fmt": FORMAT, "datefmt": DATE_FORMAT}},
         "handlers": {
             "server": {"class": "logging.StreamHandler", "formatter": "line"},
             "access": {
