@@ -18,7 +18,9 @@ from tests.e2e.conftest import MAX_MODEL_LEN
 from tests.e2e.remote_server import RemoteServer
 from tests.entrypoints.bad_input import bad_requests
 from tests.tiny_models import VOCAB_SIZE, hf_reference_generate, tiny_model
+from vllm import LLM
 from vllm.entrypoints.cli.main import main
+from vllm.sampling_params import BeamSearchParams
 
 pytestmark = pytest.mark.e2e
 
@@ -181,6 +183,36 @@ def metric(server: RemoteServer, name: str) -> float:
     found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert found, f"{name} is not among the metrics"
     return sum(map(float, found))
+
+
+def test_beams_over_http_are_those_of_the_library(
+    server: RemoteServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = LLM(server.model, dtype="float32", max_model_len=256, kv_cache_memory_bytes=64 << 20)
+    search = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5)
+    expected = [
+        [sequence.tokens[len(prompt) :] for sequence in output.sequences]
+        for prompt, output in zip(
+            [PROMPT, PROMPT[2:]],
+            llm.beam_search([{"prompt_token_ids": p} for p in (PROMPT, PROMPT[2:])], search),
+            strict=True,
+        )
+    ]
+    llm.shutdown()
+    body = {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True}
+    reply = server.post("/v1/completions", prompt=[PROMPT, PROMPT[2:]], length_penalty=0.5, **body)
+    found = [choice["token_ids"] for choice in reply["choices"]]
+    assert found == [*expected[0], *expected[1]]
+    assert reply["usage"]["completion_tokens"] == sum(map(len, found))
+    assert all(choice["text"] for choice in reply["choices"])
+    chat = server.post("/v1/chat/completions", messages=HI, **body)
+    assert len(chat["choices"]) == 3 and len({c["message"]["content"] for c in chat["choices"]}) > 1
+    for field, value in (("top_k", 5), ("stop", "x"), ("response_format", {"type": "json_object"})):
+        error = server.post("/v1/completions", 400, prompt=PROMPT, **body, **{field: value})[
+            "error"
+        ]
+        assert "beam" in error["message"]
 
 
 def test_metrics_count(server: RemoteServer) -> None:

@@ -270,6 +270,21 @@ async def test_truncation_keeps_the_end(
     assert reply["choices"][0]["text"] == expected + "G"
 
 
+async def test_truncation_side(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
+    for side, kept in (("left", "llo"), ("right", "hel"), (None, "llo")):
+        body = {"truncate_prompt_tokens": 3, "truncation_side": side, "max_tokens": 1}
+        await complete(client, prompt="hello", **body)
+        assert engine.calls[-1].prompt["prompt_token_ids"] == byte_ids(kept)
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"truncate_prompt_tokens": 20, "truncation_side": "right", "max_tokens": 1}
+    reply = await client.post("/v1/chat/completions", json={"messages": messages, **body})
+    assert reply.status_code == 200
+    prompt = engine.calls[-1].prompt
+    assert len(prompt["prompt_token_ids"]) == 20
+    assert prompt["prompt"].startswith(engine.tokenizer.decode(prompt["prompt_token_ids"]))
+    assert all(mark <= 20 for mark in prompt["cache_checkpoints"])
+
+
 async def test_truncation_to_the_context_leaves_room(
     client: httpx.AsyncClient, engine: FakeAsyncLLM
 ) -> None:

@@ -41,6 +41,7 @@ COMMON: dict[str, Any] = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "truncate_prompt_tokens": 5,
+    "truncation_side": "right",
     "allowed_token_ids": [5],
     "bad_words": ["x"],
     "return_token_ids": True,
@@ -70,7 +71,6 @@ CHAT = {
 }
 #: field -> a value that is refused
 REFUSED: dict[str, Any] = {
-    "use_beam_search": True,
     "length_penalty": 2.0,
     "thinking_token_budget": 5,
     "repetition_detection": {"max_pattern_size": 3},

@@ -26,7 +26,7 @@ def start_beam_search(
 
     It generates `max_tokens`, or what the context has room for.
     """
-    request = processor.process("beam-search", prompt, _one_token(0)).request
+    request = processor.process("beam-search", prompt, one_token(0)).request
     room = processor.max_model_len - len(request.prompt_token_ids)
     search = BeamSearch(
         request.prompt_token_ids,
@@ -65,7 +65,7 @@ def _advance(generate: Generate, searches: Sequence[BeamSearch]) -> None:
     for search in searches:
         for beam in search.running:
             prompts.append(TokensPrompt(prompt_token_ids=beam.tokens))
-            params.append(_one_token(search.num_choices))
+            params.append(one_token(search.num_choices))
     outputs = iter(generate(prompts, params))
     for search in searches:
         choices = []
@@ -76,5 +76,6 @@ def _advance(generate: Generate, searches: Sequence[BeamSearch]) -> None:
         search.advance(choices)
 
 
-def _one_token(num_choices: int) -> SamplingParams:
+def one_token(num_choices: int) -> SamplingParams:
+    """Parameters of one step of one beam: the `num_choices` likeliest next tokens."""
     return SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_choices, detokenize=False)

@@ -47,6 +47,15 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """`truncate_prompt_tokens`, `truncation_side`, and the tokens that are to be generated."""
+
+    keep: int | None = None
+    side: str | None = None
+    max_output_tokens: int = 1
+
+
+@dataclass(frozen=True)
 class ChatTemplateOptions:
     """The server's side of chat templating, from its flags."""
 
@@ -119,23 +128,21 @@ class PromptRenderer:
         prompt: str | list[int],
         *,
         add_special_tokens: bool,
-        truncate: int | None = None,
-        max_output_tokens: int = 1,
+        truncation: Truncation = Truncation(),
     ) -> RenderedPrompt:
         """Text is tokenised; ids go through unchanged, without a begin-of-sequence token."""
         if isinstance(prompt, list):
-            return RenderedPrompt(self.truncated(prompt, truncate, max_output_tokens))
+            return RenderedPrompt(self.truncated(prompt, truncation))
         tokenizer = self.require_tokenizer("prompt")
         self._check_length(prompt, "prompt")
         ids = await self.run(self._encode, tokenizer, prompt, add_special_tokens, size=len(prompt))
-        return RenderedPrompt(self.truncated(ids, truncate, max_output_tokens), prompt)
+        return RenderedPrompt(self.truncated(ids, truncation), prompt)
 
     async def chat_prompt(
         self,
         request: ConversationFields,
         *,
-        truncate: int | None = None,
-        max_output_tokens: int = 1,
+        truncation: Truncation = Truncation(),
         hide_tools: bool = False,
         mark_messages: bool = False,
     ) -> RenderedPrompt:
@@ -147,9 +154,10 @@ class PromptRenderer:
         text, ids, marks = await self.run(
             self._render_chat, request, hide_tools, mark_messages, size=size
         )
-        kept = self.truncated(ids, truncate, max_output_tokens)
-        cut = len(ids) - len(kept)
-        return RenderedPrompt(kept, text, tuple(mark - cut for mark in marks if mark > cut))
+        kept = self.truncated(ids, truncation)
+        cut = 0 if truncation.side == "right" else len(ids) - len(kept)
+        marks = [mark - cut for mark in marks if 0 < mark - cut <= len(kept)]
+        return RenderedPrompt(kept, text, tuple(marks))
 
     async def decode(
         self, token_ids: list[int], skip_special_tokens: bool, parameter: str = "tokens"
@@ -170,9 +178,9 @@ class PromptRenderer:
         )
         return cast(str, text)
 
-    def truncated(self, ids: list[int], keep: int | None, max_output_tokens: int) -> list[int]:
-        """`ids` as `truncate_prompt_tokens` asks; see `prompt_checks.truncated`."""
-        return truncated(ids, keep, self.max_model_len, max_output_tokens)
+    def truncated(self, ids: list[int], how: Truncation) -> list[int]:
+        """`ids` as the request asks; see `prompt_checks.truncated`."""
+        return truncated(ids, how.keep, self.max_model_len, how.max_output_tokens, how.side)
 
     def _check_length(self, text: str, parameter: str) -> None:
         """Raise `VLLMValidationError` for a text so long that tokenising it would be in vain."""

@@ -68,7 +68,7 @@ def build_sampling_params(
     if request.kv_transfer_params is not None:
         extra_args["kv_transfer_params"] = request.kv_transfer_params
     return SamplingParams.from_optional(
-        n=request.n,
+        n=None if request.use_beam_search else request.n,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=request.seed,

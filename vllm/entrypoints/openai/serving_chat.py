@@ -126,8 +126,7 @@ class ServingChat(OpenAIServing):
         )
         return await self.renderer.chat_prompt(
             request,
-            truncate=request.truncate_prompt_tokens,
-            max_output_tokens=max_output_tokens,
+            truncation=self.truncation(request, max_output_tokens),
             hide_tools=hide_tools,
             mark_messages=request.cache_checkpoints == "messages",
         )

@@ -84,8 +84,7 @@ class ServingCompletion(OpenAIServing):
         rendered = await self.renderer.completion_prompt(
             prompt,
             add_special_tokens=request.add_special_tokens is not False,
-            truncate=request.truncate_prompt_tokens,
-            max_output_tokens=request.max_tokens or 1,
+            truncation=self.truncation(request, request.max_tokens),
         )
         if not rendered.token_ids:
             raise VLLMValidationError("the prompt has no tokens", parameter="prompt")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.entrypoints.openai.protocol.base import PromptTokensDetails, UsageInfo
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
-from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
+from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt, Truncation
 from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.request_log import RequestLog
+from vllm.entrypoints.openai.served_beams import ServedBeams
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.utils import merge, safe_id
 from vllm.inputs import TokensPrompt
@@ -96,6 +97,10 @@ class OpenAIServing:
     def continuous_usage(self, request: GenerationRequest) -> bool:
         return request.continuous_usage or self.options.force_include_usage
 
+    def truncation(self, request: GenerationRequest, max_tokens: int | None) -> Truncation:
+        """How the request wants its prompt cut if it is too long."""
+        return Truncation(request.truncate_prompt_tokens, request.truncation_side, max_tokens or 1)
+
     def generate(
         self, planned: list[Planned], request: GenerationRequest, context: RequestContext
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -106,6 +111,12 @@ class OpenAIServing:
         self, planned: Planned, request: GenerationRequest, context: RequestContext
     ) -> AsyncGenerator[RequestOutput, None]:
         self.options.log.received(planned.request_id, planned.prompt, planned.params)
+        if request.use_beam_search:
+            beams = ServedBeams(self.engine, self.renderer.tokenizer)
+            found = await beams.search(request, planned.request_id, planned.prompt, planned.params)
+            self.options.log.produced(planned.request_id, found)
+            yield found
+            return
         cache = request.cache_options(planned.prompt.marks)
         prompt: TokensPrompt = {
             "prompt_token_ids": planned.prompt.token_ids,

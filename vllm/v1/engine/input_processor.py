@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-_TOKENIZATION_KEYS = ("add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens")
+_TOKENIZATION_KEYS = (
+    "add_special_tokens",
+    "truncation",
+    "max_length",
+    "truncate_prompt_tokens",
+    "truncation_side",
+)
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,13 @@ class InputProcessor:
                 f"unknown tokenization_kwargs {unknown}; known: {', '.join(_TOKENIZATION_KEYS)}",
                 "tokenization_kwargs",
             )
-        keep_last = options.pop("truncate_prompt_tokens", None)
+        keep = options.pop("truncate_prompt_tokens", None)
+        side = options.pop("truncation_side", None)
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
         else:
             token_ids = self._encode(prompt.text or "", options)
-        return truncated(token_ids, keep_last, self.max_model_len, max_output_tokens)
+        return truncated(token_ids, keep, self.max_model_len, max_output_tokens, side)
 
     def _encode(self, text: str, options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:

@@ -73,13 +73,22 @@ def _as_ids(ids: Any) -> list[int]:
 
 
 def truncated(
-    token_ids: list[int], keep: int | None, max_model_len: int, max_output_tokens: int | None
+    token_ids: list[int],
+    keep: int | None,
+    max_model_len: int,
+    max_output_tokens: int | None,
+    side: str | None = None,
 ) -> list[int]:
-    """The last `keep` ids (`truncate_prompt_tokens`); None keeps all, -1 what leaves room for
-    `max_output_tokens`, or for one token where that is None.
+    """The last `keep` ids (`truncate_prompt_tokens`), or with `side` "right" the first ones: it is
+    the side that is cut off (`truncation_side`), left if None. None keeps all, -1 what leaves room
+    for `max_output_tokens`, or for one token where that is None.
 
     Raises `VLLMValidationError` for another number than -1 or one in `[1, max_model_len]`.
     """
+    if side not in (None, "left", "right"):
+        raise VLLMValidationError(
+            f"truncation_side must be left or right, got {side!r}", "truncation_side", side
+        )
     if keep is None:
         return token_ids
     if keep == -1:
@@ -90,7 +99,7 @@ def truncated(
             "truncate_prompt_tokens",
             keep,
         )
-    return token_ids[-keep:]
+    return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:

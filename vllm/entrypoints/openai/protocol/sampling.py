@@ -59,6 +59,7 @@ class GenerationRequest(RequestModel):
     spaces_between_special_tokens: bool | None = True
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -95,10 +96,10 @@ class GenerationRequest(RequestModel):
     def check_supported(self) -> None:
         """Raise `VLLMValidationError` for a field this server cannot honour."""
         structured_outputs(self.response_format, self.structured_outputs)
-        if self.use_beam_search:
-            refuse("use_beam_search", "beam search is not supported; use `n` with sampling")
-        if self.length_penalty not in (None, 1.0):
-            refuse("length_penalty", "length_penalty belongs to beam search, not supported here")
+        if self.use_beam_search and self.stream:
+            refuse("stream", "beams are known at the end only; leave out stream or use_beam_search")
+        if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
+            refuse("length_penalty", "length_penalty belongs to beam search: set use_beam_search")
         if self.thinking_token_budget is not None:
             refuse("thinking_token_budget", "not supported; bound the output with `max_tokens`")
         if self.repetition_detection is not None:
