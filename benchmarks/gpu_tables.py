@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from benchmarks.tables import compared, load
+from benchmarks.measured_tables import compared, load
 
 #: vLLM 0.24.0 on the same workloads and chip (recorded once, see docs/performance.md)
 _PEER = {

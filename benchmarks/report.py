@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from benchmarks import gpu_tables
-from benchmarks.tables import ROOT, compared, load
+from benchmarks.measured_tables import DATA, ROOT, compared, load
 
 PAGES = (
     ROOT / "README.md",
@@ -23,20 +23,35 @@ PAGES = (
 )
 
 
+#: `CpuKernels.isa` as the tables name it
+_INSTRUCTION_SETS = {
+    "baseline": "SSE2",
+    "avx2": "AVX2",
+    "avx512": "AVX-512",
+    "avx512_bf16": "AVX-512 BF16",
+}
+
+
 def cpu_table() -> str:
-    """CPU figures beside transformers', from the same run."""
+    """CPU figures beside transformers', from the same run; every `cpu_*.json` is four rows."""
+    return cpu_rows([load(path.name) for path in sorted(DATA.glob("cpu_*.json"))])
+
+
+def cpu_rows(runs: list[dict[str, Any]]) -> str:
+    """Runs of one instruction set stand together, the widest first."""
+    order = list(_INSTRUCTION_SETS)
     rows = [
         "| random 120M Qwen3.5 on 2 CPU cores | here | transformers | ratio |",
         "|---|---|---|---|",
     ]
-    for name in ("cpu_bfloat16.json", "cpu_float32.json"):
-        data = load(name)
-        for key, what in (
-            ("decode", "decode step, batch 8"),
-            ("prefill", "prefill of 2,048 tokens"),
+    for data in sorted(runs, key=lambda run: -order.index(run["instruction_set"])):
+        where = f"{data['dtype']}, {_INSTRUCTION_SETS[data['instruction_set']]}"
+        for what, key in (
+            ("decode step, batch 8", "decode_step_ms"),
+            (f"prefill of {data['prefill_tokens']:,} tokens", "prefill_ms"),
         ):
-            pair = data["decode_step_ms" if key == "decode" else "prefill_2048_ms"]
-            label = f"{what}, {data['dtype']}"
+            pair = data[key]
+            label = f"{what}, {where}"
             rows.append(compared(label, "ms", pair["ours"], pair["transformers"], False))
     return "\n".join(rows)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import gpu_tables, report
-from benchmarks.tables import compared, load
+from benchmarks.measured_tables import compared, load
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -65,3 +65,17 @@ def test_kernel_rows_are_consistent() -> None:
     for row in load("h200_kernels.json"):
         scale, amount = (1e6, row["flops"]) if row["unit"] == "TFLOP/s" else (1e3, row["bytes"])
         assert amount == pytest.approx(row["rate"] * row["us"] * scale, rel=1e-6), row
+
+
+def test_cpu_rows_name_their_instruction_set() -> None:
+    """Whatever order the files have: the widest instruction set first."""
+    run = {"prefill_tokens": 2048, "decode_step_ms": {"ours": 2.0, "transformers": 6.0}}
+    run["prefill_ms"] = {"ours": 10.0, "transformers": 15.0}
+    runs = [
+        {**run, "dtype": "float32", "instruction_set": "avx2"},
+        {**run, "dtype": "bfloat16", "instruction_set": "avx512_bf16"},
+    ]
+    _, _, first, second, third, fourth = report.cpu_rows(runs).splitlines()
+    assert first == "| decode step, batch 8, bfloat16, AVX-512 BF16 | 2.00 ms | 6.00 ms | 3.00 × |"
+    assert "prefill of 2,048 tokens, bfloat16, AVX-512 BF16" in second and "1.50 ×" in second
+    assert "float32, AVX2" in third and "float32, AVX2" in fourth

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check every Triton kernel against the fp64 reference on a GPU, then time it.
 
-    PYTHONPATH=. python benchmarks/kernels.py [--only gdn,paged] [--no-check]
+    PYTHONPATH=. python benchmarks/gpu_kernels.py [--only gdn,paged] [--no-check]
 
 Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
 medians of graph replays of launches one after another, in turn on inputs that together do not fit
