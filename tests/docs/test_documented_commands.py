@@ -32,9 +32,10 @@ _SMALL_ENGINE = ["--max-model-len", "256", "--kv-cache-memory-bytes", "64M"]
 
 #: begins a command -> what is appended to try it
 SMOKE: dict[str, list[str]] = {
-    # with a whole server each: tests/e2e/test_client_storm.py has smaller runs of both
+    # with a whole server each: tests/e2e/test_client_storm.py has smaller runs of the first two
     "python -m benchmarks.api_overhead": ["--help"],
     "python -m benchmarks.client_storm": ["--help"],
+    "python -m benchmarks.hostile_clients": ["--help"],
     "python -m benchmarks.host_step": "--batch 2 --prompt-len 16 --rounds 1 --steps 2".split(),
     "python -m benchmarks.scheduler": ["--batch", "2", "--prompt-len", "16", "--steps", "4"],
     "python benchmarks/arena_allocator.py": ["--seconds", "0.01"],
