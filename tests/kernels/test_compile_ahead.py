@@ -19,9 +19,9 @@ import torch
 from tiny_models import tiny_model
 from triton import knobs
 
-from vllm.kernels.triton import compile_log, compiler_start, launcher_modules
+from vllm.kernels.triton import compile_log, compiler_start
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prepare
-from vllm.kernels.triton.launcher_modules import begin_launcher
+from vllm.kernels.triton.compile_log import begin_launcher
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = ("qwen3_5", "qwen3", "llama")
@@ -121,7 +121,7 @@ def test_a_launcher_is_loaded_again_only_when_no_other_thread_loads_one(
 def test_a_kernel_that_is_compiled_by_its_launch_loads_its_launcher(
     monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    monkeypatch.setattr(launcher_modules, "_begun", set())
+    monkeypatch.setattr(compile_log, "_begun", set())
     monkeypatch.setattr(compile_log, "_compilations", [])
     compile_log.install()
     source = SimpleNamespace(name="kernel", signature={"x": "*fp32", "SIZE": "constexpr"})
@@ -163,7 +163,7 @@ class _Kernel:
 
 
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> _Kernels:
-    monkeypatch.setattr(launcher_modules, "_begun", set())
+    monkeypatch.setattr(compile_log, "_begun", set())
     return _Kernels()
 
 

@@ -16,13 +16,14 @@ from vllm.kernels.triton import configs
 from vllm.kernels.triton.configs import choose, device_configs, pick, shipped, use_configs
 from vllm.kernels.triton.tile_files import (
     SHIPPED,
+    Configs,
+    Tile,
     TileFile,
     TileFileError,
     file_name,
     read_tile_file,
     write_tile_file,
 )
-from vllm.kernels.triton.tiles import Configs, Tile
 
 H200 = "NVIDIA H200"
 

@@ -15,8 +15,7 @@ from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.tune import describe
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.configs import shipped
-from vllm.kernels.triton.tile_files import read_tile_file
-from vllm.kernels.triton.tiles import Configs, Tile
+from vllm.kernels.triton.tile_files import Configs, Tile, read_tile_file
 from vllm.kernels.tuning.spaces import Space, spaces
 from vllm.kernels.tuning.sweep import sweep, tile_of, with_tile
 from vllm.kernels.tuning.workloads import Run, Workloads

@@ -14,7 +14,7 @@ from vllm.utils.dataclass_flags import from_namespace
 from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
-    from vllm.kernels.triton.tiles import Tile
+    from vllm.kernels.triton.tile_files import Tile
     from vllm.kernels.tuning.sweep import Result
 
 

@@ -31,7 +31,7 @@ from vllm.kernels.attention.triton_tile import (
 )
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
-from vllm.kernels.triton.tiles import Configs, Tile, pick
+from vllm.kernels.triton.tile_files import Configs, Tile, pick
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 SPLIT_KEYS = 64

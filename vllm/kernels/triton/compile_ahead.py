@@ -22,7 +22,6 @@ from triton import knobs
 
 from vllm.kernels.triton import compile_log
 from vllm.kernels.triton.compiler_start import hash_compiler
-from vllm.kernels.triton.launcher_modules import begin_launcher
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -72,7 +71,7 @@ def prepare(one: Variant, device: torch.device) -> Any | None:
     kernel = one.compile(one.specialization)
     if device.type != "cuda":
         return None
-    if not begin_launcher(kernel.src.signature):
+    if not compile_log.begin_launcher(kernel.src.signature):
         return kernel
     _ = kernel.run
     return None

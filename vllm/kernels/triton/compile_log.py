@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels Triton compiled in this process, in order. A step must never add to it."""
+"""Which kernels Triton compiled in this process, in order, and which launchers it began to load.
+
+A step must never add to either. Triton makes a kernel's launcher an extension module, and all of
+them have one name. When such a module is loaded again, for another kernel with arguments of the
+same types, Python puts it into the module object of that name that was made last, whoever is still
+about to read that one: a kernel would get another's launcher. Different launchers may be loaded at
+once, each for the first time.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from triton import knobs
-
-from vllm.kernels.triton.launcher_modules import begin_launcher
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,10 @@ class Compilation:
     ahead: bool
 
 
+_CONSTANT = "constexpr"
+
 _compilations: list[Compilation] = []
+_begun: set[tuple[str, ...]] = set()
 _lock = threading.Lock()
 _thread = threading.local()
 
@@ -68,3 +76,17 @@ def compilations() -> list[Compilation]:
 def compiled() -> list[str]:
     """The names of the kernels, one entry per variant, from the disk cache or not."""
     return [one.kernel for one in compilations()]
+
+
+def begin_launcher(signature: Mapping[Any, Any]) -> bool:
+    """Whether nobody in this process has begun to load the launcher of a kernel with these types of
+    arguments; from now on somebody has.
+
+    Constants are no arguments of a launcher. Types that this takes for equal may differ: then a
+    launcher is loaded later than it could be.
+    """
+    types = tuple(str(kind) for kind in signature.values() if kind != _CONSTANT)
+    with _lock:
+        first = types not in _begun
+        _begun.add(types)
+    return first

@@ -13,8 +13,15 @@ import torch
 
 from vllm import envs
 from vllm.decisions import record
-from vllm.kernels.triton.tile_files import SHIPPED, file_name, read_tile_file
-from vllm.kernels.triton.tiles import Configs, Table, Tile, pick
+from vllm.kernels.triton.tile_files import (
+    SHIPPED,
+    Configs,
+    Table,
+    Tile,
+    file_name,
+    pick,
+    read_tile_file,
+)
 
 __all__ = ["Configs", "Table", "Tile", "choose", "device_configs", "pick", "shipped", "use_configs"]
 

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters as JSON: one file per GPU, shipped or the user's own.
+"""Launch parameters of the kernels, and their files: one per GPU, shipped or the user's own.
 
-A file names the GPU it was measured on and its compute capability (null: any GPU), and gives one
-value per field of `Configs`: a number, a tile, or tiles by padded head dimension.
+Tables are keyed by the padded head dimension; wider keys serve narrower heads. fp32 activations
+have their own rows: twice the shared memory, and no tensor cores. Attention reads keys through the
+block table, which takes every second pipeline stage: `2 n + 1` stages keep `n` key tiles in shared
+memory.
+
+A JSON file names the GPU it was measured on and its compute capability (null: any GPU), and gives
+one value per field of `Configs`: a number, a tile, or tiles by padded head dimension.
 """
 
 from __future__ import annotations
@@ -13,9 +18,55 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vllm.kernels.triton.tiles import Configs, Table, Tile
-
 SHIPPED = Path(__file__).with_name("data")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` x `columns` of the kernel's main tile, and Triton's launch parameters."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+Table = dict[int, Tile]
+
+
+@dataclass(frozen=True)
+class Configs:
+    """One GPU's tables; attention tiles are (query rows, keys), GDN tiles (keys dims, dv).
+
+    Attention of short queries: `attention_decode_few` where sequences share the keys' heads among
+    at most one program per multiprocessor, `attention_decode_many` where they are more than two.
+    """
+
+    multiprocessors: int
+    attention_prefill: Table
+    attention_prefill_fp32: Table
+    attention_decode: Table
+    attention_decode_few: Table
+    attention_decode_many: Table
+    attention_decode_fp32: Table
+    gdn_decode: Tile
+    gdn_state: Table
+    gdn_state_fp32: Table
+    gdn_intra: Tile
+    gdn_fp32_warps: int
+    conv1d: Tile
+
+
+def pick(table: Table, head_dim: int) -> Tile:
+    """The row for `head_dim`: the smallest key that holds it.
+
+    Raises:
+        ValueError: `head_dim` exceeds the widest supported tile.
+    """
+    for width in sorted(table):
+        if head_dim <= width:
+            return table[width]
+    raise ValueError(f"head dimension {head_dim} exceeds the supported {max(table)}")
 
 
 class TileFileError(ValueError):

@@ -11,7 +11,7 @@ from triton.errors import TritonError
 
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, noted_launches
 from vllm.kernels.triton.configs import use_configs
-from vllm.kernels.triton.tiles import Configs
+from vllm.kernels.triton.tile_files import Configs
 from vllm.kernels.tuning.workloads import Run
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from vllm.kernels.triton.tiles import Tile
+from vllm.kernels.triton.tile_files import Tile
 from vllm.kernels.tuning.workloads import Run, Workloads
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.kernels.triton.tiles import Configs, Tile
+from vllm.kernels.triton.tile_files import Configs, Tile
 from vllm.kernels.tuning.spaces import Space
 from vllm.kernels.tuning.workloads import Run
 
