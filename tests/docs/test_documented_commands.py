@@ -36,6 +36,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.api_overhead": ["--help"],
     "python -m benchmarks.client_storm": ["--help"],
     "python -m benchmarks.hostile_clients": ["--help"],
+    # starts a process per rank
+    "python -m benchmarks.executor_step": ["--help"],
     "python -m benchmarks.host_step": "--batch 2 --prompt-len 16 --rounds 1 --steps 2".split(),
     "python -m benchmarks.scheduler": ["--batch", "2", "--prompt-len", "16", "--steps", "4"],
     "python benchmarks/arena_allocator.py": ["--seconds", "0.01"],
@@ -87,7 +89,9 @@ def is_mention(command: Command) -> bool:
         return command.words[0] == "vllm"
     name = find_command(list(command.words[1:])) or command.words[1]
     rest = command.words[1 + len(name.split()) :]
-    flags_only = all(word.startswith("--") for word in rest)
+    flags_only = all(
+        word.startswith("-") or (word.isupper() and word not in _MODELS) for word in rest
+    )
     return command.words[0] == "vllm" and flags_only and "--list" not in rest
 
 
