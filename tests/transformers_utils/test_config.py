@@ -34,7 +34,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("network access")
 
-    monkeypatch.setattr(config_module, "_hub_config_path", refuse)
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", refuse)
 
 
 def test_local_directory(tmp_path: Path) -> None:

@@ -81,45 +81,28 @@ def _checked(config: Any) -> PretrainedConfig:
 
 def read_config_dict(model: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """`config.json` as a dict; a local directory is read without any network access."""
-    path = _local_config_path(model) or _hub_config_path(str(model), revision)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _model_error(f"cannot read {path}: {error.strerror}", model) from None
-    except ValueError as error:
-        raise _model_error(f"{path} is not valid JSON: {error}", model) from None
-    if not isinstance(raw, dict):
-        raise _model_error(f"{path} must hold a JSON object", model)
-    return raw
+    from transformers.utils import cached_file
 
-
-def _local_config_path(model: str | Path) -> Path | None:
-    directory = Path(model)
-    if directory.is_file():
+    if Path(model).is_file():
         raise _model_error(
             f"{model} is a file; give the directory that holds config.json and the weights", model
         )
-    if not directory.is_dir():
-        return None
-    path = directory / "config.json"
-    if not path.is_file():
-        raise _model_error(f"{model} holds no config.json, so it is not a checkpoint", model)
-    return path
-
-
-def _hub_config_path(model: str, revision: str | None) -> Path:
-    from transformers.utils import cached_file
-
     try:
-        found = cached_file(model, "config.json", revision=revision)
+        path = cached_file(str(model), "config.json", revision=revision)
+        if path is None:
+            raise FileNotFoundError("it has no config.json")
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _model_error(f"{model}/config.json is not valid JSON: {error}", model) from None
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise _model_error(
-            f"{model!r} is neither a local directory nor a model that can be fetched: {reason}",
-            model,
-        ) from None
-    assert found is not None
-    return Path(found)
+        reason = "is neither a local directory nor a model that can be fetched: "
+        reason += str(error).strip().splitlines()[0]
+        if Path(model).is_dir():
+            reason = f"holds no config.json that can be read, so it is not a checkpoint: {error}"
+        raise _model_error(f"{str(model)!r} {reason}", model) from None
+    if not isinstance(raw, dict):
+        raise _model_error(f"{model}/config.json must hold a JSON object", model)
+    return raw
 
 
 def _parse(
