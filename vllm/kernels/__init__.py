@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer kernels: one interface, three implementations."""
+"""Layer kernels: a table of ops (`interface.py`), a folder per op with its implementations."""

@@ -27,8 +27,9 @@ OPS = CudaOps(
 )
 #: elements of a 16-byte access
 ALIGNMENT = 8
-#: as many tokens are faster with every weight measured: `n` from 3,072, `k` from 1,024 to 4,096
+#: with as many tokens, results and outputs it is faster for every weight measured, `k` in a range
 MANY_TOKENS = 512
+RESULTS = 512 * 9216
 OUTPUTS = 3072
 COLUMNS = (1024, 4096)
 #: as measured on an H200 with so many multiprocessors, busy with outputs for this share at least
@@ -88,7 +89,7 @@ def swiglu(x: Tensor, weight: Tensor, overlap: bool) -> Tensor:
 
 def is_faster(m: int, n: int, k: int) -> bool:
     """Whether one launch takes `[m, k]` and `[2 n, k]` faster than cuBLAS and then Triton."""
-    if m < MANY_TOKENS or n < OUTPUTS or not COLUMNS[0] <= k <= COLUMNS[1]:
+    if m < MANY_TOKENS or m * n < RESULTS or n < OUTPUTS or not COLUMNS[0] <= k <= COLUMNS[1]:
         return False
     shape = SHAPES[swiglu_launch(m, n, MULTIPROCESSORS)[0]]
     busy = shape.time(m, n, MULTIPROCESSORS) / shape.cost * MULTIPROCESSORS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels, one file per concept; `vllm.kernels.cuda.CudaKernels` puts them together.
+"""What Triton kernels share: launch parameters, launching, compiling ahead.
 
 Device functions carry no annotations but `tl.constexpr`: their arguments are traced values.
 """
