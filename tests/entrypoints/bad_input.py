@@ -223,6 +223,8 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         _chat("logprobs number", "logprobs", logprobs=7),
         _chat("request template", "chat_template", chat_template="{{ 1 }}"),
         _chat("template kwargs", "chat_template_kwargs", chat_template_kwargs={"tokenize": True}),
+        *(_chat(f"template kwarg {name}", "chat_template_kwargs", chat_template_kwargs={name: 1})
+          for name in ("sanitize_control_tokens", "messages", "self", "conversation")),
         _chat("tools", "tools", tools=[_TOOL]),
         _chat("tool choice", "tool_choice", tool_choice="required"),
         _chat("no schema", "response_format",

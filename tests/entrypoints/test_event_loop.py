@@ -21,6 +21,7 @@ from benchmarks.hostile_clients import attacks
 from benchmarks.token_source import TokenExecutor, make_config
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.utils.imports import gc_paused
 from vllm.v1.engine.async_llm import AsyncLLM
 
 #: longest time that one callback may take
@@ -98,7 +99,7 @@ def test_no_callback_takes_long(
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
 
     async def longest(client: httpx.AsyncClient, path: str, data: bytes) -> tuple[float, str]:
-        with monkeypatch.context() as patch:
+        with gc_paused(), monkeypatch.context() as patch:
             callbacks = Callbacks(patch)
             # In a task of its own, so that its last callback is over when we look.
             post = client.post(path, content=data, headers=JSON, timeout=120)

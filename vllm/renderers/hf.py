@@ -2,6 +2,7 @@
 """Chat templates of Hugging Face tokenizers: choosing one, inspecting it, applying it."""
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jinja2
@@ -18,27 +19,12 @@ if TYPE_CHECKING:
 
 ContentFormat = Literal["string", "openai"]
 
-#: arguments of `apply_chat_template` that requests set through their own fields
-_RESERVED_KWARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+
+def _reserved_names(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """Names that are no variables of a template: the tokenizer's own parameters, whatever its
+    version has, and those of the call inside it."""
+    parameters = inspect.signature(type(tokenizer).apply_chat_template).parameters
+    return {*parameters, "messages", "processor_kwargs"}
 
 
 def resolve_chat_template(
@@ -144,7 +130,7 @@ def render_conversation(
     `VLLMValidationError`.
     """
     kwargs = template_kwargs or {}
-    if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+    if kwargs and (reserved := sorted(_reserved_names(tokenizer) & kwargs.keys())):
         raise VLLMValidationError(
             f"chat_template_kwargs cannot set {', '.join(reserved)}; use the request's own fields",
             parameter="chat_template_kwargs",
