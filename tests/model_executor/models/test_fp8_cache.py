@@ -17,9 +17,9 @@ from tests.model_executor.harness import Chunk, Harness, make_config
 from vllm import decisions
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.resolve import resolve
-from vllm.kernels.attention.naive import write_slots
+from vllm.kernels.cache.naive import write_rows
 from vllm.kernels.fp8 import FP8, to_fp8
-from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.rotary import naive as rotary
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
@@ -63,11 +63,9 @@ def _distance(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
 
 
-def write_rounded(
-    self: NaiveKernels, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor, **_: float
-) -> None:
+def write_rounded(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor, **_: float) -> None:
     for i, rows in enumerate((key, value)):
-        write_slots(to_fp8(rows).float(), kv_cache[:, i], slots)
+        write_rows(to_fp8(rows).float(), kv_cache[:, i], slots)
 
 
 @pytest.mark.parametrize("family", ["qwen3_sliding", "qwen3_5"])
@@ -78,7 +76,7 @@ def test_results_and_specs(fp8_caches: None, monkeypatch: pytest.MonkeyPatch, fa
     assert narrow.generate(IDS, 5, seq=1) == narrow.generate(IDS, 5, chunk_size=9, seq=2)
     exact, found = (h.logits([Chunk(0, 0, IDS)]) for h in (wide, narrow))
     assert _distance(found, exact) < 0.3
-    monkeypatch.setattr(NaiveKernels, "write_kv_cache", write_rounded)
+    monkeypatch.setattr(rotary, "write_kv_cache", write_rounded)
     assert torch.equal(found, wide.logits([Chunk(1, 0, IDS)])) and not torch.equal(found, exact)
     monkeypatch.undo()
     for name in narrow.layers:
