@@ -86,7 +86,12 @@ def test_ranks_share_key_value_heads(
         assert_equals_reference(output, model, 16)
 
 
-def test_ranks_that_cannot_share_a_model_are_refused(make_engine: MakeEngine) -> None:
+def test_ranks_that_cannot_share_a_model_are_refused(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    three = make_tiny("qwen3", tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(ValueError, match="3 key/value heads can be neither divided among 2"):
+        make_engine("qwen3", model=str(three), tensor_parallel_size=2)
     for family, what in (("llama", "4 attention heads"), ("qwen3_5", "2 recurrent key heads")):
         ranks = 3 if family == "llama" else 4
         with pytest.raises(ValueError, match=f"{what} cannot be divided among {ranks} tensor"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Integer arithmetic of sharding."""
 
+from vllm.exceptions import VLLMValidationError
+
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raises ValueError unless `denominator` divides `numerator`."""
@@ -15,12 +17,14 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def per_rank(what: str, count: int, num_ranks: int) -> int:
-    """What a tensor-parallel rank has of `count`; raises ValueError naming `what` when they cannot
-    be shared evenly."""
+    """What a tensor-parallel rank has of `count`; raises VLLMValidationError naming `what` when
+    they cannot be shared evenly."""
     if count % num_ranks:
-        raise ValueError(
+        raise VLLMValidationError(
             f"{count} {what} cannot be divided among {num_ranks} tensor-parallel ranks; choose a "
-            "--tensor-parallel-size that divides them"
+            "--tensor-parallel-size that divides them",
+            "tensor_parallel_size",
+            num_ranks,
         )
     return count // num_ranks
 

@@ -145,5 +145,5 @@ def test_the_deadline_counts_from_the_start(monkeypatch: pytest.MonkeyPatch) -> 
     config = arguments.create_engine_config()
     startup_phases.take_events()
     assert config.compilation_config.ready_by_s == pytest.approx(began + 7.5)
-    with pytest.raises(VLLMValidationError, match="--ready-in must not be negative"):
+    with pytest.raises(VLLMValidationError, match="--ready-in.*greater than or equal to 0"):
         CompilationConfig(ready_in=-1.0)

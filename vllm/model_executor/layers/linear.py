@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.distributed.utils import divide
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -262,10 +263,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_heads = self.total_num_kv_heads
         kv_parts = min(self.tp_size, kv_heads)
         if max(self.tp_size, kv_heads) % kv_parts:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{kv_heads} key/value heads can be neither divided among {self.tp_size} "
                 "tensor-parallel ranks nor copied to them evenly; choose another "
-                "--tensor-parallel-size"
+                "--tensor-parallel-size",
+                "tensor_parallel_size",
+                self.tp_size,
             )
         kv_part = self.tp_rank // (self.tp_size // kv_parts)
         return (

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.parent_watch import ParentWatch
@@ -197,7 +198,8 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
     except CancelledError:
         """The executor stops in the middle of a step."""
     except Exception as error:
-        logger.exception("worker %d failed", setup.rank)
+        if not isinstance(error, VLLMValidationError):  # whose message says all
+            logger.exception("worker %d failed", setup.rank)
         outbox.put(Answer(error=error, is_fatal=True))
         raise SystemExit(1) from None
     finally:
