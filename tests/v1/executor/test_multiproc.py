@@ -54,6 +54,8 @@ class FakeWorker:
         decisions.record("a choice of the worker", self.rank, "only rank 0 tells")
 
     def load_model(self) -> None:
+        if self.config.fails == "never":
+            time.sleep(600)
         if self.config.fails == self.rank:
             raise VLLMValidationError("the checkpoint is not there", "model")
 
@@ -227,6 +229,23 @@ def test_a_failing_start_keeps_its_error(start: Any, rank: int) -> None:
     with pytest.raises(VLLMValidationError, match="checkpoint is not there"):
         start(fails=rank)
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_an_interrupted_start_waits_for_nobody(start: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise InterruptedError("stop")
+
+    before = set(multiprocessing.active_children())
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    began = time.monotonic()
+    try:
+        with pytest.raises(InterruptedError):
+            start(fails="never")
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert set(multiprocessing.active_children()) <= before
+    assert time.monotonic() - began < END_S
 
 
 def test_shutdown_lets_workers_say_goodbye(start: Any, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ class MultiprocExecutor(Executor):
         self._aggregator: KVOutputAggregator | None = None
         self._failure: Exception | None = None
         self._closed = False
+        self._is_loaded = False
         self._asking = threading.Lock()
         self._ending = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
@@ -136,6 +137,7 @@ class MultiprocExecutor(Executor):
                 process.open.append(loaded)
             self._collector.start()
             loaded.future.result()
+            self._is_loaded = True
         except BaseException:
             self.shutdown()
             raise
@@ -305,7 +307,7 @@ class MultiprocExecutor(Executor):
         self._closed = True
         atexit.unregister(self.shutdown)
         if self._failure is None:
-            self._end_processes(_STOP_S)
+            self._end_processes(_STOP_S if self._is_loaded else 0.0)
         if self._collector.ident is not None:
             os.write(self._stop_write, b"x")
             self._collector.join()
