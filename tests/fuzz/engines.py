@@ -23,7 +23,7 @@ FAMILIES = ("llama", "qwen3_sliding", "qwen3_5")
 _FEW_PAGES = {"llama": 19, "qwen3_sliding": 40, "qwen3_5": 28}
 
 
-def extraction(storage: Path) -> dict[str, Any]:
+def extraction(storage: Path, **connector: Any) -> dict[str, Any]:
     """Arguments of an engine that stores every request's hidden states."""
     return {
         "speculative_config": {
@@ -34,7 +34,7 @@ def extraction(storage: Path) -> dict[str, Any]:
         "kv_transfer_config": {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": storage},
+            "kv_connector_extra_config": {"shared_storage_path": storage, **connector},
         },
     }
 

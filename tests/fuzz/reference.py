@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.engines import make_config
+from tests.fuzz.engines import extraction, make_config
 from tests.fuzz.workload import Spec
 from vllm import RequestOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -51,9 +51,10 @@ class Reference:
 
     def __init__(self, family: str, storage: Path | None) -> None:
         self.extracts = storage is not None
-        config = make_config(
-            family, storage, enable_prefix_caching=False, async_scheduling=False, max_num_seqs=8
-        )
+        options = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 8}
+        if storage is not None:  # one thread, there from the first request on
+            options |= extraction(storage, num_writer_threads=1)
+        config = make_config(family, storage, **options)
         self._engine = LLMEngine(config, log_stats=False, multiprocess=False)
         self._results: dict[Spec, Result] = {}
         self._count = 0

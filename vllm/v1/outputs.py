@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm.v1.engine import RequestConflict
+from vllm.v1.engine import RequestError
 
 #: what stands for a token where every one of a row was barred, or the logits are no numbers
 NO_TOKEN = -1
@@ -90,7 +90,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
-    failed_req_ids: dict[str, str | RequestConflict] = field(default_factory=dict)
+    failed_req_ids: dict[str, RequestError] = field(default_factory=dict)
 
     @property
     def req_id_to_index(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.cache_options import CacheOptions, CacheReport
-from vllm.v1.engine import EngineCoreRequest, FinishReason, RequestConflict
+from vllm.v1.engine import EngineCoreRequest, FinishReason, RequestError
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -103,7 +103,7 @@ class Request:
         self.cache_report: CacheReport | None = None
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.error: str | RequestConflict | None = None
+        self.error: RequestError | None = None
         self.all_token_ids: list[int] = list(prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -55,10 +55,41 @@ class StopRequest(msgspec.Struct, array_like=True):
     num_output_tokens: int
 
 
-class RequestConflict(msgspec.Struct, array_like=True, frozen=True):
+class RequestConflict(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A request cannot be completed as its client asked: the client's error, not the engine's."""
 
     message: str
+
+
+class RequestFailure(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """An exception ended one request; the engine and its other requests go on. `stage`: what was
+    done for the request then, one of `FAILURE_STAGES`."""
+
+    stage: str
+    message: str
+
+    @classmethod
+    def of(cls, stage: str, error: BaseException) -> "RequestFailure":
+        return cls(stage, f"{type(error).__name__}: {error}")
+
+
+#: in order: the prompt and parameters are processed (front end), the core takes the request, it is
+#: admitted to a step, a worker prepares its inputs, samples, the scheduler takes its tokens, a
+#: connector is told of its end, the front end makes its outputs; "unserved" are those for which
+#: something else was missing, memory or state to load
+FAILURE_STAGES = (
+    "input",
+    "receive",
+    "schedule",
+    "prepare",
+    "sample",
+    "results",
+    "save",
+    "output",
+    "unserved",
+)
+#: why a request ended without what it asked for
+RequestError = str | RequestConflict | RequestFailure
 
 
 class WireLogprobs(msgspec.Struct, array_like=True):
@@ -81,7 +112,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     new_prompt_logprobs: WireLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | RequestConflict | None = None
+    error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None
     #: prompt tokens found in a cache; with the first token and the last message, at least
     num_cached_tokens: int | None = None

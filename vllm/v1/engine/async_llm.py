@@ -181,7 +181,12 @@ class AsyncLLM:
             tokenization_kwargs=tokenization_kwargs,
             cache_salt=cache_salt,
         )
-        processed = await self._process(prompt, sampling_params, process)
+        try:
+            processed = await self._process(prompt, sampling_params, process)
+        except Exception as error:
+            if self._loggers is not None and not isinstance(error, VLLMValidationError):
+                self._loggers.record(None, IterationStats(failures=["input"]))
+            raise
         stream = self._start(processed, request_id)
         finished = False
         try:

@@ -32,6 +32,8 @@ from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    RequestError,
+    RequestFailure,
     StopRequest,
 )
 from vllm.v1.engine.late_captures import LateCaptures
@@ -177,18 +179,29 @@ class EngineCore:
         made.grammar = self._grammars.start(request.sampling_params)
         return made
 
-    def add_request(self, request: Request) -> EngineCoreOutput | None:
-        """Queue a request; returns its last message instead if it is refused: its id is still in
-        use, or the engine sleeps."""
+    def receive(self, request: EngineCoreRequest) -> Request | EngineCoreOutput:
+        """As `make_request`; the request's last message if it cannot be made."""
+        try:
+            return self.make_request(request)
+        except Exception as error:
+            logger.exception("request %s cannot be received", request.request_id)
+            return _refusal(request.request_id, RequestFailure.of("receive", error))
+
+    def add_request(self, request: Request | EngineCoreOutput) -> EngineCoreOutput | None:
+        """Queue what `receive` gave; returns the request's last message instead if it is refused:
+        it could not be made, its id is still in use, the engine sleeps, or a connector fails."""
+        if isinstance(request, EngineCoreOutput):
+            return request
         try:
             if self.sleeping.is_sleeping:
                 raise ValueError(ASLEEP)
             self.scheduler.add_request(request)
         except ValueError as error:
             logger.error("%s", error)
-            return EngineCoreOutput(
-                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error)
-            )
+            return _refusal(request.request_id, str(error))
+        except Exception as error:
+            logger.exception("request %s cannot be received", request.request_id)
+            return _refusal(request.request_id, RequestFailure.of("receive", error))
         return None
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -322,3 +335,8 @@ class EngineCore:
         if self._event_publisher is not None:
             self._event_publisher.shutdown()
         self.executor.shutdown()
+
+
+def _refusal(request_id: str, error: RequestError) -> EngineCoreOutput:
+    """The only message of a request that never ran."""
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)

@@ -128,7 +128,7 @@ class InprocClient(EngineCoreClient):
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         self._process.require()
         for child in chain.from_iterable(map(child_requests, requests)):
-            refused = self.engine_core.add_request(self.engine_core.make_request(child))
+            refused = self.engine_core.add_request(self.engine_core.receive(child))
             if refused is not None:
                 self._refused.append(refused)
 

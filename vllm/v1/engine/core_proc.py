@@ -29,6 +29,7 @@ from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
 from vllm.utils.parent_watch import ParentWatch
 from vllm.v1.engine import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
@@ -180,10 +181,10 @@ class EngineCoreProc:
         while True:
             kind_frame, payload_frame = socket.recv_multipart()
             kind = EngineCoreRequestType(kind_frame)
-            payload: list[Request] | Any
+            payload: list[Request | EngineCoreOutput] | Any
             if kind is EngineCoreRequestType.ADD:
                 children = chain.from_iterable(map(child_requests, requests.decode(payload_frame)))
-                payload = list(map(self._core.make_request, children))
+                payload = list(map(self._core.receive, children))
             elif kind is EngineCoreRequestType.STOP:
                 payload = stops.decode(payload_frame)
             else:

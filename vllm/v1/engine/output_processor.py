@@ -17,6 +17,7 @@ from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    RequestFailure,
     StopRequest,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
@@ -108,9 +109,35 @@ class OutputProcessor:
         processed = ProcessedOutputs()
         for output in outputs.outputs:
             state = self.request_states.get(output.request_id)
-            if state is not None:
+            if state is None:
+                continue
+            try:
                 self._process(state, output, outputs.timestamp, iteration, processed)
+            except Exception as error:
+                logger.exception("the outputs of request %s cannot be made", state.external_id)
+                self._fail(state, error, outputs.timestamp, iteration, processed)
         return processed
+
+    def _fail(
+        self,
+        state: RequestState,
+        error: Exception,
+        timestamp: float,
+        iteration: IterationStats | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        """End a request whose outputs cannot be made, with all its completions."""
+        for request_id in list(self._internal_ids[state.external_id]):
+            sibling = self.request_states[request_id]
+            processed.aborts.append(request_id)
+            self._forget(sibling, FinishReason.ERROR, timestamp, iteration)
+        state.error = RequestFailure.of("output", error)
+        if iteration is not None:
+            iteration.failures.append("output")
+        if state.sink is not None and (failure := state.failure()) is not None:
+            state.sink(failure)
+        else:
+            processed.request_outputs.append(state.bare_error_output())
 
     def _process(
         self,
@@ -121,6 +148,8 @@ class OutputProcessor:
         processed: ProcessedOutputs,
     ) -> None:
         num_new = state.update(output)
+        if iteration is not None and state.failed_stage is not None:
+            iteration.failures.append(state.failed_stage)
         if iteration is not None:
             iteration.add_tokens(state.stats, num_new, timestamp, output.times)
         finish_reason, stop_reason, stop = output.finish_reason, output.stop_reason, state.stop

@@ -10,7 +10,14 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestConflict
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    RequestConflict,
+    RequestError,
+    RequestFailure,
+)
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.logprobs import LogprobsCollector
@@ -49,7 +56,7 @@ class RequestState:
             arrival_ts=time.monotonic() - max(0.0, time.time() - request.arrival_time),
             num_prompt_tokens=len(request.prompt_token_ids),
         )
-        self.error: str | RequestConflict | None = None
+        self.error: RequestError | None = None
         self._stop: str | None = None
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
@@ -114,7 +121,15 @@ class RequestState:
             return None
         if isinstance(self.error, RequestConflict):
             return VLLMValidationError(self.error.message)
-        return EngineGenerateError(f"request {self.external_id} failed: {self.error}")
+        error = self.error.message if isinstance(self.error, RequestFailure) else self.error
+        return EngineGenerateError(f"request {self.external_id} failed: {error}")
+
+    @property
+    def failed_stage(self) -> str | None:
+        """Where the engine failed the request; None if it did not."""
+        if isinstance(self.error, RequestFailure):
+            return self.error.stage
+        return "unserved" if isinstance(self.error, str) else None
 
     def make_output(
         self,
@@ -145,6 +160,13 @@ class RequestState:
             num_cached_tokens=self._receipt().num_cached_tokens,
             kv_transfer_params=join_kv_transfer_params(completions),
             cache_report=self._receipt().report,
+        )
+
+    def bare_error_output(self) -> RequestOutput:
+        """The last output of a request whose outputs cannot be made: that it failed."""
+        failed = CompletionOutput(self._index, "", [], finish_reason=str(FinishReason.ERROR))
+        return RequestOutput(
+            self.external_id, self._prompt, self._prompt_token_ids, None, [failed], True
         )
 
     def is_due(self) -> bool:

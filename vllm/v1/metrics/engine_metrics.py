@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from vllm.v1.engine import FinishReason, SchedulerStats
+from vllm.v1.engine import FAILURE_STAGES, FinishReason, SchedulerStats
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
@@ -127,6 +127,12 @@ class EngineMetrics:
             reason: success.labels(**self._values, finished_reason=str(reason))
             for reason in FinishReason
         }
+        failures = self._counter(
+            "request_failures",
+            "Requests that failed, by what was done for them then.",
+            ("stage",),
+        )
+        self._failures = {s: failures.labels(**self._values, stage=s) for s in FAILURE_STAGES}
         self.spec_counters: dict[str, Counter] = {}
         self._add_speculation(vllm_config)
         self._add_cache_info(vllm_config)
@@ -257,6 +263,8 @@ class EngineMetrics:
             self.times["inter_token_latency_seconds"].observe(seconds)
         for request in stats.finished:
             self._record_finished(request)
+        for stage in stats.failures:
+            self._failures[stage].inc()
 
     def _record_finished(self, request: FinishedRequestStats) -> None:
         self.success[request.finish_reason].inc()

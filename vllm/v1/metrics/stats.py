@@ -60,6 +60,8 @@ class IterationStats:
     times_to_first_token: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
+    #: stages at which requests failed
+    failures: list[str] = field(default_factory=list)
 
     def add_tokens(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.v1.engine import RequestConflict
+from vllm.v1.engine import RequestError
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     KVConnectorOutput,
@@ -41,7 +41,7 @@ class StepOutput(AsyncModelRunnerOutput):
         sampled: SamplerOutput | None,
         prompt_logprobs: list[PromptLogprobs],
         kv_connector_output: KVConnectorOutput | None,
-        failed_req_ids: dict[str, str | RequestConflict],
+        failed_req_ids: dict[str, RequestError],
         device: torch.device,
     ) -> None:
         self._order = order

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import RequestConflict
+from vllm.v1.engine import RequestError
 from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -60,7 +60,7 @@ class KVConnectorModelRunnerMixin:
         return report
 
     @staticmethod
-    def take_failed_requests() -> dict[str, str | RequestConflict]:
+    def take_failed_requests() -> dict[str, RequestError]:
         """Request id -> reason, of requests that the connector cannot serve; call after a step."""
         return get_kv_transfer_group().take_failed_requests() if has_kv_transfer_group() else {}
 

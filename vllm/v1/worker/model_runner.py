@@ -285,7 +285,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             sampled,
             prompt_logprobs,
             kv_connector_output,
-            self.take_failed_requests() if use_connector else {},
+            self.sampler.take_failed() | (self.take_failed_requests() if use_connector else {}),
             self.device,
         )
 

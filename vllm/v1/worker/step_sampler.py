@@ -6,12 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import RequestError, RequestFailure
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
 from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.worker.input_batch import RequestState, SampledRequests, StepOrder
+
+logger = init_logger(__name__)
 
 
 class StepSampler:
@@ -24,14 +30,26 @@ class StepSampler:
         self._adjustments: dict[str, Adjustments] = {}
         self._key: list[str] | None = None
         self._metadata: SamplingMetadata | None = None
+        self._failed: dict[str, RequestError] = {}
 
     def add(self, state: RequestState) -> None:
-        """A request has its row, with the tokens that the host knows."""
+        """A request has its row, with the tokens that the host knows. It fails, and nothing else,
+        if its adjustments cannot be made."""
         params = state.sampling_params
-        if Adjustments.needed(params):
+        if not Adjustments.needed(params):
+            return
+        try:
             self._adjustments[state.req_id] = Adjustments(
                 params, state.token_ids, state.num_prompt_tokens, self._vocab_size, self._device
             )
+        except Exception as error:
+            logger.exception("sampling of request %s cannot be prepared", state.req_id)
+            self._failed[state.req_id] = RequestFailure.of("prepare", error)
+
+    def take_failed(self) -> dict[str, RequestError]:
+        """The requests that failed since the last call; what was sampled for them is nothing."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def remove(self, req_id: str) -> None:
         """A request has lost its row; one of the same id may have other parameters."""
@@ -50,7 +68,39 @@ class StepSampler:
             for row, state in enumerate(order.sampled.states if self._adjustments else ())
             if state.req_id in self._adjustments
         ]
-        return sample(logits, self._metadata_of(order.sampled), positions, adjusted, masks)
+        try:
+            metadata = self._metadata_of(order.sampled)
+            return sample(logits, metadata, positions, adjusted, masks)
+        except Exception as error:
+            culprits = self._culprits(order.sampled, adjusted, error)
+            if not culprits:
+                raise
+            # Rows are looked at before any is changed, so these are as the model made them.
+            metadata = self._metadata_without(order.sampled, culprits)
+            adjusted = [one for one in adjusted if one[0] not in culprits]
+            return sample(logits, metadata, positions, adjusted, masks)
+
+    def _culprits(
+        self, sampled: SampledRequests, adjusted: list[AdjustedRow], error: Exception
+    ) -> set[int]:
+        """Rows that cannot be sampled even alone: their requests fail."""
+        rows = {one[0]: [one] for one in adjusted}
+        culprits = set()
+        for row, state in enumerate(sampled.states):
+            try:
+                SamplingMetadata.build([state.sampling_params], self._vocab_size, self._device)
+                adjusted_rows(rows.get(row, []), self._device)
+            except Exception:
+                logger.error("request %s cannot be sampled", state.req_id, exc_info=error)
+                self._failed[state.req_id] = RequestFailure.of("sample", error)
+                culprits.add(row)
+        return culprits
+
+    def _metadata_without(self, sampled: SampledRequests, culprits: set[int]) -> SamplingMetadata:
+        params = [state.sampling_params for state in sampled.states]
+        greedy = SamplingParams(temperature=0.0)
+        params = [greedy if row in culprits else each for row, each in enumerate(params)]
+        return SamplingMetadata.build(params, self._vocab_size, self._device)
 
     def _metadata_of(self, sampled: SampledRequests) -> SamplingMetadata:
         if self._metadata is None or sampled.req_ids != self._key:

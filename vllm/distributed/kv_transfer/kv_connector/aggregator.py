@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.engine import RequestConflict
+from vllm.v1.engine import RequestError
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 
@@ -54,7 +54,7 @@ class KVOutputAggregator:
             return None
         present = [o for o in outputs if o is not None]
         reports = [o.kv_connector_output for o in present if o.kv_connector_output is not None]
-        failed: dict[str, str | RequestConflict] = {}
+        failed: dict[str, RequestError] = {}
         for other in present:
             failed = {**other.failed_req_ids, **failed}
         merged = self._merge(reports) if reports else None

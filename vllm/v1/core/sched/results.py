@@ -6,12 +6,20 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.state import ClientOutputs, SchedulerState, finish_output
 from vllm.v1.core.sched.utils import check_stop
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, RequestConflict
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    RequestConflict,
+    RequestFailure,
+    WireLogprobs,
+)
 from vllm.v1.outputs import NO_TOKEN
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import logprobs_to_wire
@@ -19,10 +27,28 @@ from vllm.v1.serial_utils import logprobs_to_wire
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+logger = init_logger(__name__)
+
 Result = tuple[Request, list[int]]
 
 #: later statuses are final; compared directly because every request of a step is
 _LAST_UNFINISHED = RequestStatus.PREEMPTED
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """A request's part of a step's log-probabilities."""
+
+    prompt: WireLogprobs | None = None
+    sample: WireLogprobs | None = None
+
+    @classmethod
+    def of(cls, request_id: str, output: ModelRunnerOutput) -> _Logprobs:
+        prompt, sample = output.prompt_logprobs.get(request_id), output.logprobs.get(request_id)
+        return cls(
+            None if prompt is None else logprobs_to_wire(prompt),
+            None if sample is None else logprobs_to_wire(sample),
+        )
 
 
 class SchedulerResults(SchedulerState):
@@ -65,16 +91,23 @@ class SchedulerResults(SchedulerState):
                 continue
             request_id = request.request_id
             new_tokens: list[int] = []
-            if request_id in failed:
+            logprobs = _Logprobs()
+            try:
+                if request_id in failed:
+                    request.status = RequestStatus.FINISHED_ERROR
+                    request.error = failed[request_id]
+                elif request_id in scheduler_output.sampling_req_ids:
+                    new_tokens = self._take_tokens(request, tokens)
+                logprobs = _Logprobs.of(request_id, runner_output)
+            except Exception as error:
+                logger.exception("the results of request %s cannot be taken", request_id)
                 request.status = RequestStatus.FINISHED_ERROR
-                request.error = failed[request_id]
-            elif request_id in scheduler_output.sampling_req_ids:
-                new_tokens = self._take_tokens(request, tokens)
+                request.error = RequestFailure.of("results", error)
             finished = request.status > _LAST_UNFINISHED
             if finished:
                 ended.append(request)
             if new_tokens or finished or request_id in prompt_logprobs:
-                output = self._make_request_output(request, finished, new_tokens, runner_output)
+                output = self._make_request_output(request, finished, new_tokens, logprobs)
                 outputs[request.client_index].append(output)
         self._leave_queues(ended)
 
@@ -138,20 +171,17 @@ class SchedulerResults(SchedulerState):
         request: Request,
         finished: bool,
         new_tokens: list[int],
-        runner_output: ModelRunnerOutput,
+        logprobs: _Logprobs,
     ) -> EngineCoreOutput:
-        request_id = request.request_id
         if finished:
             output = self._finish_or_wait(request)
             output.new_token_ids = new_tokens
         else:
-            output = EngineCoreOutput(request_id, new_tokens)
+            output = EngineCoreOutput(request.request_id, new_tokens)
             output.num_cached_tokens = request.num_cached_tokens
-        if request_id in runner_output.prompt_logprobs:
-            output.new_prompt_logprobs = logprobs_to_wire(runner_output.prompt_logprobs[request_id])
+        output.new_prompt_logprobs = logprobs.prompt
         if new_tokens:
-            if request_id in runner_output.logprobs:
-                output.new_logprobs = logprobs_to_wire(runner_output.logprobs[request_id])
+            output.new_logprobs = logprobs.sample
             if len(request.output_token_ids) == len(new_tokens):
                 output.times = (request.queued_time, request.first_scheduled_time)
                 output.cache_report = request.cache_report

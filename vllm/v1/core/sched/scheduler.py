@@ -9,14 +9,18 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan
+from vllm.v1.engine import RequestFailure
 from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+logger = init_logger(__name__)
 
 
 class _Admission(enum.Enum):
@@ -170,7 +174,10 @@ class Scheduler(SchedulerResults):
         if request.num_output_placeholders:
             # Preempted with a token on its way.
             return _Admission.SKIPPED
-        prefix = self._find_prefix(request)
+        try:
+            prefix = self._find_prefix(request)
+        except Exception as error:
+            return self._fail_admission(request, error)
         if prefix is None:
             return _Admission.SKIPPED
         num_tokens, blocks = self._allocate(request, prefix, step.token_budget)
@@ -186,13 +193,22 @@ class Scheduler(SchedulerResults):
             remaining = request.num_tokens - prefix.computed
             return self._no_room(request, remaining > self.max_num_batched_tokens)
         if self.transfer is not None:
-            self.transfer.after_allocation(request, prefix.computed, prefix.num_external)
+            try:
+                self.transfer.after_allocation(request, prefix.computed, prefix.num_external)
+            except Exception as error:
+                return self._fail_admission(request, error)
         self._count_prefix(request, prefix)
         request.num_computed_tokens = prefix.computed
         if prefix.load_async:
             return self._begin_load(request)
         self._start(request, step, num_tokens)
         return _Admission.RUNS
+
+    def _fail_admission(self, request: Request, error: Exception) -> _Admission:
+        """A connector failed with this request, which runs in no step yet."""
+        logger.exception("request %s cannot be scheduled", request.request_id)
+        self._fail(request, RequestFailure.of("schedule", error))
+        return _Admission.FAILED
 
     def _allocate(
         self, request: Request, prefix: _Prefix, token_budget: int

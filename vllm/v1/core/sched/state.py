@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.cache_options import CacheReport
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.step_plan import DecodeSet
-from vllm.v1.engine import EngineCoreOutput, SchedulerStats
+from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = init_logger(__name__)
 
 #: messages by client index
 ClientOutputs = defaultdict[int, list[EngineCoreOutput]]
@@ -132,10 +134,10 @@ class SchedulerState(SchedulerInterface):
             raise ValueError(f"request id {request.request_id!r} is still in use")
         request.queued_time = time.monotonic()
         request.length_limit = min(request.length_limit, self.max_model_len)
-        self.requests[request.request_id] = request
-        self.waiting.add(request)
         if self.connector is not None:
             self.connector.on_new_request(request)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
 
     # ---- losing blocks -------------------------------------------------------------------------
 
@@ -237,7 +239,14 @@ class SchedulerState(SchedulerInterface):
         self._rewound.discard(request.request_id)
         keep, params = False, None
         if self.transfer is not None:
-            keep, params = self.transfer.request_finished(request)
+            try:
+                keep, params = self.transfer.request_finished(request)
+            except Exception as error:
+                logger.exception("the connector failed at the end of %s", request.request_id)
+                if request.status is not RequestStatus.FINISHED_ABORTED:
+                    request.status = RequestStatus.FINISHED_ERROR
+                    request.error = RequestFailure.of("save", error)
+                keep = self.transfer.is_tracking(request.request_id)
         if keep:
             self.kv_cache_manager.drop_checkpoints(request)
         else:
@@ -249,7 +258,7 @@ class SchedulerState(SchedulerInterface):
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
 
-    def _fail(self, request: Request, reason: str) -> None:
+    def _fail(self, request: Request, reason: RequestError) -> None:
         """End a request that cannot be served; its error goes out with the next outputs."""
         request.status = RequestStatus.FINISHED_ERROR
         request.error = reason

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import RequestConflict
+    from vllm.v1.engine import RequestError
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -201,7 +201,7 @@ class KVConnectorBase_V1(ABC):
         """The same without groups: such ids count for the requests that are being loaded."""
         return set()
 
-    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
+    def take_failed_requests(self) -> dict[str, RequestError]:
         """Request id -> reason, and forget them: running requests that this connector cannot serve.
 
         The engine ends each with an error; a `RequestConflict` is the client's own.

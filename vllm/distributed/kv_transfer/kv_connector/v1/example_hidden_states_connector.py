@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import RequestConflict
+    from vllm.v1.engine import RequestError
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -202,7 +202,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return {save.req_id for save in pending} or None, None
         return self._saver.step(pending, finished_req_ids) or None, None
 
-    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
+    def take_failed_requests(self) -> dict[str, RequestError]:
         return {} if self._saver is None else self._saver.take_failed()
 
     def shutdown(self) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import RequestConflict
+    from vllm.v1.engine import RequestError
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -269,8 +269,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set().union(*(c.get_block_ids_with_load_errors() for c in self._children))
 
-    def take_failed_requests(self) -> dict[str, str | RequestConflict]:
-        failed: dict[str, str | RequestConflict] = {}
+    def take_failed_requests(self) -> dict[str, RequestError]:
+        failed: dict[str, RequestError] = {}
         for child in self._children:
             failed = {**child.take_failed_requests(), **failed}
         return failed

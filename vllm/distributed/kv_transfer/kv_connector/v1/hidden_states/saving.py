@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.storage import Storage, Target
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
 from vllm.logger import init_logger
-from vllm.v1.engine import RequestConflict
+from vllm.v1.engine import RequestConflict, RequestError
 
 logger = init_logger(__name__)
 
@@ -56,7 +56,7 @@ class HiddenStatesSaver:
         self._targets: dict[str, Target] = {}
         self._waiting: deque[PendingSave] = deque()
         self._copying: dict[str, CopyEvent] = {}
-        self._failed: dict[str, str | RequestConflict] = {}
+        self._failed: dict[str, RequestError] = {}
 
     def open_new(self, meta: ExampleHiddenStatesConnectorMetadata) -> None:
         """Lock the files of requests in their first step; what would fail later fails now."""
@@ -73,7 +73,7 @@ class HiddenStatesSaver:
                 logger.error("request %s: %s", req_id, reason)
                 self._failed[req_id] = reason
 
-    def take_failed(self) -> dict[str, str | RequestConflict]:
+    def take_failed(self) -> dict[str, RequestError]:
         failed, self._failed = self._failed, {}
         return failed
 
