@@ -83,7 +83,7 @@ class ServedSession:
             elif roll < 0.43:
                 others.add(asyncio.create_task(self._sleep_and_wake(rng.choice((1, 2)))))
             elif roll < 0.46:
-                await self._engine.collective_rpc("reload_weights")
+                others.add(asyncio.create_task(self._reload()))
             await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
             for task in [task for task in clients | others if task.done()]:
                 clients.discard(task)
@@ -115,6 +115,12 @@ class ServedSession:
 
     async def _reset(self, running: bool) -> None:
         await self._engine.reset_prefix_cache(reset_running_requests=running)
+
+    async def _reload(self) -> None:
+        try:
+            await self._engine.collective_rpc("reload_weights")
+        except VLLMValidationError:  # the weights sleep
+            pass
 
     async def _sleep_and_wake(self, level: int) -> None:
         sleep = asyncio.create_task(self._engine.sleep(level, self._rng.choice(("abort", "wait"))))

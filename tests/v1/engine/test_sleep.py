@@ -87,6 +87,8 @@ def test_requests_are_refused_until_everything_is_awake(llm: LLM) -> None:
     expected = tokens_of(llm)
     llm.sleep(2)
     llm.sleep(2)
+    with pytest.raises(VLLMValidationError, match="the weights sleep; wake them up first"):
+        llm.collective_rpc("reload_weights")
     with pytest.raises(RuntimeError, match="sleeps at level 2"):
         llm.sleep(1)
     for tags in (["weights"], []):

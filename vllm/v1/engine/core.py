@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import decisions, envs
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -314,9 +315,11 @@ class EngineCore:
     ) -> list[Any]:
         """Call a worker method; one result per worker. Once it has replaced the weights, running
         requests compute all their tokens again and no cached prefix is found any more."""
+        replaces = isinstance(method, str) and method in _NEW_WEIGHTS
+        if replaces and self.sleeping.is_asleep("weights"):
+            raise VLLMValidationError(f"{method}: the weights sleep; wake them up first", "method")
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
-        replaced = isinstance(method, str) and method in _NEW_WEIGHTS
-        if replaced and not self.reset_prefix_cache(True, True):
+        if replaces and not self.reset_prefix_cache(True, True):
             raise RuntimeError(
                 f"{method}: the weights are new, but a connector is loading state of the old ones, "
                 "or keeps it; reset the prefix cache again when it has ended"

@@ -121,6 +121,10 @@ class CoreSleep:
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
+    def is_asleep(self, tag: str) -> bool:
+        """Whether this part sleeps."""
+        return tag in self._asleep
+
     def sleep(self, level: int) -> None:
         """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
         check_sleep(self._vllm_config, level)
