@@ -17,8 +17,8 @@ class ForwardContext:
     `no_compile_layers`: layer name -> layer, each with `.kv_cache`. `attn_metadata`: layer name ->
     its group's metadata (one object shared by all layers of a group). `slot_mapping`: layer name
     -> `[tokens]` int64 slots of that layer's group (paged groups only). `decode_blocks`: layer name
-    -> `[rows]` int32 state blocks of the first tokens that are decodes, -1 for others (recurrent
-    groups only). Slots and decode blocks lie at fixed addresses.
+    -> `[rows]` int32 state blocks of the first requests that are decodes, `decode_width` tokens
+    each, -1 for others (recurrent groups only). Slots and decode blocks lie at fixed addresses.
     """
 
     no_compile_layers: dict[str, Any]
@@ -29,6 +29,7 @@ class ForwardContext:
     num_tokens: int = 0
     #: whether no step that this context is for has a prefill
     only_decodes: bool = False
+    decode_width: int = 1
 
 
 #: engines of one process may run their steps at the same time, on threads of their own

@@ -188,6 +188,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """Every id that ends the text: `stop_token_ids` and the end-of-sequence ids."""
         return {*(self.stop_token_ids or ()), *(self.eos_token_ids or ())}
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen before count for or against a token."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are changed by rules on single tokens or on the output so far."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+            or self.min_tokens
+            or self.penalises
+        )
+
     def update_from_generation_config(
         self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
     ) -> None:

@@ -140,6 +140,17 @@ struct ConvArgs {
   int64_t num_seqs;
 };
 
+// What decode leaves out of the states' blocks: `vllm.kernels.journal.Journal` of one layer.
+struct JournalArgs {
+  const int32_t* steps = nullptr;  // [seqs, 4]; null: there is no journal
+  const int32_t* taken;            // [rows]
+  float* keys;                     // [rows, places, k_heads, k_dim]
+  float* errors;                   // [rows, places, v_heads, v_dim]
+  float* decays;                   // [rows, places, v_heads]
+  void* inputs;                    // [rows, kept, channels], dtype of the activations
+  int64_t rows, places, kept;
+};
+
 struct GdnArgs {
   DType dtype;
   const void* qkv;
@@ -161,6 +172,17 @@ struct GdnArgs {
   void* out;
   int64_t out_strides[2];
   ConvArgs conv;  // decode only
+  int64_t tokens_per_seq = 1;  // decode only
+  JournalArgs journal;         // decode only
+};
+
+// Rows of the journal to write to their blocks.
+struct GdnCommitArgs {
+  const int32_t* entries;  // [count, 2]: row, block
+  int64_t count;
+  const int32_t* pending;  // [rows]
+  const int32_t* first;    // [rows]
+  GdnArgs gdn;             // sizes, state and journal
 };
 
 struct SkinnyLinearArgs {

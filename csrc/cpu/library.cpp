@@ -40,7 +40,12 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
       " Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state,"
       " Tensor state_indices, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
-      " Tensor(c!) out) -> ()");
+      " Tensor(c!) out, Tensor? steps, Tensor? taken, Tensor(d!)? keys, Tensor(e!)? errors,"
+      " Tensor(f!)? decays, Tensor(g!)? inputs) -> ()");
+  m.def(
+      "gdn_commit(Tensor entries, Tensor pending, Tensor first, Tensor taken, Tensor keys,"
+      " Tensor errors, Tensor decays, Tensor inputs, Tensor(a!) ssm_state, Tensor(b!) conv_state)"
+      " -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CompositeExplicitAutograd, m) {
@@ -61,4 +66,5 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("causal_conv1d", TORCH_BOX(&vllm_cpu::causal_conv1d));
   m.impl("gdn_prefill", TORCH_BOX(&vllm_cpu::gdn_prefill));
   m.impl("gdn_decode", TORCH_BOX(&vllm_cpu::gdn_decode));
+  m.impl("gdn_commit", TORCH_BOX(&vllm_cpu::gdn_commit));
 }

@@ -70,6 +70,46 @@ GdnArgs gdn_args(
   return args;
 }
 
+// One layer's journal; the sizes are those of `args`.
+JournalArgs journal_args(
+    const char* op, const GdnArgs& args, const Tensor& taken, const Tensor& keys,
+    const Tensor& errors, const Tensor& decays, const Tensor& inputs) {
+  check_shape(keys, {-1, -1, args.k_heads, args.k_dim}, 4, {op, "keys"});
+  const int64_t rows = keys.size(0), places = keys.size(1);
+  check_shape(errors, {rows, places, args.v_heads, args.v_dim}, 4, {op, "errors"});
+  check_shape(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
+  check_shape(inputs, {rows, -1, args.conv.channels}, 2, {op, "inputs"});
+  check_dtype(keys, DType::kF32, {op, "keys"});
+  check_dtype(errors, DType::kF32, {op, "errors"});
+  check_dtype(decays, DType::kF32, {op, "decays"});
+  check_dtype(inputs, args.dtype, {op, "inputs"});
+  JournalArgs journal{};
+  journal.rows = rows;
+  journal.places = places;
+  journal.kept = inputs.size(1);
+  journal.taken = int32_vector(taken, rows, {op, "taken"});
+  journal.keys = static_cast<float*>(keys.data_ptr());
+  journal.errors = static_cast<float*>(errors.data_ptr());
+  journal.decays = static_cast<float*>(decays.data_ptr());
+  journal.inputs = inputs.data_ptr();
+  return journal;
+}
+
+// Every sequence names a row and has places for what is pending and its tokens.
+void check_steps(const char* op, const GdnArgs& args) {
+  const JournalArgs& journal = args.journal;
+  for (int64_t i = 0; i < args.num_seqs; ++i) {
+    if (args.state_indices[i] < 0) continue;
+    const int32_t* step = journal.steps + 4 * i;
+    const int64_t needed = step[1] + args.tokens_per_seq - (step[2] != 0);
+    STD_TORCH_CHECK(
+        step[0] >= 0 && step[0] < journal.rows && step[3] >= 0 && step[3] < journal.places &&
+            step[1] >= 0 && needed <= journal.places && journal.taken[step[0]] <= journal.kept,
+        op, ": row ", step[0], " has ", step[1], " pending tokens from place ", step[3], " and ",
+        args.tokens_per_seq, " more, but ", journal.places, " places");
+  }
+}
+
 }  // namespace
 
 void causal_conv1d(
@@ -110,16 +150,69 @@ void gdn_decode(
     const Tensor& dt_bias, const Tensor& conv_weight, OptTensor conv_bias,
     const Tensor& conv_state, const Tensor& ssm_state, const Tensor& state_indices,
     int64_t num_k_heads, int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim,
-    const Tensor& out) {
+    const Tensor& out, OptTensor steps, OptTensor taken, OptTensor keys, OptTensor errors,
+    OptTensor decays, OptTensor inputs) {
   constexpr const char* op = "gdn_decode";
   GdnArgs args = gdn_args(
       op, qkv, a, b, A_log, dt_bias, ssm_state, state_indices, num_k_heads, num_v_heads,
       head_k_dim, head_v_dim, out);
-  if (qkv.size(0) < args.num_seqs) {
-    reject({op, "qkv"}, qkv, "must have a row for every state index");
+  if (args.num_seqs == 0) return;
+  if (qkv.size(0) % args.num_seqs != 0 || (!steps && qkv.size(0) != args.num_seqs)) {
+    reject({op, "qkv"}, qkv, "must have one row, with a journal equally many, per state index");
   }
+  args.tokens_per_seq = qkv.size(0) / args.num_seqs;
   args.conv = conv_args(op, qkv, "qkv", conv_weight, conv_bias, conv_state);
+  if (steps) {
+    args.journal = journal_args(op, args, *taken, *keys, *errors, *decays, *inputs);
+    check_shape(*steps, {-1, 4}, 2, {op, "steps"});
+    check_int32(*steps, {op, "steps"});
+    args.journal.steps = static_cast<const int32_t*>(steps->data_ptr());
+    if (steps->size(0) < args.num_seqs) {
+      reject({op, "steps"}, *steps, "must have a row for every state index");
+    }
+    if (args.journal.kept + 1 < args.tokens_per_seq) {
+      reject({op, "inputs"}, *inputs, "must have room for the tokens but one");
+    }
+    check_steps(op, args);
+  }
   kernels().gdn_decode(args);
+}
+
+void gdn_commit(
+    const Tensor& entries, const Tensor& pending, const Tensor& first, const Tensor& taken,
+    const Tensor& keys, const Tensor& errors, const Tensor& decays, const Tensor& inputs,
+    const Tensor& ssm_state, const Tensor& conv_state) {
+  constexpr const char* op = "gdn_commit";
+  GdnCommitArgs args{};
+  check_shape(entries, {-1, 2}, 2, {op, "entries"});
+  check_int32(entries, {op, "entries"});
+  args.entries = static_cast<const int32_t*>(entries.data_ptr());
+  args.count = entries.size(0);
+  GdnArgs& gdn = args.gdn;
+  gdn.k_heads = keys.size(2);
+  gdn.k_dim = keys.size(3);
+  gdn.v_heads = errors.size(2);
+  gdn.v_dim = errors.size(3);
+  gdn.dtype = float_dtype(conv_state, {op, "conv_state"});
+  gdn.conv.channels = inputs.size(2);
+  gdn.conv.width = conv_state.size(1) + 1;
+  check_shape(conv_state, {-1, -1, gdn.conv.channels}, 2, {op, "conv_state"});
+  gdn.conv.state = conv_state.data_ptr();
+  gdn.conv.state_stride = conv_state.stride(0);
+  gdn.state_dtype = float_dtype(ssm_state, {op, "ssm_state"});
+  check_shape(ssm_state, {-1, gdn.v_heads, gdn.v_dim, gdn.k_dim}, 3, {op, "ssm_state"});
+  gdn.state = ssm_state.data_ptr();
+  gdn.state_stride = ssm_state.stride(0);
+  gdn.journal = journal_args(op, gdn, taken, keys, errors, decays, inputs);
+  args.pending = int32_vector(pending, gdn.journal.rows, {op, "pending"});
+  args.first = int32_vector(first, gdn.journal.rows, {op, "first"});
+  for (int64_t i = 0; i < args.count; ++i) {
+    const int32_t row = args.entries[2 * i], block = args.entries[2 * i + 1];
+    STD_TORCH_CHECK(
+        row >= 0 && row < gdn.journal.rows && block >= 0 && block < ssm_state.size(0), op,
+        ": entry ", i, " names row ", row, " and block ", block, ", which there are not");
+  }
+  kernels().gdn_commit(args);
 }
 
 }  // namespace vllm_cpu

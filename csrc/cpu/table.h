@@ -15,6 +15,7 @@
   X(causal_conv1d, ConvArgs)           \
   X(gdn_prefill, GdnArgs)              \
   X(gdn_decode, GdnArgs)               \
+  X(gdn_commit, GdnCommitArgs)         \
   X(skinny_linear, SkinnyLinearArgs)
 
 namespace vllm_cpu {

@@ -55,12 +55,19 @@ class EagerSteps(StepGraphs):
     def __init__(self, runner: ModelRunner, captured: StepGraphs) -> None:
         super().__init__()
         self._runner, self._captured = runner, captured
-        steps = PaddedSteps(runner.inputs, runner.metadata, runner._forward, runner.compute_logits)
+        steps = PaddedSteps(
+            runner.inputs,
+            runner.metadata,
+            runner.block_tables,
+            runner.journals,
+            runner._forward,
+            runner.compute_logits,
+        )
         self._whole = {size: steps.decodes(size) for size in captured.sizes}
         # The staged arrays keep their addresses: these read what a step uploads.
         self._inputs: dict[int, StepInputs] = {}
         for size in captured.piecewise_sizes:
-            self._inputs[size] = runner.inputs.padding(size, 0)
+            self._inputs[size] = runner.inputs.padding(size, 0)[1]
             runner.block_tables.flush()
 
     def replay_for(self, order: Any) -> Replay | None:

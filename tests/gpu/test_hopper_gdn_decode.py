@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import test_decode_ring
+from tests.kernels import test_journal
 from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn, strided, widen
-from tests.kernels.test_decode_ring import Layers, both_ways, rings, run, two_layers
+from tests.kernels.test_journal import Layers, both_ways, rings, run, two_layers
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
-from vllm.kernels.decode_ring import GatedNorm, RingMemory, RingShape
 from vllm.kernels.hopper_gdn import find_hopper_gdn
-from vllm.kernels.hopper_gdn_decode import MAX_SLOTS, claims, hopper_decode, takes_decode
+from vllm.kernels.hopper_gdn_decode import MAX_PLACES, claims, hopper_decode, takes_decode
+from vllm.kernels.journal import GatedNorm, JournalMemory, JournalShape, JournalSize
 from vllm.kernels.linear.skinny import OPS, skinny_linear
 from vllm.kernels.naive import NaiveKernels
 
@@ -121,16 +121,17 @@ def test_a_ring_agrees_with_the_reference(kernels: CudaKernels) -> None:
 def test_one_key_head_of_a_ring_is_not_anothers(kernels: CudaKernels) -> None:
     """Each head replays its own tokens: a change of one entry changes that head alone."""
     case = gdn_decode_case(1, MODEL, BF16, "cuda")
-    memory = RingMemory(RingShape(*MODEL, F32), 1, 1, 3, "cuda")
+    memory = JournalMemory(JournalShape(*MODEL, F32), 1, 1, JournalSize(3), "cuda")
     memory.errors.normal_()
     memory.keys.normal_(std=0.1)
     memory.decays.fill_(0.9)
     steps = torch.tensor([[0, 2, 0, 0]], dtype=torch.int32, device="cuda")
-    ring = memory.stack(steps, [case["ssm_state"]]).layer(0)
+    counts = tuple(torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
+    ring = memory.stack(steps, counts, [case["ssm_state"]], [case["conv_state"]]).layer(0)
     before, after = copied(case), copied(case)
-    kernels.gdn_decode(**before, ring=ring)
+    kernels.gdn_decode(**before, journal=ring)
     memory.errors[0, 0, 1, 5] *= -1
-    kernels.gdn_decode(**after, ring=ring)
+    kernels.gdn_decode(**after, journal=ring)
     changed = (before["out"] != after["out"]).any(-1)[0]
     assert changed.nonzero().flatten().tolist() == [5]
 
@@ -183,10 +184,10 @@ def test_the_largest_ring_fits(
     kernels: CudaKernels, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where shared memory holds fewer items at a time: the same bits, over many items."""
-    monkeypatch.setattr(test_decode_ring, "SLOTS", MAX_SLOTS)
+    monkeypatch.setattr(test_journal, "SLOTS", MAX_PLACES)
     heads = (4, 16, 128, 128)
     layers = two_layers(140, heads, BF16, "cuda", state_dtype=state_dtype)
-    assert both_ways(kernels, layers, heads, steps=MAX_SLOTS + 3)
+    assert both_ways(kernels, layers, heads, steps=MAX_PLACES + 3)
 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from parity_checks import MakeEngine, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.kernels.naive import NaiveKernels
+from vllm.kernels.step import JournalCommits
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockCopy
-from vllm.v1.worker.deferred_commit import DeferredCommit
+from vllm.v1.worker.state_journals import StateJournals
 
 pytestmark = pytest.mark.parity
 
@@ -54,7 +54,7 @@ def bits(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 def defers(llm: LLM) -> bool:
-    return llm.collective_rpc(lambda worker: worker.model_runner.deferred is not None)[0]
+    return llm.collective_rpc(lambda worker: worker.model_runner.journals is not None)[0]
 
 
 def engine(make_engine: MakeEngine, interval: int, **settings: Any) -> LLM:
@@ -177,49 +177,50 @@ def test_bits_of_a_bf16_state(scenario: Any, make_engine: MakeEngine) -> None:
 def _no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows commit when their slots are full alone, so that what is pending when a scenario needs
     it does not depend on how many steps the warm-up took."""
-    begin_step = DeferredCommit.begin_step
+    begin_step = StateJournals.begin_step
 
-    def at_step_one(self: DeferredCommit, order: Any) -> None:
-        self._step = 1
-        begin_step(self, order)
+    def at_step_one(self: StateJournals, order: Any) -> JournalCommits:
+        self._turn = 0
+        return begin_step(self, order)
 
-    monkeypatch.setattr(DeferredCommit, "begin_step", at_step_one)
+    monkeypatch.setattr(StateJournals, "begin_step", at_step_one)
 
 
 def _forget_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(self: DeferredCommit, row: int) -> None:
-        self.pending[row] = 0
+    def leave(self: StateJournals, row: int) -> None:
+        self.waiting[row] = False
 
-    monkeypatch.setattr(DeferredCommit, "leave", leave)
+    monkeypatch.setattr(StateJournals, "leave", leave)
 
 
 def _copy_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    before_copies = DeferredCommit.before_copies
+    before_copies = StateJournals.before_copies
 
-    def only_who_left(self: DeferredCommit, copies: Sequence[BlockCopy]) -> None:
+    def only_who_left(self: StateJournals, copies: Sequence[BlockCopy]) -> None:
         before_copies(self, [])
 
-    monkeypatch.setattr(DeferredCommit, "before_copies", only_who_left)
+    monkeypatch.setattr(StateJournals, "before_copies", only_who_left)
 
 
 def _prefill_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_step = DeferredCommit.begin_step
+    begin_step = StateJournals.begin_step
 
-    def without_flush(self: DeferredCommit, order: Any) -> None:
-        self.pending[order.rows[order.num_decodes :]] = 0
-        begin_step(self, order)
+    def without_flush(self: StateJournals, order: Any) -> JournalCommits:
+        self.waiting[order.rows[order.num_decodes :]] = False
+        return begin_step(self, order)
 
-    monkeypatch.setattr(DeferredCommit, "begin_step", without_flush)
+    monkeypatch.setattr(StateJournals, "begin_step", without_flush)
 
 
 def _lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_step = DeferredCommit.begin_step
+    begin_step = StateJournals.begin_step
 
-    def one_less(self: DeferredCommit, order: Any) -> None:
-        begin_step(self, order)
-        self.pending[:] = np.maximum(self.pending - (self.pending == 3), 0)
+    def one_less(self: StateJournals, order: Any) -> JournalCommits:
+        pending = self._progress.pending
+        pending -= (pending == 3).to(pending.dtype)
+        return begin_step(self, order)
 
-    monkeypatch.setattr(DeferredCommit, "begin_step", one_less)
+    monkeypatch.setattr(StateJournals, "begin_step", one_less)
 
 
 @pytest.mark.parametrize(

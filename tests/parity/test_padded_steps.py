@@ -62,8 +62,8 @@ _last_inputs: dict[int, StepInputs] = {}
 def remembered_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     build = StepInputBuilder.build
 
-    def remember(self: StepInputBuilder, *args: Any) -> StepInputs:
-        inputs = _last_inputs[id(self)] = build(self, *args)
+    def remember(self: StepInputBuilder, *args: Any, **kwargs: Any) -> StepInputs:
+        inputs = _last_inputs[id(self)] = build(self, *args, **kwargs)
         return inputs
 
     monkeypatch.setattr(StepInputBuilder, "build", remember)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ from parity_checks import TP_SIZE, MakeEngine, generate, prompts
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.decisions import decisions
+from vllm.kernels.step import PagedGroups
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, RecurrentManager
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import GroupBlockTable
-from vllm.v1.worker.sanitizer import SanitizerError
-from vllm.v1.worker.staging import Uploads
-from vllm.v1.worker.step_inputs import StepInputBuilder
+from vllm.v1.worker.sanitizer import Sanitizer, SanitizerError
+from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 
 pytestmark = pytest.mark.parity
 
@@ -141,34 +140,36 @@ def free_and_give_away(monkeypatch: Patch) -> None:
     _at_the_second_token(monkeypatch, swap)
 
 
-def _upload_at_once(monkeypatch: Patch) -> None:
-    """A GPU's arrays travel together later; what a breakage does to them must come after."""
-
-    def copy(self: Any, host: Any, device: Any) -> None:
-        device.copy_(host)
-
-    monkeypatch.setattr(Uploads, "add", copy)
-
-
 def wrong_slots(monkeypatch: Patch) -> None:
-    """What is uploaded is right; what the kernels are given lies one slot further."""
-    _upload_at_once(monkeypatch)
-    slot_mapping = GroupBlockTable.slot_mapping
+    """What `prepare` made is right; what the kernels are given lies one slot further."""
+    check_inputs = Sanitizer.check_inputs
 
-    def shifted(self: Any, *args: Any) -> Any:
-        return slot_mapping(self, *args) + 1
+    def check_and_shift(self: Any, *args: Any) -> None:
+        check_inputs(self, *args)
+        for table in self._tables.groups:
+            table.slots += 1
 
-    monkeypatch.setattr(GroupBlockTable, "slot_mapping", shifted)
+    monkeypatch.setattr(Sanitizer, "check_inputs", check_and_shift)
+
+
+def _after_prepare(monkeypatch: Patch, change: Callable[[StepInputs, PagedGroups], None]) -> None:
+    prepare = StepInputBuilder.prepare
+
+    def prepare_and_change(
+        self: Any, order: Any, inputs: StepInputs, groups: PagedGroups, *args: Any
+    ) -> None:
+        prepare(self, order, inputs, groups, *args)
+        change(inputs, groups)
+
+    monkeypatch.setattr(StepInputBuilder, "prepare", prepare_and_change)
 
 
 def wrong_uploaded_slots(monkeypatch: Patch) -> None:
-    _upload_at_once(monkeypatch)
-    slot_mapping = GroupBlockTable.slot_mapping
+    def shift(inputs: StepInputs, groups: PagedGroups) -> None:
+        for group in groups.groups:
+            group.slots.add_(1)
 
-    def shifted(self: Any, *args: Any) -> Any:
-        return slot_mapping(self, *args).add_(1)
-
-    monkeypatch.setattr(GroupBlockTable, "slot_mapping", shifted)
+    _after_prepare(monkeypatch, shift)
 
 
 def shifted_table(monkeypatch: Patch) -> None:
@@ -181,14 +182,7 @@ def shifted_table(monkeypatch: Patch) -> None:
 
 
 def reads_one_token_too_many(monkeypatch: Patch) -> None:
-    _upload_at_once(monkeypatch)
-    build = StepInputBuilder.build
-
-    def longer(self: Any, *args: Any) -> Any:
-        inputs = build(self, *args)
-        return replace(inputs, seq_lens=inputs.seq_lens + 1)
-
-    monkeypatch.setattr(StepInputBuilder, "build", longer)
+    _after_prepare(monkeypatch, lambda inputs, groups: inputs.seq_lens.add_(1))
 
 
 def writes_to_the_null_page(monkeypatch: Patch) -> None:

@@ -13,23 +13,56 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
 
 EXTRACT = "extract_hidden_states"
-SUPPORTED_METHODS = (EXTRACT,)
+REPLAY = "replay"
+SUPPORTED_METHODS = (EXTRACT, REPLAY)
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+#: what one step verifies per request
+MOST_DRAFTS = 15
 #: fields filled in by the engine, never by the user
 FILLED_BY_ENGINE = ("target_model_config", "target_parallel_config", "draft_parallel_config")
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """A drafter that proposes what requests bring: `num_speculative_tokens` per step, each of them
+    the request's with probability `acceptance` and a random one else, drawn by `seed`."""
+
+    num_speculative_tokens: int
+    acceptance: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= MOST_DRAFTS:
+            _fail(
+                "num_speculative_tokens",
+                f"must be 1 to {MOST_DRAFTS}, got {self.num_speculative_tokens}",
+                self.num_speculative_tokens,
+            )
+        if not 0 <= self.acceptance <= 1:
+            _fail("acceptance", f"must be 0 to 1, got {self.acceptance}", self.acceptance)
+
+
 @config
 class SpeculativeConfig:
-    """`method` and its settings. So far the only method is `extract_hidden_states`.
+    """`method` and its settings: `extract_hidden_states`, or `replay`, which verifies draft tokens
+    that requests bring in `extra_args["draft_token_ids"]` (tests and measurements). Extraction may
+    have a drafter beside it.
 
     `draft_model_config` is given as `{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`
     and becomes a `ModelConfig`: the target's with an `ExtractHiddenStatesConfig` as `hf_config`.
     """
 
-    method: str | None = option(default=None, help="`extract_hidden_states`.")
+    method: str | None = option(default=None, help="`extract_hidden_states` or `replay`.")
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."
+    )
+    acceptance: float = option(
+        default=1.0, help="Share of the draft tokens that `replay` leaves as they are."
+    )
+    seed: int = option(default=0, help="Of the draft tokens that `replay` replaces.")
+    drafter: dict[str, Any] | None = option(
+        default=None,
+        help='A drafter beside extraction: `{"method": "replay", "num_speculative_tokens": 3}`.',
     )
     model: str | None = option(default=None, help="Draft model; extraction has none.")
     draft_model_config: Any = option(
@@ -54,9 +87,27 @@ class SpeculativeConfig:
                 parameter="speculative_config.method",
                 value=self.method,
             )
-        self._check_extraction()
-        if self.target_model_config is not None:
-            self._build_draft(self.target_model_config)
+        self.replay  # noqa: B018 (its errors are the configuration's)
+        if self.method == EXTRACT:
+            self._check_extraction()
+            if self.target_model_config is not None:
+                self._build_draft(self.target_model_config)
+
+    @property
+    def replay(self) -> ReplayConfig | None:
+        """The drafter, if there is one."""
+        if self.method == REPLAY:
+            if self.drafter is not None:
+                _fail("drafter", f"goes with method {EXTRACT}", self.drafter)
+            tokens = self.num_speculative_tokens or 0
+            return ReplayConfig(tokens, self.acceptance, self.seed)
+        if self.drafter is None:
+            return None
+        given = dict(self.drafter)
+        known = {field.name for field in dataclasses.fields(ReplayConfig)}
+        if given.pop("method", None) != REPLAY or set(given) - known:
+            _fail("drafter", f"must have method {REPLAY} and keys of {sorted(known)}", self.drafter)
+        return ReplayConfig(**given)
 
     def _check_extraction(self) -> None:
         if self.num_speculative_tokens != 1:
@@ -118,7 +169,13 @@ class SpeculativeConfig:
     @property
     def tokens_per_request(self) -> int:
         """Tokens of a decoding request in one step: its own and the drafts to verify."""
-        return 1 + (self.num_speculative_tokens or 0)
+        return 1 + self.num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens that a step verifies, or of extraction counts as if it did."""
+        replay = self.replay
+        return replay.num_speculative_tokens if replay else self.num_speculative_tokens or 0
 
     def use_eagle(self) -> bool:
         """Whether a drafter reads the target's hidden states (eagle, eagle3, mtp, dflash)."""

@@ -21,7 +21,7 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
-from vllm.config.speculative import SpeculativeConfig
+from vllm.config.speculative import ReplayConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import FlagKind, config, option
 
@@ -131,6 +131,16 @@ class VllmConfig:
             self.scheduler_config.max_model_len = self.model_config.max_model_len
             if self.cache_config.sliding_window is None:
                 self.cache_config.sliding_window = self.model_config.get_sliding_window()
+
+    @property
+    def drafter(self) -> ReplayConfig | None:
+        """The configured drafter, if any."""
+        return None if self.speculative_config is None else self.speculative_config.replay
+
+    @property
+    def tokens_to_verify(self) -> int:
+        """Tokens of a decoding request in one step: its newest one and drafts."""
+        return 1 if self.drafter is None else 1 + self.drafter.num_speculative_tokens
 
     def _adopt_attention_config(self) -> None:
         """The two spellings of the attention backend become one."""

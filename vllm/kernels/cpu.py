@@ -4,8 +4,8 @@
 from torch import Tensor
 
 from vllm._extension import cpu_ops
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.kernels.interface import Kernels
+from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.scan_segments import ScanSegments
 
 
@@ -25,6 +25,7 @@ class CpuKernels(Kernels):
         self._causal_conv1d = ops.causal_conv1d.default
         self._gdn_prefill = ops.gdn_prefill.default
         self._gdn_decode = ops.gdn_decode.default
+        self._gdn_commit = ops.gdn_commit.default
 
     def causal_conv1d(
         self,
@@ -104,12 +105,9 @@ class CpuKernels(Kernels):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
-        ring: DecodeRing | None = None,
+        journal: Journal | None = None,
         norm: GatedNorm | None = None,
     ) -> None:
-        """Raises ValueError with a ring: memory is not what bounds a CPU's decode."""
-        if ring is not None:
-            raise ValueError("the CPU's kernels write the state at every step; give no ring")
         self._gdn_decode(
             qkv,
             a,
@@ -126,10 +124,26 @@ class CpuKernels(Kernels):
             head_k_dim,
             head_v_dim,
             out,
+            *_journal_fields(journal),
         )
         if norm is not None:
             self.gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
 
-    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
-        """Raises ValueError: see `gdn_decode`."""
-        raise ValueError("the CPU's kernels keep no ring, so there is nothing to commit")
+    def gdn_commit(self, stack: JournalStack, entries: Tensor) -> None:
+        counts = (stack.pending, stack.first, stack.taken)
+        for i, (state, conv_state) in enumerate(zip(stack.states, stack.conv_states, strict=True)):
+            kept = (stack.keys[i], stack.errors[i], stack.decays[i], stack.inputs[i])
+            self._gdn_commit(entries, *counts, *kept, state, conv_state)
+
+
+def _journal_fields(journal: Journal | None) -> tuple[Tensor | None, ...]:
+    if journal is None:
+        return (None,) * 6
+    return (
+        journal.steps,
+        journal.taken,
+        journal.keys,
+        journal.errors,
+        journal.decays,
+        journal.inputs,
+    )

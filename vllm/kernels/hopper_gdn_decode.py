@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of the gated delta rule in CUDA C++: `csrc/cuda/hopper/gdn_decode.cu`.
 
-Convolution, gates, the ring's pending tokens, the new token and the gated norm in one launch. A
+Convolution, gates, the journal's pending tokens, the new token and the gated norm in one launch. A
 row's bits follow from that row alone, and its states' updates are those of `gdn_commit`.
 """
 
@@ -12,13 +12,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm
+from vllm.kernels.journal import GatedNorm, Journal
 
 HEAD_DIM = 128
 WIDTH = 4
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 #: pending tokens that fit into shared memory beside the states
-MAX_SLOTS = 15
+MAX_PLACES = 15
 
 
 def takes_decode(
@@ -30,7 +30,7 @@ def takes_decode(
     ssm_state: Tensor,
     heads: tuple[int, int, int, int],
     out: Tensor,
-    ring: DecodeRing | None,
+    journal: Journal | None,
     norm: GatedNorm | None,
 ) -> bool:
     """Whether the op takes these; `heads` are (k heads, v heads, dk, dv), the rest as in
@@ -43,7 +43,7 @@ def takes_decode(
         and conv_weight.dtype == conv_state.dtype == torch.bfloat16
         and conv_weight.shape[1] == WIDTH
         and ssm_state.dtype in STATE_DTYPES
-        and (ring is None or ring.slots <= MAX_SLOTS)
+        and (journal is None or (journal.width == 1 and journal.places <= MAX_PLACES))
         and (norm is None or _takes_norm(norm))
         and _dense(qkv.stride(), ()) and _dense(out.stride(), (HEAD_DIM,))
         and a.stride(1) == b.stride(1) == 1
@@ -89,13 +89,13 @@ def hopper_decode(
     state_indices: Tensor,
     num_k_heads: int,
     out: Tensor,
-    ring: DecodeRing | None,
+    journal: Journal | None,
     norm: GatedNorm | None,
     overlap: bool,
 ) -> None:
     """See `Kernels.gdn_decode`; takes what `takes_decode` says.
 
-    With `overlap` it may start before the kernel that fills `qkv` ends: states, ring and the
+    With `overlap` it may start before the kernel that fills `qkv` ends: states, journal and the
     convolution's inputs are fetched meanwhile.
     """
     torch.ops.vllm_cuda.gdn_decode.default(
@@ -110,10 +110,10 @@ def hopper_decode(
         ssm_state,
         state_indices,
         out,
-        None if ring is None else ring.steps,
-        None if ring is None else ring.keys,
-        None if ring is None else ring.errors,
-        None if ring is None else ring.decays,
+        None if journal is None else journal.steps,
+        None if journal is None else journal.keys,
+        None if journal is None else journal.errors,
+        None if journal is None else journal.decays,
         None if norm is None else norm.gate,
         None if norm is None else norm.weight,
         claims(qkv.device),

@@ -23,9 +23,9 @@ from torch import Tensor
 from vllm.kernels.activation import naive as activation
 from vllm.kernels.attention import naive as attention
 from vllm.kernels.cache import naive as cache
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
+from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.linear import naive as matmul
 from vllm.kernels.norm import naive as norms
 from vllm.kernels.registry import Op, Registry, composed
@@ -192,22 +192,23 @@ class Kernels(Registry):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
-        ring: DecodeRing | None = None,
+        journal: Journal | None = None,
         norm: GatedNorm | None = None,
     ) -> None:
-        """One token per sequence: convolution update, gating, the recurrent step, and `norm`.
+        """Few tokens per sequence: convolution update, gating, the recurrent steps, and `norm`.
 
-        `qkv [num_seqs, channels]` is the raw projection (before the convolution); the rest as in
-        `causal_conv1d` and `gdn_prefill`. `out [num_seqs, num_v_heads, head_v_dim]`, after the
-        gated norm if it is given. With `ring` the states are read but only written by sequences
-        that commit; outputs, and states once committed, have the bits they have without it.
+        `qkv [tokens, channels]` is the raw projection (before the convolution), equally many tokens
+        of every sequence; the rest as in `causal_conv1d` and `gdn_prefill`. `out [tokens,
+        num_v_heads, head_v_dim]`, after the gated norm if it is given. With `journal` the states
+        are read but only written by sequences that commit; outputs, and states once committed, have
+        the bits they have without it. Without one, a sequence has one token.
         """
         ...
 
-    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
+    def gdn_commit(self, stack: JournalStack, entries: Tensor) -> None:
         """Write to their blocks, for all layers, the tokens that some batch rows have pending.
 
-        `entries [n, 4]` int32: batch row, pending tokens, block, 0. Platforms that do not
-        `defers_commit` refuse this and `ring` (ValueError).
+        `entries [n, 2]` int32: batch row and block. What is pending is counted on the device, and
+        still counted afterwards.
         """
         ...

@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from vllm.kernels import naive_gdn, naive_ring
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
+from vllm.kernels import naive_gdn, naive_journal
 from vllm.kernels.interface import Kernels
+from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
 
@@ -91,24 +91,29 @@ class NaiveKernels(Kernels):
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
-        ring: DecodeRing | None = None,
+        journal: Journal | None = None,
         norm: GatedNorm | None = None,
     ) -> None:
         num_seqs = len(state_indices)
-        carried = torch.ones(num_seqs, dtype=torch.bool)
-        starts = torch.arange(num_seqs + 1)
-        mixed = torch.empty_like(qkv)
-        naive_causal_conv1d(
-            qkv, conv_weight, conv_bias, conv_state, state_indices, carried, starts, mixed
-        )
         heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-        step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
-        if ring is None:
+        if journal is None:
+            carried = torch.ones(num_seqs, dtype=torch.bool)
+            starts = torch.arange(num_seqs + 1)
+            mixed = torch.empty_like(qkv)
+            naive_causal_conv1d(
+                qkv, conv_weight, conv_bias, conv_state, state_indices, carried, starts, mixed
+            )
+            step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
             naive_gdn.gated_delta_rule(*step, carried, starts, heads, out)
         else:
-            naive_ring.decode(*step, ring, heads, out)
+            width = len(qkv) // max(num_seqs, 1)
+            mixed = naive_journal.convolve_tokens(
+                qkv, conv_weight, conv_bias, conv_state, state_indices, journal, width
+            )
+            step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
+            naive_journal.decode(*step, journal, heads, out, width)
         if norm is not None:
             self.gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
 
-    def gdn_commit(self, rings: RingStack, entries: Tensor) -> None:
-        naive_ring.commit(rings, entries)
+    def gdn_commit(self, stack: JournalStack, entries: Tensor) -> None:
+        naive_journal.commit(stack, entries)

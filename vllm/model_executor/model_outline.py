@@ -12,7 +12,8 @@ from torch import nn
 
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, DefersCommit
+from vllm.kernels.journal import JournalSize
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -71,11 +72,15 @@ def _ring_bytes(
     layers: Mapping[str, AttentionLayerBase],
     specs: Mapping[str, KVCacheSpec],
 ) -> int:
-    """What `DeferredCommit` takes."""
-    waiting = vllm_config.cache_config.commit_interval - 1
-    per_token = 0
+    """What `StateJournals` takes."""
+    interval = vllm_config.cache_config.commit_interval
+    size = JournalSize.of(interval, vllm_config.tokens_to_verify)
+    if size is None:
+        return 0
+    per_row = 0
     for name, layer in layers.items():
         spec = specs[name]
-        if isinstance(layer, DefersCommit) and isinstance(spec, MambaSpec):
-            per_token += layer.ring_shape(spec).token_bytes
-    return per_token * waiting * vllm_config.scheduler_config.max_num_seqs
+        if isinstance(layer, KeepsJournal) and isinstance(spec, MambaSpec):
+            shape = layer.journal_shape(spec)
+            per_row += shape.token_bytes * size.places + shape.input_bytes * size.inputs
+    return per_row * vllm_config.scheduler_config.max_num_seqs

@@ -19,10 +19,12 @@ NO_TOKEN = -1
 @dataclass
 class SamplerOutput:
     """Device-side result: `sampled_token_ids [n]` int64 (`NO_TOKEN` where there was none to
-    sample); logprobs tensors or None."""
+    sample); logprobs tensors or None. Of a request that verifies drafts the first `num_accepted
+    [requests]` int32 tokens are output."""
 
     sampled_token_ids: Tensor
     logprobs: LogprobsTensors | None = None
+    num_accepted: Tensor | None = None
 
 
 @dataclass

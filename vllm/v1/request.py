@@ -60,16 +60,18 @@ def _stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int
 class Request:
     """Tokens, progress and block hashes of one request.
 
-    `num_computed_tokens` advances when a step is scheduled. With asynchronous scheduling
-    `num_output_placeholders` counts sampled tokens whose value has not come back yet, and
-    `discard_outputs` how many of those must be dropped on arrival (they were sampled before a
-    preemption and will be sampled again). `num_state_tokens` is what the recurrent state on the
-    device has taken in once every scheduled step has run: unlike `num_computed_tokens` it is never
-    set back, only to 0 when there is no state any more. `length_limit`: known tokens at which the
-    request ends.
+    `num_computed_tokens` advances when a step is scheduled, by drafts too, and goes back by those
+    that turn out to be rejected. `num_output_placeholders` counts sampled tokens whose value has
+    not come back yet, as if all drafts were accepted, and `discard_outputs` how many of those must
+    be dropped on arrival (they were sampled before a preemption and will be sampled again).
+    `num_state_tokens` is what the recurrent state on the device has taken in once every scheduled
+    step has run: unlike `num_computed_tokens` it is set back by rejected drafts alone, and to 0
+    when there is no state any more. `length_limit`: known
+    tokens at which the request ends.
 
-    `quiet_until`: while fewer tokens than this are computed, the next step computes one more and
-    samples, and nothing else has to be decided (see `Scheduler`).
+    `quiet_until`: while a step takes the request to at most so many computed tokens, it computes
+    the newest token and as many drafts as there can be, and nothing else has to be decided (see
+    `Scheduler`).
     """
 
     def __init__(
@@ -109,11 +111,15 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_state_tokens = 0
+        #: what the workers were told of `all_token_ids`; they sampled the others
+        self.num_told_tokens = 0
         self.quiet_until = 0
         self.num_cached_tokens = -1
         self.num_external_computed_tokens = 0
         self.num_preemptions = 0
         self.num_output_placeholders = 0
+        #: tokens of steps in flight that count as computed and may turn out to be rejected
+        self.num_drafts_in_flight = 0
         self.discard_outputs = 0
         #: monotonic seconds: entered the waiting queue, first scheduled
         self.queued_time = 0.0

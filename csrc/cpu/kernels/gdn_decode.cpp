@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One token per sequence: convolution, gates and the recurrent step, in one pass over the state.
+// Few tokens per sequence: convolution, gates and the recurrent steps, in one pass over the state.
+#include <string.h>
+
 #include "../runtime.h"
 #include "../table.h"
 #include "conv1d.h"
@@ -12,24 +14,49 @@ namespace {
 
 constexpr int kStateRows = 4;  // rows of the state (value dims) taken together
 
-// Convolves channels [first, first + count) of one token, shifts their state, and returns the
-// result as T would hold it: prefill passes it through a tensor of T.
+// One sequence of a decode: its tokens, its state and what its row of the journal holds.
 template <typename T>
-void conv_step(
-    const ConvArgs& conv, const T* x, T* state, int64_t first, int64_t count, float* out) {
+struct Sequence {
+  const T* x;  // [tokens, channels] in rows of x_stride
+  int64_t x_stride, tokens;
+  T* state;         // [width - 1, channels]
+  T* kept;          // [tokens - 1, channels]: inputs of drafts, the last step's and then this one's
+  int64_t taken;    // of them belong to accepted drafts
+};
+
+// Convolves channels [first, first + count) of the tokens and returns the results, `pitch` apart, as
+// T would hold them: prefill passes them through a tensor of T. The state takes in the accepted
+// drafts of the last step and the first token.
+template <typename T>
+void conv_steps(
+    const ConvArgs& conv, const Sequence<T>& seq, int64_t first, int64_t count, float* out,
+    int64_t pitch) {
+  const int64_t past = conv.width - 1;
   for_lanes(count, [&](int64_t c, int64_t lanes) {
     const int64_t channel = first + c;
     const ConvTaps taps = load_taps(conv, channel, lanes);
-    const vf input = load_upto(x + channel, lanes);
-    vf y = taps.bias;
-    T* row = state + channel;
-    for (int64_t w = 0; w + 1 < conv.width; ++w, row += conv.channels) {
-      y = fma(load_upto(row, lanes), taps.weight[w], y);
-      const bool newest = w + 2 == conv.width;
-      store_upto(row, newest ? input : load_upto(row + conv.channels, lanes), lanes);
+    vf history[kMaxWidth];
+    for (int64_t w = 0; w < past; ++w) {
+      const int64_t later = w + seq.taken - past;
+      history[w] = later < 0 ? load_upto(seq.state + (w + seq.taken) * conv.channels + channel, lanes)
+                             : load_upto(seq.kept + later * conv.channels + channel, lanes);
     }
-    y = fma(input, taps.weight[conv.width - 1], y);
-    store(out + c, round_to<T>(silu(y)));
+    for (int64_t t = 0; t < seq.tokens; ++t) {
+      const vf input = load_upto(seq.x + t * seq.x_stride + channel, lanes);
+      vf y = taps.bias;
+      for (int64_t w = 0; w < past; ++w) y = fma(history[w], taps.weight[w], y);
+      y = fma(input, taps.weight[past], y);
+      store(out + t * pitch + c, round_to<T>(silu(y)));
+      for (int64_t w = 0; w + 1 < past; ++w) history[w] = history[w + 1];
+      history[past - 1] = input;
+      if (t > 0) {
+        store_upto(seq.kept + (t - 1) * conv.channels + channel, input, lanes);
+        continue;
+      }
+      for (int64_t w = 0; w < past; ++w) {
+        store_upto(seq.state + w * conv.channels + channel, history[w], lanes);
+      }
+    }
   });
 }
 
@@ -59,11 +86,24 @@ RowSums project(const S* state, int64_t k_dim, float decay, const float* k, cons
   return sums;
 }
 
-// S <- decay S + d k^T and o = S q = (decay S) q + d (k . q), row by row of S^T.
+// S <- decay S + d k^T, row by row of S^T.
+template <typename S, int Rows>
+void update_rows(S* state, int64_t k_dim, float decay, const float* k, const float* delta) {
+  for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
+    const vf key = load(k + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      S* p = state + r * k_dim + i;
+      store_upto(p, fma(key, set1(delta[r]), load_upto(p, lanes) * decay), lanes);
+    }
+  });
+}
+
+// S <- decay S + d k^T and o = S q = (decay S) q + d (k . q), row by row of S^T; returns d.
 template <typename T, typename S, int Rows>
 void step_rows(
     S* state, int64_t k_dim, float decay, float beta, float kq, const float* k, const float* q,
-    const float* v, T* out) {
+    const float* v, T* out, float* delta) {
   RowSums sums{};
   if (Rows == kStateRows) {
     sums = project(state, k_dim, decay, k, q);
@@ -77,62 +117,173 @@ void step_rows(
     sums.k[0] = sum(sum_k);
     sums.q[0] = sum(sum_q);
   }
-  float delta[Rows], o[Rows];
+  float o[Rows];
   for (int r = 0; r < Rows; ++r) {
     delta[r] = beta * (v[r] - sums.k[r]);
     o[r] = sums.q[r] + delta[r] * kq;
   }
-  for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
-    const vf key = load(k + i);
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      S* p = state + r * k_dim + i;
-      store_upto(p, fma(key, set1(delta[r]), load_upto(p, lanes) * decay), lanes);
-    }
-  });
+  update_rows<S, Rows>(state, k_dim, decay, k, delta);
   for (int r = 0; r < Rows; ++r) store_n(out + r, set1(o[r]), 1);
 }
+
+// What the steps of one value head's rows read and write.
+template <typename T, typename S>
+struct HeadSteps {
+  int64_t k_dim, tokens;
+  S* state;  // [v_dim, k_dim]
+  const float *q, *k, *v;  // one after the other, of each token; pitches below
+  int64_t k_pitch, v_pitch;
+  const float *decay, *beta, *kq;  // [tokens]
+  T* out;
+  int64_t out_pitch;
+  // The journal, at this row and head; `pending` tokens from place `first` on.
+  int64_t pending = 0, first = 0, places = 1;
+  bool commits = true;
+  const float* keys = nullptr;    // [places] rows, key_pitch apart
+  float* errors = nullptr;        // [places] rows, error_pitch apart
+  const float* decays = nullptr;  // [places], decay_pitch apart
+  int64_t key_pitch = 0, error_pitch = 0, decay_pitch = 0;
+
+  // Place of token t, which does not commit.
+  int64_t place(int64_t t) const { return (first + pending + t - (commits ? 1 : 0)) % places; }
+};
+
+template <typename S, int Rows>
+void replay_rows(
+    S* state, int64_t k_dim, const float* keys, int64_t key_pitch, const float* errors,
+    int64_t error_pitch, const float* decays, int64_t decay_pitch, int64_t pending, int64_t first,
+    int64_t places) {
+  for (int64_t i = 0; i < pending; ++i) {
+    const int64_t at = (first + i) % places;
+    update_rows<S, Rows>(
+        state, k_dim, decays[at * decay_pitch], keys + at * key_pitch, errors + at * error_pitch);
+  }
+}
+
+template <typename T, typename S, int Rows>
+void run_rows(const HeadSteps<T, S>& head, int64_t row, S* rows) {
+  const int64_t size = Rows * head.k_dim;
+  S* stored = head.state + row * head.k_dim;
+  float delta[Rows];
+  if (!head.errors) {
+    step_rows<T, S, Rows>(
+        stored, head.k_dim, *head.decay, *head.beta, *head.kq, head.k, head.q, head.v + row,
+        head.out + row, delta);
+    return;
+  }
+  ::memcpy(rows, stored, size * sizeof(S));
+  replay_rows<S, Rows>(
+      rows, head.k_dim, head.keys, head.key_pitch, head.errors + row, head.error_pitch, head.decays,
+      head.decay_pitch, head.pending, head.first, head.places);
+  for (int64_t t = 0; t < head.tokens; ++t) {
+    step_rows<T, S, Rows>(
+        rows, head.k_dim, head.decay[t], head.beta[t], head.kq[t], head.k + t * head.k_pitch,
+        head.q + t * head.k_pitch, head.v + t * head.v_pitch + row, head.out + t * head.out_pitch + row,
+        delta);
+    if (t == 0 && head.commits) {
+      ::memcpy(stored, rows, size * sizeof(S));
+    } else {
+      ::memcpy(head.errors + head.place(t) * head.error_pitch + row, delta, sizeof(delta));
+    }
+  }
+}
+
+template <typename T, typename S>
+void run_head(const HeadSteps<T, S>& head, int64_t v_dim, S* rows) {
+  int64_t row = 0;
+  for (; row + kStateRows <= v_dim; row += kStateRows) run_rows<T, S, kStateRows>(head, row, rows);
+  for (; row < v_dim; ++row) run_rows<T, S, 1>(head, row, rows);
+}
+
+// The parts of a thread's scratch memory, in floats.
+struct Work {
+  int64_t k_pad, v_pad, tokens, rows;
+  explicit Work(const GdnArgs& args)
+      : k_pad(round_up(args.k_dim, kLanes)),
+        v_pad(round_up(args.v_dim, kLanes)),
+        tokens(args.tokens_per_seq),
+        rows(round_up(kStateRows * args.k_dim, kLanes)) {}
+  int64_t floats() const { return tokens * (2 * k_pad + v_pad + 3) + rows; }
+};
 
 template <typename T, typename S>
 void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) {
   const int64_t group = args.v_heads / args.k_heads;
-  const int64_t k_pad = round_up(args.k_dim, kLanes);
   const int64_t index = args.state_indices[seq];
-  float* q = work;
-  float* k = q + k_pad;
-  float* v = k + k_pad;
-  const T* x = static_cast<const T*>(args.qkv) + seq * args.qkv_stride;
-  T* conv_state = static_cast<T*>(args.conv.state) + index * args.conv.state_stride;
+  const int64_t tokens = args.tokens_per_seq;
+  const Work sizes(args);
+  S* rows = reinterpret_cast<S*>(work);
+  float* q = work + sizes.rows;
+  float* k = q + tokens * sizes.k_pad;
+  float* v = k + tokens * sizes.k_pad;
+  float* kq = v + tokens * sizes.v_pad;
+  float *decay = kq + tokens, *beta = decay + tokens;
+  const JournalArgs& journal = args.journal;
+  const int32_t* step = journal.steps ? journal.steps + seq * 4 : nullptr;
+  const int64_t row = step ? step[0] : 0;
+  Sequence<T> tokens_of{
+      static_cast<const T*>(args.qkv) + seq * tokens * args.qkv_stride, args.qkv_stride, tokens,
+      static_cast<T*>(args.conv.state) + index * args.conv.state_stride, nullptr, 0};
+  if (step) {
+    tokens_of.kept = static_cast<T*>(journal.inputs) + row * journal.kept * args.conv.channels;
+    tokens_of.taken = journal.taken[row];
+  }
   const int64_t key_width = args.k_heads * args.k_dim;
-  conv_step(args.conv, x, conv_state, key_head * args.k_dim, args.k_dim, q);
-  conv_step(args.conv, x, conv_state, key_width + key_head * args.k_dim, args.k_dim, k);
-  l2_normalise(q, k_pad, 1.0f / ::sqrtf(static_cast<float>(args.k_dim)));
-  l2_normalise(k, k_pad, 1.0f);
-  vf kq_sum = {};
-  for (int64_t i = 0; i < k_pad; i += kLanes) kq_sum = fma(load(k + i), load(q + i), kq_sum);
-  const float kq = sum(kq_sum);
+  conv_steps(args.conv, tokens_of, key_head * args.k_dim, args.k_dim, q, sizes.k_pad);
+  conv_steps(args.conv, tokens_of, key_width + key_head * args.k_dim, args.k_dim, k, sizes.k_pad);
+  HeadSteps<T, S> head{args.k_dim, tokens, nullptr, q, k, v, sizes.k_pad, sizes.v_pad,
+                       decay, beta, kq, nullptr, args.out_strides[0]};
+  if (step) {
+    head.pending = step[1];
+    head.commits = step[2] != 0;
+    head.first = step[3];
+    head.places = journal.places;
+    head.key_pitch = key_width;
+    head.error_pitch = args.v_heads * args.v_dim;
+    head.decay_pitch = args.v_heads;
+    head.keys = journal.keys + row * journal.places * key_width + key_head * args.k_dim;
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    float *query = q + t * sizes.k_pad, *key = k + t * sizes.k_pad;
+    l2_normalise(query, sizes.k_pad, 1.0f / ::sqrtf(static_cast<float>(args.k_dim)));
+    l2_normalise(key, sizes.k_pad, 1.0f);
+    vf kq_sum = {};
+    for (int64_t i = 0; i < sizes.k_pad; i += kLanes) {
+      kq_sum = fma(load(key + i), load(query + i), kq_sum);
+    }
+    kq[t] = sum(kq_sum);
+    if (step && (t > 0 || !head.commits)) {
+      float* kept = journal.keys + (row * journal.places + head.place(t)) * key_width;
+      ::memcpy(kept + key_head * args.k_dim, key, args.k_dim * sizeof(float));
+    }
+  }
   for (int64_t j = key_head * group; j < (key_head + 1) * group; ++j) {
-    conv_step(args.conv, x, conv_state, 2 * key_width + j * args.v_dim, args.v_dim, v);
-    const Gates gate = gates<T>(args, decay_params(args, j), seq, j);
-    const float decay = ::expf(gate.g);
-    S* state = static_cast<S*>(args.state) + index * args.state_stride +
+    conv_steps(args.conv, tokens_of, 2 * key_width + j * args.v_dim, args.v_dim, v, sizes.v_pad);
+    const DecayParams params = decay_params(args, j);
+    if (step) {
+      const int64_t heads = row * journal.places * args.v_heads + j;
+      head.errors = journal.errors + heads * args.v_dim;
+      head.decays = journal.decays + heads;
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      const Gates gate = gates<T>(args, params, seq * tokens + t, j);
+      decay[t] = ::expf(gate.g);
+      beta[t] = gate.beta;
+      if (step && (t > 0 || !head.commits)) {
+        journal.decays[(row * journal.places + head.place(t)) * args.v_heads + j] = decay[t];
+      }
+    }
+    head.state = static_cast<S*>(args.state) + index * args.state_stride +
         j * args.v_dim * args.k_dim;
-    T* out = static_cast<T*>(args.out) + seq * args.out_strides[0] + j * args.out_strides[1];
-    int64_t row = 0;
-    for (; row + kStateRows <= args.v_dim; row += kStateRows) {
-      step_rows<T, S, kStateRows>(
-          state + row * args.k_dim, args.k_dim, decay, gate.beta, kq, k, q, v + row, out + row);
-    }
-    for (; row < args.v_dim; ++row) {
-      step_rows<T, S, 1>(
-          state + row * args.k_dim, args.k_dim, decay, gate.beta, kq, k, q, v + row, out + row);
-    }
+    head.out = static_cast<T*>(args.out) + seq * tokens * args.out_strides[0] +
+        j * args.out_strides[1];
+    run_head(head, args.v_dim, rows);
   }
 }
 
 template <typename T, typename S>
 void run(const GdnArgs& args) {
-  const int64_t floats = 2 * round_up(args.k_dim, kLanes) + round_up(args.v_dim, kLanes);
+  const int64_t floats = Work(args).floats();
   const int64_t item_cost = args.v_heads / args.k_heads * args.v_dim * args.k_dim;
   parallel_ranges(
       args.num_seqs * args.k_heads, 65536 / item_cost + 1, [&](int64_t begin, int64_t end) {
@@ -144,11 +295,52 @@ void run(const GdnArgs& args) {
       });
 }
 
+// Makes a row's pending updates, rounded after each as a write is, to its block; then the
+// convolution's state takes in the inputs of its accepted drafts.
+template <typename T, typename S>
+void commit_row(const GdnCommitArgs& args, const int32_t* entry) {
+  const GdnArgs& gdn = args.gdn;
+  const JournalArgs& journal = gdn.journal;
+  const int64_t row = entry[0], index = entry[1], group = gdn.v_heads / gdn.k_heads;
+  const int64_t key_width = gdn.k_heads * gdn.k_dim;
+  const int64_t at = row * journal.places;
+  S* state = static_cast<S*>(gdn.state) + index * gdn.state_stride;
+  for (int64_t j = 0; j < gdn.v_heads; ++j) {
+    for (int64_t r = 0; r < gdn.v_dim; ++r) {
+      replay_rows<S, 1>(
+          state + (j * gdn.v_dim + r) * gdn.k_dim, gdn.k_dim,
+          journal.keys + at * key_width + j / group * gdn.k_dim, key_width,
+          journal.errors + (at * gdn.v_heads + j) * gdn.v_dim + r, gdn.v_heads * gdn.v_dim,
+          journal.decays + at * gdn.v_heads + j, gdn.v_heads, args.pending[row], args.first[row],
+          journal.places);
+    }
+  }
+  const int64_t past = gdn.conv.width - 1, channels = gdn.conv.channels;
+  const int64_t taken = journal.taken[row];
+  T* conv = static_cast<T*>(gdn.conv.state) + index * gdn.conv.state_stride;
+  const T* kept = static_cast<const T*>(journal.inputs) + row * journal.kept * channels;
+  for (int64_t w = 0; taken > 0 && w < past; ++w) {
+    const int64_t later = w + taken - past;
+    const T* from = later < 0 ? conv + (w + taken) * channels : kept + later * channels;
+    ::memcpy(conv + w * channels, from, channels * sizeof(T));
+  }
+}
+
 }  // namespace
 
 void gdn_decode(const GdnArgs& args) {
   with_dtype(args.dtype, [&](auto t) {
     with_dtype(args.state_dtype, [&](auto s) { run<decltype(t), decltype(s)>(args); });
+  });
+}
+
+void gdn_commit(const GdnCommitArgs& args) {
+  with_dtype(args.gdn.dtype, [&](auto t) {
+    with_dtype(args.gdn.state_dtype, [&](auto s) {
+      parallel_items(args.count, [&](int64_t i) {
+        commit_row<decltype(t), decltype(s)>(args, args.entries + i * 2);
+      });
+    });
   });
 }
 

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.exceptions import VLLMValidationError
@@ -40,6 +41,8 @@ from vllm.v1.structured_output.masks import MaskQueue
 VOCAB_SIZE = 1000
 EOS = 7
 BLOCK_SIZE = 16
+#: what a rejected draft leaves in its slot
+REJECTED = -1
 
 
 def next_token(history: list[int]) -> int:
@@ -77,6 +80,7 @@ def make_vllm_config(
     model: str = "fake-model",
     skip_tokenizer_init: bool = True,
     additional_config: dict[str, Any] | None = None,
+    num_drafts: int = 0,
     **scheduler: Any,
 ) -> VllmConfig:
     hf_config = PreTrainedConfig(  # importing a family's own takes seconds in each process
@@ -109,6 +113,11 @@ def make_vllm_config(
         scheduler_config=SchedulerConfig(max_model_len=max_model_len, **scheduler),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=kv_transfer_config,
+        speculative_config=(
+            SpeculativeConfig(method="replay", num_speculative_tokens=num_drafts)
+            if num_drafts
+            else None
+        ),
         additional_config=additional_config or {},
     )
 
@@ -138,6 +147,8 @@ class FakeWorker:
     #: survive a preemption
     params: dict[str, tuple[SamplingParams, int]] = field(default_factory=dict)
     num_scored: dict[str, int] = field(default_factory=dict)
+    #: drafts of each request's last step
+    num_unsettled: dict[str, int] = field(default_factory=dict)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.steps.append(output)
@@ -194,8 +205,11 @@ class FakeWorker:
                 )
             else:
                 state = self.requests[req_id]
-                assert state.num_computed == cached.num_computed_tokens[i]
-                assert len(state.history) - state.num_prompt_tokens == cached.num_output_tokens[i]
+                # With drafts in flight the scheduler knows upper bounds.
+                behind = cached.num_computed_tokens[i] - state.num_computed
+                num_output = len(state.history) - state.num_prompt_tokens
+                assert behind == cached.num_output_tokens[i] - num_output
+                assert 0 <= behind <= self.num_unsettled.get(req_id, 0)
                 if blocks is not None:
                     state.block_ids.extend(blocks[0])
 
@@ -211,6 +225,10 @@ class FakeWorker:
         self, req_id: str, count: int, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[int]:
         state = self.requests[req_id]
+        drafts = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
+        self.num_unsettled[req_id] = drafts
+        if drafts:
+            return self._verify(state, req_id, drafts, output, result)
         end = state.num_computed + count
         assert count > 0 and end <= len(state.history)
         for position in range(state.num_computed):
@@ -234,6 +252,34 @@ class FakeWorker:
         if state.params.logprobs is not None:
             result.logprobs[req_id] = fake_logprobs([token], state.params.logprobs)
         return [token]
+
+    def _verify(
+        self,
+        state: WorkerRequest,
+        req_id: str,
+        drafts: int,
+        output: SchedulerOutput,
+        result: ModelRunnerOutput,
+    ) -> list[int]:
+        """One token at a time, as many as are accepted; rejected drafts leave garbage behind."""
+        start = state.num_computed
+        assert output.num_scheduled_tokens[req_id] == 1 + drafts
+        assert start == len(state.history) - 1 and req_id in output.sampling_req_ids
+        accepted = zlib.crc32(f"{req_id} {start}".encode()) % (drafts + 1)
+        plain = replace(output, scheduled_spec_decode_tokens={})
+        rows: list[LogprobsLists] = []
+        tokens: list[int] = []
+        for _ in range(1 + accepted):
+            tokens += self._run(req_id, 1, plain, result)
+            if req_id in result.logprobs:
+                rows.append(result.logprobs[req_id])
+        if rows:
+            parts = zip(*((r.token_ids, r.logprobs, r.ranks) for r in rows), strict=True)
+            result.logprobs[req_id] = LogprobsLists(*(np.concatenate(part) for part in parts))
+        self.num_unsettled[req_id] = drafts
+        for position in range(start + 1 + accepted, start + 1 + drafts):
+            self.slots[self._slot(state, position)] = REJECTED
+        return tokens
 
     def _score(
         self, req_id: str, state: WorkerRequest, end: int, result: ModelRunnerOutput

@@ -15,12 +15,17 @@ def _paged() -> GroupBlockTable:
     return GroupBlockTable(4, 8, 4, 32, recurrent=False, device=CPU, depth=2)
 
 
-def test_slots_follow_the_blocks() -> None:
+def test_a_table_is_as_wide_as_the_longest_request() -> None:
+    """What pads a decode reads past its blocks, at the null block and not at what was there."""
     table = _paged()
-    table.set_row(1, [5, 9])
+    table.set_row(1, [5, 9, 7])
+    table.set_row(1, [5])
     table.append_row(1, [2])
-    rows, positions = np.array([1, 1, 1, 1]), np.array([3, 4, 7, 8])
-    assert table.slot_mapping(rows, positions, 6).tolist() == [23, 36, 39, 8, -1, -1]
+    device, _, _ = table.gather(np.array([1]), 1, 1, longest=9)
+    assert device.tolist() == [[5, 2, 0]]
+    assert table.gather(np.array([1]), 1, 1, longest=99)[0].shape == (1, 8)
+    assert table.paged.block_table.data_ptr() == device.data_ptr()
+    assert (table.paged.block_size, len(table.paged.slots)) == (4, 32)
 
 
 def test_a_replaced_row_forgets_its_old_blocks() -> None:
@@ -66,8 +71,7 @@ def test_decodes_of_a_recurrent_group_are_padded() -> None:
     assert len(_paged().decode_blocks(np.array([0]), 4)) == 0
 
 
-def test_recurrent_groups_have_no_slots() -> None:
+def test_recurrent_groups_have_one_block() -> None:
     table = GroupBlockTable(512, 1, 4, 32, recurrent=True, device=CPU, depth=2)
     table.set_row(2, [7])
     assert table.gather(np.array([2]), 1, 1)[0].tolist() == [[7]]
-    assert table.slot_mapping(np.array([2]), np.array([0]), 1).numel() == 0

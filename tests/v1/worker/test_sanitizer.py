@@ -95,7 +95,7 @@ class Bench:
         inputs = self.inputs.build(order)
         for table in self.tables.groups:
             table.gather(order.rows, order.num_reqs, order.num_decodes)
-            table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded)
+        self.inputs.prepare(order, inputs, self.tables.paged)
         return order, inputs
 
     def write(self, group: int, row: int, positions: range, value: float = 1.0) -> None:
@@ -304,7 +304,7 @@ def test_an_off_by_one_table(bench: Bench) -> None:
 def test_wrong_slots(bench: Bench) -> None:
     bench.begin(("a", blocks(bench), 0))
     order, inputs = bench.upload(a=20)
-    bench.tables.groups[HIDDEN].slots.array[17] += 1
+    bench.tables.groups[HIDDEN].slots[17] += 1
     with pytest.raises(SanitizerError, match="request a, group 3 .*token 17: belongs in slot"):
         bench.sanitizer.check_inputs(order, inputs)
 
@@ -317,12 +317,12 @@ def test_a_padded_token_with_a_slot(bench: Bench) -> None:
     inputs = bench.inputs.build(order, 3, 3)
     for table in bench.tables.groups:
         table.gather(order.rows, 3, order.num_decodes)
-        table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, 3)
+    bench.inputs.prepare(order, inputs, bench.tables.paged)
     bench.sanitizer.check_inputs(order, inputs)
-    bench.tables.groups[FULL].slots.array[2] = 0
+    bench.tables.groups[FULL].slots[2] = 0
     with pytest.raises(SanitizerError, match="group 1 .*a padded token has a slot"):
         bench.sanitizer.check_inputs(order, inputs)
-    bench.tables.groups[FULL].slots.array[2] = -1
+    bench.tables.groups[FULL].slots[2] = -1
     bench.tables.groups[STATE].staged.array[1, 0] = 0
     with pytest.raises(SanitizerError, match="group 0 .*a padded row has a block"):
         bench.sanitizer.check_inputs(order, inputs)

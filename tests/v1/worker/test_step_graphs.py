@@ -76,11 +76,14 @@ class Steps:
         return run
 
 
-def order(counts: list[int], num_decodes: int, sampling: int | None = None) -> StepOrder:
+def order(
+    counts: list[int], num_decodes: int, sampling: int | None = None, width: int = 1
+) -> StepOrder:
     reqs = [str(i) for i in range(len(counts))]
     zeros = np.zeros(len(counts), dtype=np.int64)
     sampled = np.arange(len(counts) if sampling is None else sampling)
-    return StepOrder(reqs, [], zeros, np.array(counts), zeros, zeros, num_decodes, sampled)
+    counted = np.array(counts)
+    return StepOrder(reqs, [], zeros, counted, zeros, zeros, num_decodes, sampled, width=width)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def order(counts: list[int], num_decodes: int, sampling: int | None = None) -> S
 )
 def test_the_next_captured_size(step: StepOrder, expected: Replay | None) -> None:
     decodes, pieces = Steps([1, 2, 8], split=False), Steps([4, 16, 64], split=True)
-    graphs = StepGraphs(decodes.graphs, pieces.graphs)
+    graphs = StepGraphs({1: decodes.graphs}, {1: pieces.graphs})
     assert graphs.replay_for(step) is None
     graphs.capture_all()
     assert graphs.replay_for(step) == expected
@@ -109,7 +112,7 @@ def test_steps_of_more_prefills_than_the_pieces_hold_are_eager(
     limit: int | None, fits: bool
 ) -> None:
     decodes, pieces = Steps([8], split=False), Steps([64], split=True)
-    graphs = StepGraphs(decodes.graphs, pieces.graphs, limit)
+    graphs = StepGraphs({1: decodes.graphs}, {1: pieces.graphs}, limit)
     graphs.capture_all()
     step = order([1, 1, 7, 2, 3], 2)
     assert graphs.replay_for(step) == (Replay(64, False) if fits else None)
@@ -118,7 +121,7 @@ def test_steps_of_more_prefills_than_the_pieces_hold_are_eager(
 
 def test_a_replay_runs_the_capture_of_its_size() -> None:
     decodes, pieces = Steps([1, 2], split=False), Steps([4], split=True)
-    graphs = StepGraphs(decodes.graphs, pieces.graphs)
+    graphs = StepGraphs({1: decodes.graphs}, {1: pieces.graphs})
     graphs.capture_all()
     decodes.value, pieces.value = 10, 20
     with torch.inference_mode():
@@ -129,7 +132,7 @@ def test_a_replay_runs_the_capture_of_its_size() -> None:
 
 def test_only_what_is_captured_is_used() -> None:
     decodes, pieces = Steps([1, 2, 3, 6], split=False), Steps([8], split=True)
-    graphs = StepGraphs(decodes.graphs, pieces.graphs)
+    graphs = StepGraphs({1: decodes.graphs}, {1: pieces.graphs})
     assert graphs.num_pending == 5
     seen = []
     while graphs.capture_next():
@@ -141,7 +144,7 @@ def test_only_what_is_captured_is_used() -> None:
 
 def test_between_captures_steps_take_the_next_size_there_is() -> None:
     steps = Steps([1, 2, 4], split=False)
-    graphs = StepGraphs(steps.graphs, Steps([], split=True).graphs)
+    graphs = StepGraphs({1: steps.graphs}, {1: Steps([], split=True).graphs})
     graphs.capture_next()
     assert graphs.replay_for(order([1], 1)) == Replay(4, True)
     graphs.capture_all()
@@ -169,6 +172,19 @@ def test_without_captures_everything_is_eager() -> None:
     assert graphs.sizes == graphs.piecewise_sizes == []
 
 
+def test_widths_have_graphs_of_their_own() -> None:
+    narrow, wide = Steps([1, 4], split=False), Steps([1, 4], split=False)
+    graphs = StepGraphs({1: narrow.graphs, 3: wide.graphs})
+    graphs.capture_all()
+    wide.value = 5
+    assert graphs.replay_for(order([1, 1], 2)) == Replay(4, True)
+    assert graphs.replay_for(order([3, 2], 2, width=3)) == Replay(4, True, 3)
+    assert Replay(4, True, 3).num_tokens == 12 and Replay(4, False, 3).num_tokens == 4
+    assert graphs.replay_for(order([2, 2], 2, width=2)) is None
+    with torch.inference_mode():
+        assert graphs.replay(Replay(4, True, 3)).tolist() == [[9]] * 4
+
+
 # ---- planning ----------------------------------------------------------------------------------
 
 
@@ -178,6 +194,7 @@ def _config(
     pieces: list[int],
     given: bool = False,
     connector: str | None = None,
+    width: int = 1,
 ) -> Any:
     transfer = None
     if connector is not None:
@@ -188,7 +205,9 @@ def _config(
         piecewise_capture_sizes=pieces,
         capture_sizes_given=given,
     )
-    return SimpleNamespace(kv_transfer_config=transfer, compilation_config=compilation)
+    return SimpleNamespace(
+        kv_transfer_config=transfer, compilation_config=compilation, tokens_to_verify=width
+    )
 
 
 def _memory(num_pages: int) -> KVCacheConfig:

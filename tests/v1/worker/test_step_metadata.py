@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 from vllm.v1.worker.block_tables import BlockTables
-from vllm.v1.worker.input_batch import InputBatch
-from vllm.v1.worker.step_inputs import StepInputBuilder
+from vllm.v1.worker.input_batch import InputBatch, StepOrder
+from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
 
 CPU = torch.device("cpu")
@@ -67,6 +67,11 @@ class Bench:
         state = self.batch.add(req_id, list(range(known)), known, GREEDY, computed)
         self.tables.set_row(state.row, blocks)
 
+    def prepare(self, order: StepOrder, inputs: StepInputs) -> None:
+        """Rows have computed on the device what the host believes."""
+        self.inputs.progress.computed[:] = torch.from_numpy(self.batch.num_computed)
+        self.inputs.prepare(order, inputs, self.tables.paged)
+
 
 @pytest.fixture
 def bench() -> Bench:
@@ -80,6 +85,7 @@ def test_a_padded_step(bench: Bench) -> None:
     order = bench.batch.order({"prompt": 20, "running": 1}, {"prompt", "running"})
     inputs = bench.inputs.build(order, 24)
     context = bench.metadata.of_step(order, inputs)
+    bench.prepare(order, inputs)
     assert context.no_compile_layers is bench.layers and context.num_tokens == 21
     assert [builder.calls for builder in bench.builders] == [1, 1]
     assert context.attn_metadata["a"] is context.attn_metadata["b"]
@@ -108,7 +114,7 @@ def test_what_builders_staged_is_uploaded_with_the_rest(
     )
     order = bench.batch.order({"prompt": 20, "running": 1}, {"prompt", "running"})
     bench.metadata.of_step(order, bench.inputs.build(order))
-    bench.metadata.of_padding(bench.inputs.padding(8, 4))
+    bench.metadata.of_padding(bench.inputs.padding(8, 4)[1])
     assert calls_at_flush == [[1, 1], [2, 2]]
 
 
@@ -132,8 +138,9 @@ def test_metadata_for_some_layers_only(bench: Bench) -> None:
 
 
 def test_padded_decodes(bench: Bench) -> None:
-    inputs = bench.inputs.padding(3, 3)
+    order, inputs = bench.inputs.padding(3, 3)
     common = bench.metadata.of_padding(inputs).attn_metadata["a"].common
+    bench.prepare(order, inputs)
     assert (common.num_reqs, common.num_decodes, common.num_tokens) == (3, 3, 3)
     assert (common.max_query_len, common.max_seq_len) == (1, MAX_LEN)
     assert common.seq_lens.tolist() == [0, 0, 0] and common.slot_mapping.tolist() == [-1] * 3
@@ -142,10 +149,24 @@ def test_padded_decodes(bench: Bench) -> None:
     assert common.block_table.shape == (3, MAX_LEN // 16 + 1) and common.block_table.eq(-1).all()
 
 
+def test_padded_decodes_that_verify_drafts(bench: Bench) -> None:
+    bench.inputs = StepInputBuilder(4, 64, CPU, 2, width=3)
+    order, inputs = bench.inputs.padding(6, 2, width=3)
+    context = bench.metadata.of_padding(inputs)
+    bench.prepare(order, inputs)
+    common = context.attn_metadata["a"].common
+    assert (common.num_decodes, common.decode_width, common.num_tokens) == (2, 3, 6)
+    assert common.num_decode_tokens == 6 and common.max_query_len == context.decode_width == 3
+    assert common.query_start_loc.tolist() == [0, 3, 6]
+    assert common.slot_mapping.tolist() == [-1] * 6
+    assert context.decode_blocks["r"].tolist() == [-1, -1]
+
+
 def test_padding_without_requests(bench: Bench) -> None:
     """What breaks see while pieces are captured: nothing to do."""
-    inputs = bench.inputs.padding(5, 0)
+    order, inputs = bench.inputs.padding(5, 0)
     context = bench.metadata.of_padding(inputs)
+    bench.prepare(order, inputs)
     common = context.attn_metadata["a"].common
     assert common.num_reqs == common.num_decodes == common.num_tokens == context.num_tokens == 0
     assert common.slot_mapping.tolist() == [-1] * 5 and len(inputs.input_ids) == 5

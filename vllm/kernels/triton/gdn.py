@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm, RingStack
 from vllm.kernels.hopper_gdn import HopperGdn
 from vllm.kernels.hopper_gdn_decode import takes_decode
+from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.norm.triton import gated_rms_norm
 from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
@@ -96,7 +96,7 @@ class GdnOps:
         head_k_dim: int,
         head_v_dim: int,
         out: Tensor,
-        ring: DecodeRing | None = None,
+        journal: Journal | None = None,
         norm: GatedNorm | None = None,
     ) -> None:
         """See `Kernels.gdn_decode`. In Triton: two launches, the second of which reads the states
@@ -107,7 +107,7 @@ class GdnOps:
         heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
         decode = self.hopper and self.hopper.decode
         if decode and takes_decode(
-            qkv, a, b, conv_weight, conv_state, ssm_state, heads, out, ring, norm
+            qkv, a, b, conv_weight, conv_state, ssm_state, heads, out, journal, norm
         ):
             decode(
                 qkv,
@@ -122,7 +122,7 @@ class GdnOps:
                 state_indices,
                 num_k_heads,
                 out,
-                ring,
+                journal,
                 norm,
                 overlaps,
             )
@@ -137,17 +137,19 @@ class GdnOps:
             conv_bias,
             conv_state,
             state_indices,
-            ring,
+            journal,
             heads,
             overlaps,
         )
         launch = launch_for(len(state_indices), head_k_dim, head_v_dim)
         fused = norm if launch.rows >= head_v_dim else None
-        run_decode(inputs, ssm_state, state_indices, ring, fused, launch, overlaps, head_k_dim, out)
+        run_decode(
+            inputs, ssm_state, state_indices, journal, fused, launch, overlaps, head_k_dim, out
+        )
         if norm is not None and fused is None:
             gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)
 
 
-def gdn_commit(rings: RingStack, entries: Tensor) -> None:
+def gdn_commit(stack: JournalStack, entries: Tensor) -> None:
     """See `Kernels.gdn_commit`."""
-    run_commit(rings, entries)
+    run_commit(stack, entries)

@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.kernels.decode_ring import DecodeRing, RingShape
+    from vllm.kernels.journal import Journal, JournalShape
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
@@ -52,14 +52,14 @@ class AttentionLayerBase(ABC):
         """The backend whose metadata the layer reads."""
 
 
-class DefersCommit(AttentionLayerBase):
+class KeepsJournal(AttentionLayerBase):
     """A recurrent layer whose decode steps can leave their updates of the state in a ring.
 
-    `decode_ring` is bound with the memory; None: every step writes the state back.
+    `journal` is bound with the memory; None: every step writes the state back.
     """
 
-    decode_ring: DecodeRing | None = None
+    journal: Journal | None = None
 
     @abstractmethod
-    def ring_shape(self, spec: MambaSpec) -> RingShape:
+    def journal_shape(self, spec: MambaSpec) -> JournalShape:
         """What a token takes in the ring; `spec` is the layer's."""

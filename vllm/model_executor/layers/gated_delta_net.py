@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.layer_hooks import (
 )
 from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
-from vllm.kernels.decode_ring import GatedNorm, RingShape
+from vllm.kernels.journal import GatedNorm, JournalShape
 from vllm.kernels.residual_stream import ResidualStream
-from vllm.model_executor.layers.attention_layer_base import DefersCommit
+from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -105,7 +105,7 @@ def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_hea
     return gates_kept or quant_config.leaves_small(num_v_heads)
 
 
-class GatedDeltaNet(nn.Module, DefersCommit):
+class GatedDeltaNet(nn.Module, KeepsJournal):
     """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
 
     `in_proj` fuses q, k, v, z, b, a (shard ids 0 to 5): `CHECKPOINT_NAMES` maps the tensors of a
@@ -250,8 +250,9 @@ class GatedDeltaNet(nn.Module, DefersCommit):
     def _decode(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
         """The first tokens, as far as they are decodes. Their blocks lie at a fixed address and
         their number follows from the step's padded size, so a graph may hold this."""
-        blocks = get_forward_context().decode_blocks[self.layer_name]
-        rows = blocks.shape[0]
+        context = get_forward_context()
+        blocks = context.decode_blocks[self.layer_name]
+        rows = blocks.shape[0] * context.decode_width
         if rows == 0:
             return
         conv_state, ssm_state = self.kv_cache
@@ -271,7 +272,7 @@ class GatedDeltaNet(nn.Module, DefersCommit):
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
-            ring=self.decode_ring,
+            journal=self.journal,
             norm=GatedNorm(z[:rows], self.norm.weight, self.norm.eps),
         )
 
@@ -280,6 +281,8 @@ class GatedDeltaNet(nn.Module, DefersCommit):
         context = get_forward_context()
         if not context.only_decodes:
             done = context.decode_blocks[self.layer_name]
+            if context.decode_width > 1:
+                done = done.repeat_interleave(context.decode_width)
             norm = self.norm
             current_platform.kernels.gated_rms_norm(out, z, norm.weight, norm.eps, out, done)
 
@@ -325,10 +328,17 @@ class GatedDeltaNet(nn.Module, DefersCommit):
             segments=batch.segments,
         )
 
-    def ring_shape(self, spec: MambaSpec) -> RingShape:
+    def journal_shape(self, spec: MambaSpec) -> JournalShape:
         shape = self.shape
         heads = (self.num_k_heads, self.num_v_heads)
-        return RingShape(*heads, shape.head_k_dim, shape.head_v_dim, spec.dtypes[1])
+        return JournalShape(
+            *heads,
+            shape.head_k_dim,
+            shape.head_v_dim,
+            state_dtype=spec.dtypes[1],
+            channels=self.conv_dim,
+            input_dtype=spec.dtypes[0],
+        )
 
     def get_attn_backend(self) -> type[GDNAttentionBackend]:
         return GDNAttentionBackend

@@ -28,8 +28,9 @@ M = TypeVar("M", bound=AttentionMetadata)
 class CommonAttentionMetadata:
     """The batch as every group sees it, plus this group's blocks.
 
-    Requests are ordered decodes first (one token, some context), then prefills. Tensors are on
-    the device, `_cpu` arrays are their host twins (numpy); all counts are host integers.
+    Requests are ordered decodes first (`decode_width` tokens, some context), then prefills. Tensors
+    are on the device, `_cpu` arrays are their host twins (numpy; upper bounds where drafts are
+    verified); all counts are host integers.
     Padding rows (graph replay) lie past `num_tokens`/`num_reqs` with slot and block id -1.
     """
 
@@ -55,6 +56,11 @@ class CommonAttentionMetadata:
     block_table_cpu: np.ndarray  # [num_reqs, max_blocks]
     #: tokens of the graph that the step replays; None: it runs eagerly
     padded_tokens: int | None = None
+    decode_width: int = 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes * self.decode_width
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
@@ -88,8 +94,10 @@ class AttentionBackend(ABC):
     """A way to run one kind of layer; a class, never instantiated."""
 
     name: ClassVar[str]
-    #: whether one token per request can run inside a captured graph
+    #: whether decodes can run inside a captured graph
     supports_full_graph: ClassVar[bool] = False
+    #: whether metadata needs each sequence's length on the host, where drafts make it a bound
+    plans_on_host: ClassVar[bool] = False
     #: most prefills of a step whose layers are part of a piecewise graph; None: they run between
     max_prefills_in_graph: ClassVar[int | None] = None
     #: whether keys and values may be e4m3; then the implementation reads its `cache_scales`, which

@@ -194,7 +194,8 @@ class KVCacheManager:
         local = request.num_computed_tokens + num_new_computed_tokens
         computed = min(local + num_external_computed_tokens, self.max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        self.remove_skipped_blocks(request_id, computed)
+        # Drafts in flight may be rejected: what the token before them sees is still needed.
+        self.remove_skipped_blocks(request_id, computed - request.num_drafts_in_flight)
         is_new = not self._growth.knows(request_id)
         appended = self._grow(request, new_computed_blocks, local, computed, num_tokens)
         if appended is None:
@@ -273,8 +274,9 @@ class KVCacheManager:
         checkpoint = self.chunk_end(request_id, computed)
         quiet = sys.maxsize if checkpoint is None else checkpoint - 1
         lag = request.num_output_placeholders if self.enable_caching else None
+        settled = computed - request.num_drafts_in_flight
         for manager in self.managers:
-            quiet = min(quiet, manager.quiet_until(request_id, computed, lag))
+            quiet = min(quiet, manager.quiet_until(request_id, settled, lag))
         return quiet
 
     # ---- giving back ---------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class EngineMetrics:
         )
         self.accepted = [
             accepted.labels(**self._values, position=str(position))
-            for position in range(speculative.num_speculative_tokens or 0)
+            for position in range(speculative.num_drafts)
         ]
 
     def _add_cache_info(self, vllm_config: VllmConfig) -> None:

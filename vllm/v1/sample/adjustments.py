@@ -48,7 +48,7 @@ class Adjustments:
         words = params.bad_words_token_ids or ()
         self.words = BannedWords(words, output, vocab_size, device) if words else None
         self.marks: Tensor | None = None
-        if _penalises(params):
+        if params.penalises:
             marks = torch.bincount(torch.from_numpy(output), minlength=vocab_size).int() * 2
             marks[torch.from_numpy(token_ids[:num_prompt_tokens])] |= 1
             self.marks = to_device(marks, device)
@@ -60,13 +60,7 @@ class Adjustments:
     @classmethod
     def needed(cls, params: SamplingParams) -> bool:
         """Whether a request with `params` has anything to adjust."""
-        return bool(
-            params.logit_bias
-            or params.allowed_token_ids
-            or params.bad_words_token_ids
-            or params.min_tokens
-            or _penalises(params)
-        )
+        return params.adjusts_logits
 
     @cached_property
     def descriptor(self) -> np.ndarray:
@@ -127,14 +121,6 @@ class Adjustments:
             logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
         logits -= params.frequency_penalty * counts
         logits -= params.presence_penalty * (counts > 0)
-
-
-def _penalises(params: SamplingParams) -> bool:
-    return (
-        params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or params.repetition_penalty != 1.0
-    )
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:

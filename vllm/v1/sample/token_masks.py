@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +28,11 @@ class TokenMasks:
         cls,
         masks: np.ndarray,
         masked_req_ids: Sequence[str],
-        row_req_ids: Sequence[str],
+        row_of: Mapping[str, int],
         device: torch.device,
     ) -> TokenMasks:
-        """`masks [m, words]` int32 of the requests `masked_req_ids`; `row_req_ids`: the request of
-        each row of the logits."""
-        row_of = {req_id: row for row, req_id in enumerate(row_req_ids)}
+        """`masks [m, words]` int32 of the requests `masked_req_ids`; `row_of`: the row of the
+        logits of each request."""
         rows = torch.tensor([row_of[req_id] for req_id in masked_req_ids], dtype=torch.int64)
         return cls(to_device(rows, device), to_device(torch.from_numpy(masks), device))
 

@@ -49,9 +49,13 @@ class StepOutput(AsyncModelRunnerOutput):
         self._kv_connector_output = kv_connector_output
         self._failed = failed_req_ids
         self._ids: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._starts = order.sample_starts
         self._logprobs: LogprobsTensors | None = None
         if sampled is not None:
             self._ids = _to_host(sampled.sampled_token_ids)
+            if sampled.num_accepted is not None:
+                self._counts = _to_host(sampled.num_accepted)
             if sampled.logprobs is not None:
                 self._logprobs = _logprobs_to_host(sampled.logprobs)
         self._prompt = [(p.req_id, _logprobs_to_host(p.tensors)) for p in prompt_logprobs]
@@ -77,7 +81,13 @@ class StepOutput(AsyncModelRunnerOutput):
         num_reqs = self._order.num_reqs
         if self._ids is None:
             return [[] for _ in range(num_reqs)]
-        sampled: list[list[int]] = self._ids.unsqueeze(1).tolist()
+        sampled: list[list[int]]
+        if self._counts is None:
+            sampled = self._ids.unsqueeze(1).tolist()
+        else:
+            ids = self._ids.tolist()
+            spans = zip(self._starts.tolist(), self._counts.tolist(), strict=True)
+            sampled = [ids[start : start + count] for start, count in spans]
         if len(sampled) == num_reqs:
             return sampled
         tokens: list[list[int]] = [[] for _ in range(num_reqs)]
@@ -90,14 +100,16 @@ class StepOutput(AsyncModelRunnerOutput):
             return {}
         lists = _to_lists(self._logprobs)
         logprobs: dict[str, LogprobsLists] = {}
-        for row, state in enumerate(self._order.sampled.states):
+        for i, state in enumerate(self._order.sampled.states):
+            first = int(self._starts[i])
+            rows = slice(first, first + (1 if self._counts is None else int(self._counts[i])))
             asked = state.sampling_params.logprobs
             if asked is not None:
                 width = 1 + (self._vocab_size if asked == -1 else asked)
                 logprobs[state.req_id] = LogprobsLists(
-                    lists.token_ids[row : row + 1, :width],
-                    lists.logprobs[row : row + 1, :width],
-                    lists.ranks[row : row + 1],
+                    lists.token_ids[rows, :width],
+                    lists.logprobs[rows, :width],
+                    lists.ranks[rows],
                 )
         return logprobs
 

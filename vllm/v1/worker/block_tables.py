@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.kernels.step import PagedGroups, PagedSlots
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.staging import StagedArray, Uploads
 
@@ -31,10 +32,12 @@ class GroupBlockTable:
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
         self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
         self.prefills = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
-        self.slots = StagedArray((max_tokens,), torch.int64, device, depth, uploads)
+        self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.decodes = StagedArray((max_rows,), torch.int32, device, depth, uploads)
 
     def set_row(self, row: int, block_ids: list[int]) -> None:
+        # What pads a decode reads past the request's blocks: it finds the null block.
+        self.table[row] = 0
         self.num_blocks[row] = 0
         self.append_row(row, block_ids)
 
@@ -44,12 +47,15 @@ class GroupBlockTable:
         self.num_blocks[row] = start + len(block_ids)
 
     def gather(
-        self, rows: np.ndarray, padded_rows: int, num_decodes: int
+        self, rows: np.ndarray, padded_rows: int, num_decodes: int, longest: int = 0
     ) -> tuple[Tensor, np.ndarray, Tensor]:
-        """Device and host `[padded_rows, width]` tables of the step's requests; padding is -1.
-        Then the device table of those after the decodes, by itself."""
+        """Device and host `[padded_rows, width]` tables of the step's requests, the longest of
+        which has `longest` tokens; padding is -1. Then the device table of those after the decodes,
+        by itself."""
         n = len(rows)
         width = max(int(self.num_blocks[rows].max(initial=1)), 1)
+        if not self.recurrent:
+            width = min(max(width, -(-longest // self.block_size)), self.table.shape[1])
         host = self.staged.next()
         host[:n, :width] = self.table[rows, :width]
         host[n:padded_rows, :width] = -1
@@ -77,16 +83,10 @@ class GroupBlockTable:
         host[len(rows) : padded_rows] = -1
         return self.decodes.upload(padded_rows)
 
-    def slot_mapping(self, rows: np.ndarray, positions: np.ndarray, padded_tokens: int) -> Tensor:
-        """Slots of `rows, positions [tokens]` -> device `[padded_tokens]`, padding -1."""
-        if self.recurrent:
-            return self.slots.upload(0)
-        n = len(rows)
-        host = self.slots.next()
-        blocks = self.table[rows, positions // self.block_size]
-        host[:n] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
-        host[n:padded_tokens] = -1
-        return self.slots.upload(padded_tokens)
+    @property
+    def paged(self) -> PagedSlots:
+        """Where a step's block table and slots lie, for `prepare`."""
+        return PagedSlots(self.staged.device, self.block_size, self.slots)
 
 
 class BlockTables:
@@ -101,14 +101,15 @@ class BlockTables:
         device: torch.device,
         depth: int,
         uploads: Uploads | None = None,
+        width: int = 1,
     ) -> None:
         self._uploads = uploads
         self.groups: list[GroupBlockTable] = []
         for group in config.kv_cache_groups:
             spec = group.kv_cache_spec
             recurrent = isinstance(spec, MambaSpec)
-            # One extra block: a step in flight may run one token past the limit.
-            max_blocks = 1 if recurrent else -(-max_model_len // spec.block_size) + 1
+            # A step in flight may run up to `width` tokens past the limit.
+            max_blocks = 1 if recurrent else -(-(max_model_len + width) // spec.block_size)
             self.groups.append(
                 GroupBlockTable(
                     spec.block_size,
@@ -121,6 +122,8 @@ class BlockTables:
                     uploads,
                 )
             )
+        paged = [group.paged for group in self.groups if not group.recurrent]
+        self.paged = PagedGroups.of(paged, device)
 
     def flush(self) -> None:
         """Queue the copies of what was gathered and mapped, and what else shares the uploads."""

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens).
+    """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens); all of
+    them for decodes of each of the `widths`, in tokens.
 
     `max_prefills`: in a step that replays pieces; None: any number.
     """
@@ -24,6 +25,7 @@ class GraphPlan:
     decode_sizes: list[int]
     piecewise_sizes: list[int]
     max_prefills: int | None = None
+    widths: tuple[int, ...] = (1,)
 
     @property
     def sizes(self) -> list[int]:
@@ -69,14 +71,16 @@ def plan_graphs(
     pieces = list(compilation.piecewise_capture_sizes)
     limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
     max_prefills = min(limits, default=None)
+    widths = tuple(sorted({1, vllm_config.tokens_to_verify}))
     if not mode.decode_is_full:
-        return GraphPlan([], pieces, max_prefills)
+        return GraphPlan([], pieces, max_prefills, widths)
     reason = full_graphs_forbidden(vllm_config, backends)
     if reason is not None:
         instead = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
         decisions.record("cudagraph_mode", instead.name, reason, mode.name)
-        return GraphPlan([], pieces, max_prefills)
-    return GraphPlan(_decode_sizes(vllm_config, kv_cache_config), pieces, max_prefills)
+        return GraphPlan([], pieces, max_prefills, widths)
+    sizes = _decode_sizes(vllm_config, kv_cache_config)
+    return GraphPlan(sizes, pieces, max_prefills, widths)
 
 
 def _decode_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:

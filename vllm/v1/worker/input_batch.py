@@ -19,7 +19,7 @@ class RequestState:
     """Worker-side state of one request; what changes with every step is in the batch's arrays.
 
     `token_ids`: the tokens the host knows (prompt, and at a resume also the output so far); tokens
-    past them were sampled here and live in the device's `last_sampled[row]`.
+    past them were sampled here, and the device has the newest (`Progress.tokens[row]`).
     """
 
     batch: InputBatch = field(repr=False)
@@ -51,9 +51,10 @@ class SampledRequests:
 class StepOrder:
     """One step's requests, decodes first.
 
-    All arrays are `[num_reqs]`: `rows`, tokens scheduled, tokens computed before the step, tokens
-    the host knows. `sampling [n]`: positions in this order of the requests that sample a token, who
-    are `sampled`.
+    All arrays are `[num_reqs]`: `rows`, tokens scheduled, tokens computed before the step (at most,
+    where only the device knows), tokens the host knows. Each decode runs `width` tokens: those
+    scheduled, then padding. `sampling [n]`: positions in this order of the requests that sample,
+    who are `sampled`; a decode does so after each of its `width` tokens, a prefill after its last.
     """
 
     req_ids: list[str]
@@ -65,6 +66,7 @@ class StepOrder:
     num_decodes: int
     sampling: np.ndarray
     sampled: SampledRequests = field(default_factory=SampledRequests)
+    width: int = 1
 
     @property
     def num_reqs(self) -> int:
@@ -72,19 +74,40 @@ class StepOrder:
 
     @property
     def decode_only(self) -> bool:
-        """Every request runs one token and samples; a one-token piece of a prompt does not."""
+        """Every request decodes and samples; a one-token piece of a prompt does not."""
         return self.num_decodes == len(self.sampling) == len(self.req_ids)
+
+    @property
+    def num_samples(self) -> np.ndarray:
+        """`[n]`: tokens sampled for each request that samples, after drafts too."""
+        return np.where(self.sampling < self.num_decodes, self.width, 1)
+
+    @property
+    def sample_starts(self) -> np.ndarray:
+        """`[n]`: the first of each request's samples among those of the step."""
+        counts = self.num_samples
+        return np.cumsum(counts) - counts
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[num_reqs]`: tokens each request runs, a decode's padding included."""
+        if self.width == 1:
+            return self.num_scheduled
+        decodes = np.arange(self.num_reqs) < self.num_decodes
+        return np.where(decodes, self.width, self.num_scheduled)
 
 
 class InputBatch:
     """Rows by request id; free rows are reused smallest first.
 
     `[max_rows]` int64 by row: tokens the host knows, tokens computed by the steps launched so far,
-    tokens sampled by them.
+    tokens sampled by them. Of rows that verify drafts the last two are bounds: at most so many
+    computed, at least so many sampled. A step verifies them in `width` tokens per request.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, width: int = 1) -> None:
         self.max_rows = max_rows
+        self.width = width
         self.known_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed = np.zeros(max_rows, dtype=np.int64)
         self.num_output = np.zeros(max_rows, dtype=np.int64)
@@ -122,7 +145,8 @@ class InputBatch:
     def order(
         self, num_scheduled: dict[str, int], sampling_req_ids: set[str], decode_set_id: int = 0
     ) -> StepOrder:
-        """Decodes (one token after some context) first, then prefills, each in schedule order.
+        """Decodes (the newest token and drafts, or one token after some context) first, then
+        prefills, each in schedule order.
 
         The order of a set of decodes (see `SchedulerOutput.decode_set_id`) is made once.
         """
@@ -132,7 +156,10 @@ class InputBatch:
         states = [self.requests[req_id] for req_id in num_scheduled]
         rows = np.array([state.row for state in states], dtype=np.int64)
         counts = np.array(list(num_scheduled.values()), dtype=np.int64)
-        decodes = (counts == 1) & (self.num_computed[rows] > 0)
+        computed = self.num_computed[rows]
+        ahead = (computed >= self.known_tokens[rows]) & (counts <= self.width)
+        decodes = (counts == 1) & (computed > 0) | ahead
+        wide = bool((counts[decodes] > 1).any())
         order_of = np.argsort(~decodes, kind="stable")
         rows, counts = rows[order_of], counts[order_of]
         states = [states[i] for i in order_of.tolist()]
@@ -148,6 +175,7 @@ class InputBatch:
             num_decodes=int(decodes.sum()),
             sampling=np.array(sampling, dtype=np.int64),
             sampled=SampledRequests([states[i] for i in sampling], [req_ids[i] for i in sampling]),
+            width=self.width if wide else 1,
         )
         self._decodes = decode_set_id, order
         return order

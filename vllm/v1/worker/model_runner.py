@@ -37,11 +37,11 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.spec_decode.replay import ReplayDrafter
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.block_tables import BlockTables
-from vllm.v1.worker.deferred_commit import DeferredCommit
 from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -49,6 +49,7 @@ from vllm.v1.worker.padded_steps import PaddedSteps
 from vllm.v1.worker.prompt_logprobs import PromptScorer
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.staging import Uploads
+from vllm.v1.worker.state_journals import StateJournals
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
@@ -84,10 +85,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.vocab_size = self.model_config.get_vocab_size()
         #: steps whose staged arrays may still be in use
         self.depth = 3 if scheduler.async_scheduling else 2
-        self.batch = InputBatch(self.max_rows)
+        #: tokens of a decode that verifies drafts
+        self.width = vllm_config.tokens_to_verify
+        self.batch = InputBatch(self.max_rows, self.width)
         self.uploads = Uploads.create(device, self.depth)
         self.inputs = StepInputBuilder(
-            self.max_rows, self.max_tokens, device, self.depth, self.uploads
+            self.max_rows,
+            self.max_tokens,
+            device,
+            self.depth,
+            self.uploads,
+            self.width,
+            self.model_config.max_model_len,
         )
         self.scorer = PromptScorer(self.vocab_size)
         self.sampler = StepSampler(self.vocab_size, device)
@@ -100,7 +109,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.model: nn.Module
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.sanitizer: Sanitizer | None = None
-        self.deferred: DeferredCommit | None = None
+        self.journals: StateJournals | None = None
+        self.drafter: ReplayDrafter | None = None
+        if vllm_config.drafter is not None:
+            limit = self.model_config.max_model_len
+            self.drafter = ReplayDrafter(
+                vllm_config.drafter, self.inputs.progress, limit, self.vocab_size
+            )
 
     # ---- start-up ------------------------------------------------------------------------------
 
@@ -139,17 +154,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             config,
             self.max_rows,
             self.model_config.max_model_len,
-            self.max_tokens,
+            self.inputs.max_tokens,
             self.device,
             self.depth,
             self.uploads,
+            self.width,
         )
-        if self.deferred is None:
-            self.deferred = DeferredCommit.create(
-                self.vllm_config, self.layers, config, self.device, self.depth, self.uploads
+        if self.journals is None:
+            self.journals = StateJournals.create(
+                self.vllm_config, self.layers, config, self.inputs.progress, self.depth
             )
-        if self.deferred is not None:
-            self.deferred.bind(self.block_tables)
+        if self.journals is not None:
+            self.journals.bind(self.block_tables)
         if self.vllm_config.cache_config.sanitize:
             self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
         self.groups = []
@@ -170,7 +186,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
         steps = PaddedSteps(
-            self.inputs, self.metadata, self._forward, self.compute_logits, self.brief_steps()
+            self.inputs,
+            self.metadata,
+            self.block_tables,
+            self.journals,
+            self._forward,
+            self.compute_logits,
+            self.brief_steps(),
         )
         self.graphs = steps.graphs(plan)
 
@@ -191,8 +213,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Drop the arena (after a profiling run)."""
         for layer in self.layers.values():
             layer.kv_cache = torch.empty(0)
-        if self.deferred is not None:
-            self.deferred.unbind()
+        if self.journals is not None:
+            self.journals.unbind()
         del self.arena, self.block_tables, self.metadata
         self.sanitizer = None
         self.groups = []
@@ -203,7 +225,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             layer.kv_cache = torch.empty(0)
         self.layers.clear()
         self.drop_graphs()
-        self.sanitizer = self.deferred = None
+        self.sanitizer = self.journals = None
         for name in ("model", "arena", "block_tables", "metadata", "proposer"):
             self.__dict__.pop(name, None)
 
@@ -248,15 +270,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             scheduler_output.sampling_req_ids,
             scheduler_output.decode_set_id,
         )
-        if self.deferred is not None:
-            self.deferred.begin_step(order)
+        journal = None if self.journals is None else self.journals.begin_step(order)
         replay = self.graphs.replay_for(order)
-        size = None if replay is None else replay.size
+        size = None if replay is None else replay.num_tokens
         whole = replay is not None and replay.whole
-        inputs = self.inputs.build(order, size, size if whole else None)
+        reqs = replay.size if replay is not None and replay.whole else None
+        inputs = self.inputs.build(order, size, reqs, journals=journal is not None)
         hooked = [] if self.proposer is None else self.proposer.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
-        self.inputs.read_newest(inputs)
+        self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:
             sanitizer.check_inputs(order, inputs)
         connector = (
@@ -269,14 +291,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if sanitizer is not None:
                 sanitizer.observe(hidden, logits)
             sampled = self._sample(order, inputs, logits, scheduler_output.masked_req_ids)
+            if sampled is not None:
+                self._accept(order, inputs, sampled)
         if sanitizer is not None:
             sanitizer.end_step(order, inputs, kv_connector_output)
         # A graph that gives logits is of decodes, which score no prompt position.
         prompt_logprobs = (
             [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
         )
-        if self.deferred is not None:
-            self.deferred.before_copies(scheduler_output.copies_after)
+        if self.journals is not None:
+            self.journals.before_copies(scheduler_output.copies_after)
         self.arena.copy_blocks(scheduler_output.copies_after)
         self.batch.advance(order)
         return StepOutput(
@@ -337,12 +361,20 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     ) -> SamplerOutput | None:
         masks = None
         if masked_req_ids:
-            req_ids = order.sampled.req_ids
-            masks = TokenMasks.upload(self._receive_masks(), masked_req_ids, req_ids, self.device)
-        sampled = self.sampler.sample(order, logits, inputs.sample_positions, masks)
-        if sampled is not None:
-            self.inputs.remember(inputs.sample_rows, sampled.sampled_token_ids)
-        return sampled
+            row_of = dict(zip(order.sampled.req_ids, order.sample_starts.tolist(), strict=True))
+            masks = TokenMasks.upload(self._receive_masks(), masked_req_ids, row_of, self.device)
+        positions = inputs.next_positions[: len(logits)]
+        if not order.decode_only:
+            positions = inputs.next_positions.index_select(0, inputs.sample_indices)
+        return self.sampler.sample(order, logits, positions, masks)
+
+    def _accept(self, order: StepOrder, inputs: StepInputs, sampled: SamplerOutput) -> None:
+        """Advance the rows by the sampled tokens that are output; the next drafts follow them."""
+        counts = self.inputs.accept(inputs, sampled.sampled_token_ids)
+        if order.width > 1:
+            sampled.num_accepted = counts
+        if self.drafter is not None:
+            self.drafter.propose()
 
     # ---- the persistent batch ------------------------------------------------------------------
 
@@ -361,6 +393,12 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 new.req_id, new.prompt_token_ids, prompt, new.num_computed_tokens, new.block_ids
             )
         cached = output.scheduled_cached_reqs
+        if self.width > 1:
+            # How many drafts were accepted is known by now of older steps.
+            rows = [self.batch.requests[r].row for r in cached.req_ids if r in self.batch.requests]
+            known = (r in self.batch.requests for r in cached.req_ids)
+            computed = [n for n, k in zip(cached.num_computed_tokens, known, strict=True) if k]
+            self.batch.num_computed[rows] = computed
         for i, block_ids in enumerate(cached.new_block_ids):
             if block_ids is None:
                 continue
@@ -375,8 +413,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 )
             else:
                 self.block_tables.append_row(self.batch.requests[req_id].row, block_ids)
-        if self.deferred is not None:
-            self.deferred.before_copies(output.copies_before)
+        if self.journals is not None:
+            self.journals.before_copies(output.copies_before)
 
     def _add(
         self,
@@ -390,9 +428,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         state = self.batch.add(req_id, token_ids, prompt.num_tokens, params, num_computed_tokens)
         self.block_tables.set_row(state.row, block_ids)
         self.sampler.add(state)
+        if self.drafter is not None:
+            self.drafter.add(state)
 
     def _remove(self, req_id: str) -> None:
         state = self.batch.remove(req_id)
-        if state is not None and self.deferred is not None:
-            self.deferred.leave(state.row)
+        if state is not None and self.journals is not None:
+            self.journals.leave(state.row)
         self.sampler.remove(req_id)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from vllm.compilation.piecewise import DeviceGraph
 from vllm.forward_context import set_forward_context
+from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import GraphPlan
-from vllm.v1.worker.graph_set import GraphSet
+from vllm.v1.worker.graph_set import GraphSet, Prepare
+from vllm.v1.worker.state_journals import StateJournals
 from vllm.v1.worker.step_graphs import StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 from vllm.v1.worker.step_metadata import StepMetadata
@@ -27,17 +29,23 @@ class PaddedSteps:
         self,
         inputs: StepInputBuilder,
         metadata: StepMetadata,
+        tables: BlockTables,
+        journals: StateJournals | None,
         forward: Callable[[StepInputs], Tensor],
         head: Callable[[Tensor], Tensor],
         briefly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._inputs, self._metadata = inputs, metadata
+        self._tables, self._journals = tables, journals
         self._forward, self._head, self._briefly = forward, head, briefly
 
-    def tokens(self, size: int, num_reqs: int = 0) -> Callable[[], Tensor]:
-        """Uploads a step of `size` tokens; the result runs it and returns the hidden states."""
-        inputs = self._inputs.padding(size, num_reqs)
+    def tokens(self, size: int, num_reqs: int = 0, width: int = 1) -> Callable[[], Tensor]:
+        """Uploads a step of `size` tokens, whose decodes have `width`; the result runs it and
+        returns the hidden states."""
+        order, inputs = self._inputs.padding(size, num_reqs, width)
         context = self._metadata.of_padding(inputs)
+        journal = None if self._journals is None else self._journals.no_step()
+        self._inputs.prepare(order, inputs, self._tables.paged, journal)
 
         def run() -> Tensor:
             with set_forward_context(context):
@@ -45,9 +53,9 @@ class PaddedSteps:
 
         return run
 
-    def decodes(self, size: int) -> Callable[[], Tensor]:
+    def decodes(self, size: int, width: int = 1) -> Callable[[], Tensor]:
         """As `tokens`, for `size` decodes; the result returns their logits."""
-        run = self.tokens(size, num_reqs=size)
+        run = self.tokens(size * width, size, width)
         return lambda: self._head(run())
 
     def graphs(self, plan: GraphPlan) -> StepGraphs:
@@ -57,7 +65,13 @@ class PaddedSteps:
         new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
         graph_set = partial(GraphSet, new_graph=new_graph, briefly=self._briefly)
         return StepGraphs(
-            graph_set(plan.decode_sizes, self.decodes, split=False),
-            graph_set(plan.piecewise_sizes, self.tokens, split=True),
+            {w: graph_set(plan.decode_sizes, self._of_width(w), split=False) for w in plan.widths},
+            {w: graph_set(plan.piecewise_sizes, self._split(w), split=True) for w in plan.widths},
             plan.max_prefills,
         )
+
+    def _of_width(self, width: int) -> Prepare:
+        return lambda size: self.decodes(size, width)
+
+    def _split(self, width: int) -> Prepare:
+        return lambda size: self.tokens(size, width=width)

@@ -53,6 +53,29 @@ class _Nan:
         return f"is NaN (layer {self.layer}){_NOT_READ}"
 
 
+@dataclass(frozen=True)
+class _StepTokens:
+    """A step's tokens on the host, all `[tokens]` but `sampled [samples]`, the tokens sampled from:
+    which request of the step and which batch row each belongs to, its position, and whether it
+    counts or makes a decode as wide as the step."""
+
+    requests: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    real: np.ndarray
+    sampled: np.ndarray
+
+    @classmethod
+    def of(cls, order: StepOrder, inputs: StepInputs) -> _StepTokens:
+        lengths = order.lengths
+        requests = np.repeat(np.arange(order.num_reqs), lengths)
+        index = np.arange(len(requests)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = inputs.positions[: inputs.num_tokens].cpu().numpy()
+        real = index < order.num_scheduled[requests]
+        sampled = inputs.sample_indices.cpu().numpy()
+        return cls(requests, order.rows[requests], positions, real, sampled)
+
+
 class Sanitizer:
     """One worker's checks; they wait for the device in every step."""
 
@@ -147,6 +170,7 @@ class Sanitizer:
 
     def check_inputs(self, order: StepOrder, inputs: StepInputs) -> None:
         """Compare the uploaded block tables and slots with what each request may use."""
+        tokens = _StepTokens.of(order, inputs)
         serials = np.array([self._serials[req_id] for req_id in order.req_ids], dtype=np.int32)
         ends = order.num_computed + order.num_scheduled
         padded_rows = len(inputs.seq_lens)
@@ -167,21 +191,27 @@ class Sanitizer:
             if (uploaded[order.num_reqs :, 0] != -1).any():
                 raise SanitizerError(f"{group.name}: a padded row has a block")
             if not group.recurrent:
-                self._check_slots(group, order, inputs, table.slots.device)
+                self._check_slots(group, order, inputs, tokens, table.slots)
 
     def _check_slots(
-        self, group: SanitizedGroup, order: StepOrder, inputs: StepInputs, slots: Tensor
+        self,
+        group: SanitizedGroup,
+        order: StepOrder,
+        inputs: StepInputs,
+        tokens: _StepTokens,
+        slots: Tensor,
     ) -> None:
         uploaded = slots[: inputs.num_padded].cpu().numpy()
-        size, positions = group.block_size, inputs.positions_cpu
-        expected = group.tags.slots(inputs.token_rows_cpu, positions, size)
-        wrong = np.flatnonzero(uploaded[: inputs.num_tokens] != expected)
+        size = group.block_size
+        expected = group.tags.slots(tokens.rows, tokens.positions, size)
+        found = uploaded[: inputs.num_tokens]
+        wrong = np.flatnonzero((found != expected) & (tokens.real | (found != -1)))
         if len(wrong):
             token = int(wrong[0])
-            req_id = order.req_ids[int(_requests(order)[token])]
-            block_id, position = int(expected[token]) // size, int(positions[token])
+            req_id = order.req_ids[int(tokens.requests[token])]
+            block_id, position = int(expected[token]) // size, int(tokens.positions[token])
             problem = (
-                f"belongs in slot {int(expected[token])} but is written to {int(uploaded[token])}"
+                f"belongs in slot {int(expected[token])} but is written to {int(found[token])}"
             )
             raise self._error(req_id, group, block_id, position // size, problem, position)
         if (uploaded[inputs.num_tokens :] != -1).any():
@@ -208,7 +238,8 @@ class Sanitizer:
         if transfers is not None:
             self._exempt(order, transfers)
         self._check_arrived(recurrent=False)
-        suspects = self._nan_outputs(order) | self._nan_writes(order, inputs)
+        tokens = _StepTokens.of(order, inputs)
+        suspects = self._nan_outputs(order, tokens) | self._nan_writes(order, tokens)
         for i in np.flatnonzero(suspects).tolist():
             if order.req_ids[i] not in self._undefined:
                 raise self._explain(order, i)
@@ -224,24 +255,25 @@ class Sanitizer:
                 if not invalid.isdisjoint(group.tags.ids[row, : group.tags.count[row]].tolist()):
                     self._undefined.add(req_id)
 
-    def _nan_outputs(self, order: StepOrder) -> np.ndarray:
+    def _nan_outputs(self, order: StepOrder, tokens: _StepTokens) -> np.ndarray:
         bad = np.zeros(order.num_reqs, dtype=bool)
         if self._nan_tokens is not None:
-            bad[_requests(order)[self._nan_tokens.cpu().numpy()]] = True
+            bad[tokens.requests[self._nan_tokens.cpu().numpy() & tokens.real]] = True
         if self._nan_samples is not None:
-            bad[order.sampling[self._nan_samples.cpu().numpy()]] = True
+            nan = self._nan_samples.cpu().numpy() & tokens.real[tokens.sampled]
+            bad[tokens.requests[tokens.sampled[nan]]] = True
         return bad
 
-    def _nan_writes(self, order: StepOrder, inputs: StepInputs) -> np.ndarray:
+    def _nan_writes(self, order: StepOrder, tokens: _StepTokens) -> np.ndarray:
         bad = np.zeros(order.num_reqs, dtype=bool)
-        rows, positions = inputs.token_rows_cpu, inputs.positions_cpu
+        rows, positions = tokens.rows[tokens.real], tokens.positions[tokens.real]
         for group in self._groups:
             if group.recurrent:
                 bad |= group.probe.nan_states(group.tags.ids[order.rows, 0])
             else:
                 blocks = group.tags.ids[rows, positions // group.block_size]
                 found = group.probe.nan_tokens(blocks, positions % group.block_size)
-                bad[_requests(order)[found]] = True
+                bad[tokens.requests[tokens.real][found]] = True
         return bad
 
     def _check_arrived(self, recurrent: bool) -> None:
@@ -327,11 +359,6 @@ class Sanitizer:
             f"request {req_id}, {group.name}, block {block_id} (generation {generation}), "
             f"{where}: {problem}"
         )
-
-
-def _requests(order: StepOrder) -> np.ndarray:
-    """Which request of the step each token belongs to, `[tokens]`."""
-    return np.repeat(np.arange(order.num_reqs), order.num_scheduled)
 
 
 def _names(layer_names: list[str]) -> str:

@@ -86,8 +86,8 @@ class Sleeper:
             # No checkpoint has the buffers (rotary tables), so every level keeps them.
             weights.append(ParkedMemory(runner.model.buffers(), keep=True))
         self._reload = level == 2
-        rings = [] if runner.deferred is None else runner.deferred.tensors
-        arena = [ParkedMemory([runner.arena.buffer, *rings], keep=False)]
+        journals = [] if runner.journals is None else runner.journals.tensors
+        arena = [ParkedMemory([runner.arena.buffer, *journals], keep=False)]
         self._asleep = {"weights": weights, "kv_cache": arena}
         self._collect()
         return sum(parked.num_bytes for group in self._asleep.values() for parked in group)

@@ -64,7 +64,8 @@ class StagedArray:
 
     On CUDA the host side is pinned and kept `depth` times: the host may fill the array for step
     n + 1 while the copy of step n is still queued. `depth` must exceed the number of steps in
-    flight. On CPU the host side is the device side. With `uploads`, copies wait for its flush.
+    flight. On CPU, where a launched step has ended, the host side is the device side. With
+    `uploads`, copies wait for its flush.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class StagedArray:
         uploads: Uploads | None = None,
     ) -> None:
         cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=cuda) for _ in range(depth)]
+        copies = depth if cuda else 1
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=cuda) for _ in range(copies)]
         self._arrays = [host.numpy() for host in self._hosts]
         self._device = torch.zeros(shape, dtype=dtype, device=device) if cuda else None
         self._turn = 0

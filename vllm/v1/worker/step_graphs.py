@@ -10,6 +10,7 @@ is safe because one stream runs them all.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,11 +22,17 @@ from vllm.v1.worker.input_batch import StepOrder
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step replays: the capture of `size` tokens; `whole`: model and language-model head in
-    one graph, else the model in pieces."""
+    """What a step of decodes of `width` tokens replays: the capture of `size` decodes if it is
+    `whole`, model and language-model head in one graph; else of `size` tokens, the model in pieces.
+    """
 
     size: int
     whole: bool
+    width: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.size * self.width if self.whole else self.size
 
 
 class StepGraphs:
@@ -34,28 +41,28 @@ class StepGraphs:
     `capture_next()` captures one pending size and says whether it found one; steps use only what is
     captured, so captures may happen at start-up or between steps, in any number. `num_pending`
     sizes are left; the ones that serve every step come first. A step of more than `max_prefills`
-    prefills replays no pieces (None: there is no limit).
+    prefills replays no pieces (None: there is no limit). `decodes` and `pieces` are by width.
     """
 
     def __init__(
         self,
-        decodes: GraphSet | None = None,
-        pieces: GraphSet | None = None,
+        decodes: Mapping[int, GraphSet] | None = None,
+        pieces: Mapping[int, GraphSet] | None = None,
         max_prefills: int | None = None,
     ) -> None:
-        self._decodes = decodes
-        self._pieces = pieces
+        self._decodes = dict(decodes or {})
+        self._pieces = dict(pieces or {})
         self._max_prefills = max_prefills
 
     @property
     def sizes(self) -> list[int]:
-        """Captured batch sizes of decode steps, ascending."""
-        return [] if self._decodes is None else self._decodes.sizes
+        """Captured batch sizes of steps of one token per request, ascending."""
+        return self._decodes[1].sizes if self._decodes else []
 
     @property
     def piecewise_sizes(self) -> list[int]:
-        """Captured sizes of other steps, in tokens, ascending."""
-        return [] if self._pieces is None else self._pieces.sizes
+        """Captured sizes of other steps whose decodes have one token, in tokens, ascending."""
+        return self._pieces[1].sizes if self._pieces else []
 
     @property
     def num_pending(self) -> int:
@@ -63,26 +70,26 @@ class StepGraphs:
 
     def replay_for(self, order: StepOrder) -> Replay | None:
         """What a step replays; None: it runs eagerly."""
-        if order.decode_only and self._decodes is not None:
-            size = self._decodes.size_for(order.num_reqs)
+        decodes, pieces = self._decodes.get(order.width), self._pieces.get(order.width)
+        if order.decode_only and decodes is not None:
+            size = decodes.size_for(order.num_reqs)
             if size is not None:
-                return Replay(size, whole=True)
+                return Replay(size, True, order.width)
         prefills = order.num_reqs - order.num_decodes
         fits = self._max_prefills is None or prefills <= self._max_prefills
-        if self._pieces is not None and fits:
-            size = self._pieces.size_for(int(order.num_scheduled.sum()))
+        if pieces is not None and fits:
+            size = pieces.size_for(int(order.lengths.sum()))
             if size is not None:
-                return Replay(size, whole=False)
+                return Replay(size, False, order.width)
         return None
 
     def replay(self, chosen: Replay) -> Tensor:
-        """Launch it: logits `[size, vocab]` if whole, else hidden states `[size, hidden]`.
+        """Launch it: logits `[tokens, vocab]` if whole, else hidden states `[tokens, hidden]`.
 
         The next replay overwrites them.
         """
         graphs = self._decodes if chosen.whole else self._pieces
-        assert graphs is not None
-        return graphs.replay(chosen.size)
+        return graphs[chosen.width].replay(chosen.size)
 
     def capture_next(self) -> bool:
         """Capture one pending size; False when none is left."""
@@ -106,6 +113,6 @@ class StepGraphs:
             self.capture_next()
 
     def _sets(self) -> list[GraphSet]:
-        """Fewest captures first: both sets get their coarse sizes before either is complete."""
-        found = [graphs for graphs in (self._decodes, self._pieces) if graphs is not None]
+        """Fewest captures first: all sets get their coarse sizes before any is complete."""
+        found = [*self._decodes.values(), *self._pieces.values()]
         return sorted(found, key=lambda graphs: len(graphs.sizes))

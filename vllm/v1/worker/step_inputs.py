@@ -9,6 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.kernels.step import (
+    AcceptProblem,
+    JournalCommits,
+    PagedGroups,
+    PrepareProblem,
+    Progress,
+    accept,
+    prepare,
+)
+from vllm.kernels.step.problem import COLUMNS, ON_DEVICE
 from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.staging import StagedArray, Uploads
 
@@ -17,45 +27,39 @@ from vllm.v1.worker.staging import StagedArray, Uploads
 class StepInputs:
     """Device tensors of one step, and the host arrays other builders need.
 
-    A step that `replays` a graph is padded: `num_padded` tokens on the device, `num_tokens` real
-    ones.
-    The first `num_decode_rows` tokens are all that may be decodes: those that are, or as many as
-    there can be where a graph is to run them.
+    A step that `replays` a graph is padded: `num_padded` tokens on the device, of which
+    `num_tokens` are requests'. The first `num_decode_rows * width` tokens are all that may be
+    decodes: those that are, or as many as there can be where a graph is to run them.
 
-    `input_ids, positions [tokens]` int64; `sample_indices [n]`: token rows whose logits are
-    sampled, `sample_rows [n]` their request rows, `sample_positions [n]` the sampled tokens'
-    positions. `token_rows [tokens]` (host): request row of each token. `source_tokens [m]`: tokens
-    that the host does not know, `source_rows [m]` the request rows that sampled them.
+    `input_ids, positions, next_positions [tokens]` int64, `requests [requests, 4]` int32 and
+    `seq_lens [requests]` int32: see `PrepareProblem`; `seq_lens_cpu` are upper bounds.
+    `sample_indices [n]`: token rows whose logits are sampled; `sample_requests [k, 4]` int32: see
+    `AcceptProblem`.
     """
 
     num_tokens: int
     num_padded: int
+    width: int
     replays: bool
     num_decode_rows: int
     input_ids: Tensor
     positions: Tensor
+    next_positions: Tensor
     query_start_loc: Tensor
     query_start_loc_cpu: np.ndarray
     prefill_query_start_loc: Tensor
     prefill_query_start_loc_cpu: np.ndarray
+    requests: Tensor
     seq_lens: Tensor
     seq_lens_cpu: np.ndarray
     prefill_seq_lens: Tensor
     sample_indices: Tensor
-    sample_rows: Tensor
-    sample_positions: Tensor
-    token_rows_cpu: np.ndarray
-    positions_cpu: np.ndarray
-    source_rows: Tensor
-    source_tokens: Tensor
+    sample_requests: Tensor
 
 
 class StepInputBuilder:
-    """Fills staged arrays with numpy; no Python loop over tokens, no allocation on the device.
-
-    `last_sampled [max_rows]` int64 holds on the device the newest token of every request: a token
-    the host does not know yet is read from there.
-    """
+    """Fills staged arrays with numpy, one entry per request; `prepare` makes the tokens' arrays on
+    the device, where `progress` keeps what only the device knows."""
 
     def __init__(
         self,
@@ -64,118 +68,163 @@ class StepInputBuilder:
         device: torch.device,
         depth: int,
         uploads: Uploads | None = None,
+        width: int = 1,
+        max_model_len: int = 2**31 - 1,
     ) -> None:
-        def staged(size: int, dtype: torch.dtype = torch.int64) -> StagedArray:
-            return StagedArray((size,), dtype, device, depth, uploads)
+        def staged(*shape: int, dtype: torch.dtype = torch.int32) -> StagedArray:
+            return StagedArray(shape, dtype, device, depth, uploads)
 
-        self.last_sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._ids, self._positions = staged(max_tokens), staged(max_tokens)
-        self._query_start = staged(max_rows + 1, torch.int32)
-        self._prefill_start = staged(max_rows + 1, torch.int32)
-        self._seq_lens = staged(max_rows, torch.int32)
-        self._prefill_lens = staged(max_rows, torch.int32)
-        self._source_tokens, self._source_rows = staged(max_rows), staged(max_rows)
-        self._sample_indices, self._sample_rows = staged(max_rows), staged(max_rows)
-        self._sample_positions = staged(max_rows)
+        def filled(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.progress = Progress.create(max_rows, width, device)
+        #: tokens of a step, a decode's padding included
+        self.max_tokens = max_tokens + max_rows * (width - 1)
+        self._max_rows = max_rows
+        self._max_model_len = max_model_len
+        self._ids = staged(self.max_tokens, dtype=torch.int64)
+        self._query_start = staged(max_rows + 1)
+        self._prefill_start = staged(max_rows + 1)
+        self._requests = staged(max_rows, COLUMNS)
+        self._prefill_lens = staged(max_rows)
+        self._sample_indices = staged(max_rows * width, dtype=torch.int64)
+        self._sample_requests = staged(max_rows, COLUMNS)
+        self._positions = filled(self.max_tokens)
+        self._next_positions = filled(self.max_tokens)
+        self._seq_lens = filled(max_rows, torch.int32)
+        self._counts = filled(max_rows, torch.int32)
 
     def build(
-        self, order: StepOrder, padded_tokens: int | None = None, padded_reqs: int | None = None
+        self,
+        order: StepOrder,
+        padded_tokens: int | None = None,
+        padded_reqs: int | None = None,
+        journals: bool = False,
     ) -> StepInputs:
-        """`padded_tokens`: tokens to pad to; `padded_reqs`: requests to pad to, one token each (of
-        a decode-only step, so both are the same number). Uploads wait for their flush, and ids that
-        only the device knows for `read_newest`."""
-        n, counts = order.num_reqs, order.num_scheduled
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        total = int(counts.sum())
+        """`padded_tokens`: tokens to pad to; `padded_reqs`: requests to pad to, of a decode-only
+        step. `journals`: whether decodes leave their tokens in one. Uploads wait for their flush,
+        and what follows from them for `prepare`."""
+        n, decodes, width = order.num_reqs, order.num_decodes, order.width
+        lengths = order.lengths
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        total = int(lengths.sum())
         num_padded = total if padded_tokens is None else padded_tokens
         rows = n if padded_reqs is None else padded_reqs
-        prefills, k = n - order.num_decodes, len(order.sampling)
-        decode_rows = order.num_decodes
+        decode_rows = decodes
         if padded_tokens is not None:
-            decode_rows = min(padded_tokens, len(self.last_sampled))
-        request = np.repeat(np.arange(n), counts)
-        positions = self._positions.next()
-        np.add(np.arange(total) - starts[request], order.num_computed[request], positions[:total])
-        positions[total:num_padded] = 0
-        self._fill_requests(order, ends, rows)
-        self._fill_samples(order, ends)
-        num_unknown = self._fill_ids(order, starts)
-        self._ids.array[total:num_padded] = 0
+            decode_rows = min(padded_tokens // width, self._max_rows)
+        seq_lens = order.num_computed + lengths
+        self._fill_requests(order, starts, ends, rows)
+        self._prefill_lens.next()[: n - decodes] = seq_lens[decodes:]
+        num_samples = self._fill_samples(order, starts, journals)
+        self._fill_ids(order, starts)
+        k, prefills = len(order.sampling), n - decodes
         return StepInputs(
             num_tokens=total,
             num_padded=num_padded,
+            width=width,
             replays=padded_tokens is not None,
             num_decode_rows=decode_rows,
             input_ids=self._ids.upload(num_padded),
-            positions=self._positions.upload(num_padded),
+            positions=self._positions[:num_padded],
+            next_positions=self._next_positions[:num_padded],
             query_start_loc=self._query_start.upload(rows + 1),
             query_start_loc_cpu=self._query_start.array[: n + 1],
             prefill_query_start_loc=self._prefill_start.upload(prefills + 1),
             prefill_query_start_loc_cpu=self._prefill_start.array[: prefills + 1],
-            seq_lens=self._seq_lens.upload(rows),
-            seq_lens_cpu=self._seq_lens.array[:n],
+            requests=self._requests.upload(rows),
+            seq_lens=self._seq_lens[:rows],
+            seq_lens_cpu=seq_lens,
             prefill_seq_lens=self._prefill_lens.upload(prefills),
-            sample_indices=self._sample_indices.upload(k),
-            sample_rows=self._sample_rows.upload(k),
-            sample_positions=self._sample_positions.upload(k),
-            token_rows_cpu=order.rows[request],
-            positions_cpu=positions[:total],
-            source_rows=self._source_rows.upload(num_unknown),
-            source_tokens=self._source_tokens.upload(num_unknown),
+            sample_indices=self._sample_indices.upload(num_samples),
+            sample_requests=self._sample_requests.upload(k),
         )
 
-    def read_newest(self, inputs: StepInputs) -> None:
-        """Complete `input_ids` with tokens sampled before; the uploads are flushed by now."""
-        if len(inputs.source_rows):
-            newest = self.last_sampled.index_select(0, inputs.source_rows)
-            inputs.input_ids.index_copy_(0, inputs.source_tokens, newest)
+    def prepare(
+        self,
+        order: StepOrder,
+        inputs: StepInputs,
+        groups: PagedGroups,
+        journal: JournalCommits | None = None,
+    ) -> None:
+        """Make the tokens' arrays; the uploads are flushed by now."""
+        prepare(
+            PrepareProblem(
+                progress=self.progress,
+                requests=inputs.requests,
+                num_requests=order.num_reqs,
+                num_decodes=order.num_decodes,
+                width=inputs.width,
+                num_tokens=inputs.num_tokens,
+                input_ids=inputs.input_ids,
+                positions=inputs.positions,
+                next_positions=inputs.next_positions,
+                seq_lens=inputs.seq_lens,
+                max_model_len=self._max_model_len,
+                groups=groups,
+                journal=journal,
+            )
+        )
 
-    def _fill_requests(self, order: StepOrder, ends: np.ndarray, padded_reqs: int) -> None:
-        """Where each request's tokens start and how long it is; padded requests are empty."""
+    def accept(self, inputs: StepInputs, sampled: Tensor) -> Tensor:
+        """Advance the rows by what was `sampled [samples]`; how many samples of each request are
+        output, `[k]` int32."""
+        counts = self._counts[: len(inputs.sample_requests)]
+        accept(AcceptProblem(self.progress, inputs.sample_requests, sampled, counts))
+        return counts
+
+    def _fill_requests(
+        self, order: StepOrder, starts: np.ndarray, ends: np.ndarray, padded_reqs: int
+    ) -> None:
+        """Where each request's tokens start; padded requests are empty."""
         n, decodes = order.num_reqs, order.num_decodes
         query_start = self._query_start.next()
         query_start[0] = 0
         query_start[1 : n + 1] = ends
-        query_start[n + 1 : padded_reqs + 1] = np.arange(padded_reqs - n) + query_start[n] + 1
+        padding = np.arange(1, padded_reqs - n + 1) * order.width
+        query_start[n + 1 : padded_reqs + 1] = query_start[n] + padding
         prefill_start = self._prefill_start.next()
         prefill_start[0] = 0
-        prefill_start[1 : n - decodes + 1] = ends[decodes:] - decodes
-        seq_lens = self._seq_lens.next()
-        seq_lens[:n] = order.num_computed + order.num_scheduled
-        seq_lens[n:padded_reqs] = 0
-        self._prefill_lens.next()[: n - decodes] = seq_lens[decodes:n]
+        prefill_start[1 : n - decodes + 1] = ends[decodes:] - decodes * order.width
+        table = self._requests.next()
+        # Past what the host knows, only the device knows how far a request is.
+        unknown = order.num_computed >= order.num_known
+        table[:n, 0] = order.rows
+        table[:n, 1] = np.where(unknown, ON_DEVICE, order.num_computed)
+        table[:n, 2] = order.num_scheduled
+        table[:n, 3] = starts
+        table[n:padded_reqs] = (-1, 0, 0, 0)
 
-    def _fill_samples(self, order: StepOrder, ends: np.ndarray) -> None:
-        """Which tokens are sampled from, whose they are, and the positions of their successors."""
-        k = len(order.sampling)
-        self._sample_indices.next()[:k] = ends[order.sampling] - 1
-        self._sample_rows.next()[:k] = order.rows[order.sampling]
-        self._sample_positions.next()[:k] = self._seq_lens.array[order.sampling]
+    def _fill_samples(self, order: StepOrder, starts: np.ndarray, journals: bool) -> int:
+        """Which tokens are sampled from, whose they are; how many."""
+        sampling = order.sampling
+        k = len(sampling)
+        decodes = sampling < order.num_decodes
+        counts, begins = order.num_samples, order.sample_starts
+        total = int(counts.sum())
+        firsts = starts[sampling] + np.where(decodes, 0, order.num_scheduled[sampling] - 1)
+        offsets = np.arange(total) - np.repeat(begins, counts)
+        self._sample_indices.next()[:total] = np.repeat(firsts, counts) + offsets
+        table = self._sample_requests.next()
+        table[:k, 0] = order.rows[sampling]
+        table[:k, 1] = begins
+        table[:k, 2] = np.where(decodes, order.num_scheduled[sampling], 1)
+        table[:k, 3] = decodes & journals
+        return total
 
-    def _fill_ids(self, order: StepOrder, starts: np.ndarray) -> int:
-        """The ids the host knows, and where the device finds the others; how many these are."""
+    def _fill_ids(self, order: StepOrder, starts: np.ndarray) -> None:
+        """The ids the host knows; `prepare` reads the others from the device."""
         ids = self._ids.next()
-        # Only a request's newest token can be unknown to the host.
-        unknown = np.flatnonzero(order.num_computed + order.num_scheduled > order.num_known)
-        self._source_tokens.next()[: len(unknown)] = (starts + order.num_scheduled - 1)[unknown]
-        self._source_rows.next()[: len(unknown)] = order.rows[unknown]
         for i in np.flatnonzero(order.num_computed < order.num_known).tolist():
             start, first = int(starts[i]), int(order.num_computed[i])
             known = order.states[i].token_ids[first : first + int(order.num_scheduled[i])]
             ids[start : start + len(known)] = known
-        return len(unknown)
 
-    def padding(self, num_tokens: int, num_reqs: int) -> StepInputs:
+    def padding(
+        self, num_tokens: int, num_reqs: int, width: int = 1
+    ) -> tuple[StepOrder, StepInputs]:
         """A step of padded tokens and requests, for graph capture."""
         nothing = np.zeros(0, dtype=np.int64)
-        order = StepOrder([], [], nothing, nothing, nothing, nothing, 0, nothing)
-        return self.build(order, num_tokens, num_reqs)
-
-    def remember(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Keep the tokens just sampled (`rows, token_ids [n]`, device) for the next step.
-
-        A request without a token to sample is at its end; its next step, if there is one, computes
-        something that nobody reads.
-        """
-        self.last_sampled.index_copy_(0, rows, token_ids.clamp(min=0))
+        order = StepOrder([], [], nothing, nothing, nothing, nothing, 0, nothing, width=width)
+        return order, self.build(order, num_tokens, num_reqs)

@@ -34,6 +34,7 @@ class _Batch:
 
     num_reqs: int
     num_decodes: int
+    width: int
     num_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -77,17 +78,18 @@ class StepMetadata:
         batch = _Batch(
             order.num_reqs,
             order.num_decodes,
+            inputs.width,
             inputs.num_tokens,
-            int(order.num_scheduled.max()),
+            int(order.lengths.max()),
             int(inputs.seq_lens_cpu.max()),
             order.num_computed,
         )
         padded_reqs = len(inputs.seq_lens)
         uploaded = [
             _GroupTables(
-                *table.gather(order.rows, padded_reqs, order.num_decodes),
+                *table.gather(order.rows, padded_reqs, order.num_decodes, batch.max_seq_len),
                 table.decode_blocks(order.rows[: order.num_decodes], inputs.num_decode_rows),
-                table.slot_mapping(inputs.token_rows_cpu, inputs.positions_cpu, inputs.num_padded),
+                table.slots[: inputs.num_padded],
             )
             for table in self._tables.groups
         ]
@@ -96,13 +98,14 @@ class StepMetadata:
     def of_padding(self, inputs: StepInputs) -> ForwardContext:
         """The context of a capture: as many decodes as `inputs` has rows, of any length, and every
         row padding. Without rows, a batch of no requests."""
-        num_reqs = len(inputs.seq_lens)
-        batch = _Batch(num_reqs, num_reqs, num_reqs, 1, self._max_model_len, _NOTHING)
+        num_reqs, width = len(inputs.seq_lens), inputs.width
+        longest = self._max_model_len
+        batch = _Batch(num_reqs, num_reqs, width, num_reqs * width, width, longest, _NOTHING)
         uploaded = [
             _GroupTables(
                 *table.padding(num_reqs),
                 table.decode_blocks(_NOTHING, inputs.num_decode_rows),
-                table.slot_mapping(_NOTHING, _NOTHING, inputs.num_padded),
+                table.slots[: inputs.num_padded],
             )
             for table in self._tables.groups
         ]
@@ -120,6 +123,7 @@ class StepMetadata:
             attn_metadata={},
             num_tokens=batch.num_tokens,
             only_decodes=0 < batch.num_reqs == batch.num_decodes,
+            decode_width=batch.width,
         )
         for group, tables in zip(self._groups, uploaded, strict=True):
             if only is None or not set(only).isdisjoint(group.layer_names):
@@ -140,6 +144,7 @@ class StepMetadata:
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,
                 num_decodes=batch.num_decodes,
+                decode_width=batch.width,
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
                 query_start_loc=inputs.query_start_loc,

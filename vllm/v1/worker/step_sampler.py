@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.worker.input_batch import RequestState, SampledRequests, StepOrder
+from vllm.v1.worker.input_batch import RequestState, StepOrder
 
 logger = init_logger(__name__)
 
@@ -28,7 +30,7 @@ class StepSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._adjustments: dict[str, Adjustments] = {}
-        self._key: list[str] | None = None
+        self._key: tuple[int, list[str]] | None = None
         self._metadata: SamplingMetadata | None = None
         self._failed: dict[str, RequestError] = {}
 
@@ -57,36 +59,46 @@ class StepSampler:
         self._key = None
 
     def sample(
-        self, order: StepOrder, logits: Tensor, positions: Tensor, masks: TokenMasks | None
+        self,
+        order: StepOrder,
+        logits: Tensor,
+        positions: Tensor,
+        masks: TokenMasks | None,
     ) -> SamplerOutput | None:
         """Tokens of the requests that sample, from `logits [n, vocab]` for `positions [n]`; None if
-        there are none."""
+        there are none. Those with adjustments, which follow from the tokens before, have no drafts:
+        only the first of their rows counts.
+        """
         if not len(order.sampling):
             return None
-        adjusted = [
-            (row, self._adjustments[state.req_id], state.num_output_tokens)
-            for row, state in enumerate(order.sampled.states if self._adjustments else ())
-            if state.req_id in self._adjustments
-        ]
+        adjusted: list[AdjustedRow] = []
+        if self._adjustments:
+            rows = zip(order.sample_starts.tolist(), order.sampled.states, strict=True)
+            adjusted = [
+                (row, self._adjustments[state.req_id], state.num_output_tokens)
+                for row, state in rows
+                if state.req_id in self._adjustments
+            ]
         try:
-            metadata = self._metadata_of(order.sampled)
-            return sample(logits, metadata, positions, adjusted, masks)
+            return sample(logits, self._metadata_of(order), positions, adjusted, masks)
         except Exception as error:
-            culprits = self._culprits(order.sampled, adjusted, error)
+            culprits = self._culprits(order, adjusted, error)
             if not culprits:
                 raise
             # Rows are looked at before any is changed, so these are as the model made them.
-            metadata = self._metadata_without(order.sampled, culprits)
+            metadata = SamplingMetadata.build(
+                self._params_of(order, culprits), self._vocab_size, self._device
+            )
             adjusted = [one for one in adjusted if one[0] not in culprits]
             return sample(logits, metadata, positions, adjusted, masks)
 
     def _culprits(
-        self, sampled: SampledRequests, adjusted: list[AdjustedRow], error: Exception
+        self, order: StepOrder, adjusted: list[AdjustedRow], error: Exception
     ) -> set[int]:
-        """Rows that cannot be sampled even alone: their requests fail."""
+        """First rows of requests that cannot be sampled even alone: these fail."""
         rows = {one[0]: [one] for one in adjusted}
         culprits = set()
-        for row, state in enumerate(sampled.states):
+        for row, state in zip(order.sample_starts.tolist(), order.sampled.states, strict=True):
             try:
                 SamplingMetadata.build([state.sampling_params], self._vocab_size, self._device)
                 adjusted_rows(rows.get(row, []), self._device)
@@ -96,15 +108,20 @@ class StepSampler:
                 culprits.add(row)
         return culprits
 
-    def _metadata_without(self, sampled: SampledRequests, culprits: set[int]) -> SamplingMetadata:
-        params = [state.sampling_params for state in sampled.states]
+    @staticmethod
+    def _params_of(order: StepOrder, culprits: Collection[int] = ()) -> list[SamplingParams]:
+        """Of each row; greedy for the rows of requests whose first is among `culprits`."""
         greedy = SamplingParams(temperature=0.0)
-        params = [greedy if row in culprits else each for row, each in enumerate(params)]
-        return SamplingMetadata.build(params, self._vocab_size, self._device)
+        params: list[SamplingParams] = []
+        starts, counts = order.sample_starts.tolist(), order.num_samples.tolist()
+        for start, count, state in zip(starts, counts, order.sampled.states, strict=True):
+            params += [greedy if start in culprits else state.sampling_params] * count
+        return params
 
-    def _metadata_of(self, sampled: SampledRequests) -> SamplingMetadata:
-        if self._metadata is None or sampled.req_ids != self._key:
-            params = [state.sampling_params for state in sampled.states]
+    def _metadata_of(self, order: StepOrder) -> SamplingMetadata:
+        key = (order.width, order.sampled.req_ids)
+        if self._metadata is None or key != self._key:
+            params = self._params_of(order)
             self._metadata = SamplingMetadata.build(params, self._vocab_size, self._device)
-            self._key = sampled.req_ids
+            self._key = key
         return self._metadata

@@ -45,7 +45,8 @@ _FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tok
 
 @dataclass(frozen=True)
 class DummyBatch:
-    """Requests that each prefill `length` tokens after `context` computed ones, then decode one."""
+    """Requests that each prefill `length` tokens after `context` computed ones, then decode: one
+    token, and as many as a step verifies."""
 
     count: int
     length: int
@@ -144,8 +145,8 @@ def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
     with runner.brief_steps()():
         for batch in _batches(runner):
             run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
-    if runner.deferred is not None:
-        runner.deferred.rehearse()
+    if runner.journals is not None:
+        runner.journals.rehearse()
     run_common_samplers(runner)
 
 
@@ -200,14 +201,14 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
     ]
     req_ids = [request.req_id for request in requests]
     runner.execute_dummy(_step(requests, CachedRequestData.make_empty(), req_ids, batch.length))
-    if batch.decode:
+    for i, width in enumerate(sorted({1, runner.width}) if batch.decode else ()):
         cached = CachedRequestData(
             req_ids=req_ids,
             new_block_ids=[None] * len(req_ids),
-            num_computed_tokens=[end] * len(req_ids),
-            num_output_tokens=[1] * len(req_ids),
+            num_computed_tokens=[end + i] * len(req_ids),
+            num_output_tokens=[1 + i] * len(req_ids),
         )
-        runner.execute_dummy(_step([], cached, req_ids, 1))
+        runner.execute_dummy(_step([], cached, req_ids, width))
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)

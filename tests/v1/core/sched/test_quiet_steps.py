@@ -29,7 +29,7 @@ def careful(scheduler):
         return schedule_running(step)
 
     scheduler._schedule_running = look_at_all
-    scheduler._take_plain = lambda results, special, outputs: results
+    scheduler._take_plain = lambda results, special, verified, outputs: results
     return scheduler
 
 
@@ -53,9 +53,10 @@ def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
     budget=st.sampled_from([16, 24, 128]),
     async_scheduling=st.booleans(),
     kinds=st.sampled_from(["full", "full cached", "window", "hybrid"]),
+    num_drafts=st.sampled_from([0, 0, 1, 4]),
 )
 def test_every_step_is_what_looking_at_each_request_gives(
-    seed, num_pages, budget, async_scheduling, kinds
+    seed, num_pages, budget, async_scheduling, kinds, num_drafts
 ):
     specs = {"window": [full(), window(20)], "hybrid": [full(), recurrent()]}.get(kinds, [full()])
     config = kv_config(specs, num_pages, [1] * len(specs))
@@ -64,15 +65,19 @@ def test_every_step_is_what_looking_at_each_request_gives(
         "max_num_batched_tokens": budget,
         "async_scheduling": async_scheduling,
         "caching": kinds == "full cached",
+        "num_drafts": num_drafts,
     }
     plain = Driver(make_scheduler(config, **options))
     slow = Driver(careful(make_scheduler(config, **options)))
     rng = random.Random(seed)
-    shared = prompt_of(seed, 40)
+    shared, wanted = prompt_of(seed, 40), {}
     for i in range(rng.randint(1, 8)):
         prompt = shared[: rng.choice([0, 20, 40])] + prompt_of(i, rng.randint(1, 20))
         stops = rng.choices(range(1000), k=9)
         options = {"max_tokens": rng.randint(1, 60), "stop_token_ids": stops}
+        if rng.random() < 0.2:
+            options["presence_penalty"] = 0.5  # takes no drafts
+        wanted[f"r{i}"] = expected_tokens(prompt, SamplingParams(**options), 96, EOS)
         for driver in (plain, slow):
             driver.add(make_request(f"r{i}", prompt, **options))
         num_steps, aborts = rng.randint(0, 25), rng.random() < 0.1
@@ -88,6 +93,9 @@ def test_every_step_is_what_looking_at_each_request_gives(
     for one, other in zip(plain.worker.steps, slow.worker.steps, strict=True):
         assert same(one, other)
     assert plain.tokens == slow.tokens
+    for request_id, output in plain.finished.items():
+        if output.finish_reason is not FinishReason.ABORT:
+            assert plain.tokens[request_id] == wanted[request_id]
     assert {i: o.finish_reason for i, o in plain.finished.items()} == {
         i: o.finish_reason for i, o in slow.finished.items()
     }
@@ -143,19 +151,41 @@ def test_a_set_ends_with_any_other_step():
     assert driver.reason("a") is FinishReason.LENGTH and len(driver.tokens["a"]) == 30
 
 
-def test_several_tokens_at_once_are_all_computed():
-    scheduler = make_scheduler()
-    request = make_request("a", prompt_of(0, 9), max_tokens=50, ignore_eos=True)
-    scheduler.add_request(request)
-    driver = Driver(scheduler)
-    for _ in range(3):
-        driver.step()
-    output = scheduler.schedule()
-    assert output.decode_set_id and request.quiet_until > request.num_computed_tokens
-    result = driver.worker.execute(output)
-    result.sampled_token_ids = [[500, 501, 502]]
-    scheduler.update_from_output(output, result)
-    assert scheduler.schedule().num_scheduled_tokens == {"a": 3}
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_are_counted_as_computed_until_they_are_rejected(async_scheduling):
+    driver = Driver(make_scheduler(num_drafts=3, async_scheduling=async_scheduling))
+    scheduler, prompt = driver.scheduler, prompt_of(0, 9)
+    request = make_request("a", prompt, max_tokens=40, ignore_eos=True, logprobs=0)
+    driver.add(request)
+    scheduled, stats = [], []
+    while scheduler.has_requests():
+        scheduled.append(driver.step().num_scheduled_tokens.get("a", 0))
+        settled = request.num_computed_tokens - request.num_drafts_in_flight
+        assert request.is_finished or settled < request.num_tokens + len(driver.in_flight)
+        stats.append(scheduler.make_stats())
+    driver.run()
+    expected = SamplingParams(max_tokens=40, ignore_eos=True)
+    assert driver.tokens["a"] == expected_tokens(prompt, expected)
+    assert scheduled[0] == 9 and set(scheduled[1:-1]) <= {0, 1, 2, 3, 4} and 4 in scheduled
+    assert len(scheduled) < 36
+    assert request.num_output_placeholders == request.num_drafts_in_flight == 0
+
+
+def test_accepted_drafts_are_counted_by_position():
+    driver = Driver(make_scheduler(num_drafts=2))
+    driver.add(make_request("a", prompt_of(0, 9), max_tokens=60, ignore_eos=True))
+    drafts = verified = 0
+    accepted = [0, 0]
+    while driver.scheduler.has_requests():
+        output = driver.scheduler.schedule()
+        verified += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        packed = driver.scheduler.update_from_output(output, driver.worker.execute(output))
+        for stats in (o.scheduler_stats for o in packed.values() if o.scheduler_stats):
+            drafts += stats.num_draft_tokens
+            for position, count in enumerate(stats.accepted_per_position):
+                accepted[position] += count
+    assert drafts == verified > 0
+    assert accepted[0] >= accepted[1] > 0
 
 
 def test_a_stop_token_below_the_minimum_goes_on():

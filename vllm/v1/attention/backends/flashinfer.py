@@ -171,6 +171,7 @@ class FlashInferBackend(AttentionBackend):
     """Needs CUDA and flashinfer-python."""
 
     name = "FLASHINFER"
+    plans_on_host = True
 
     @staticmethod
     def get_builder_cls() -> type[FlashInferMetadataBuilder]:

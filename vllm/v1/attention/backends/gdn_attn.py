@@ -58,7 +58,7 @@ class PrefillBatch:
 class GDNAttentionMetadata(AttentionMetadata):
     """One step of a recurrent group.
 
-    Tokens `[0, num_decodes)` are one decode each; `[num_decodes, num_tokens)` are prefills.
+    Tokens `[0, num_decode_tokens)` are decodes, equally many of each; the others are prefills'.
     `state_indices [num_reqs]` int32 (decodes first), the prefills' part of it again in
     `prefill_state_indices [num_prefills]`, `has_initial_state [num_prefills]` bool,
     `prefill_query_start_loc [num_prefills + 1]` int32 relative to the first prefill token;
@@ -68,6 +68,7 @@ class GDNAttentionMetadata(AttentionMetadata):
 
     num_tokens: int
     num_decodes: int
+    num_decode_tokens: int
     num_prefills: int
     state_indices: Tensor
     prefill_state_indices: Tensor
@@ -80,7 +81,7 @@ class GDNAttentionMetadata(AttentionMetadata):
 
     def __post_init__(self) -> None:
         self.batch = PrefillBatch(
-            slice(self.num_decodes, self.num_tokens),
+            slice(self.num_decode_tokens, self.num_tokens),
             self.prefill_state_indices,
             self.has_initial_state,
             self.prefill_query_start_loc,
@@ -90,12 +91,8 @@ class GDNAttentionMetadata(AttentionMetadata):
         )
 
     @property
-    def num_decode_tokens(self) -> int:
-        return self.num_decodes
-
-    @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
+        return self.num_tokens - self.num_decode_tokens
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]):
@@ -148,6 +145,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         metadata = GDNAttentionMetadata(
             num_tokens=common.num_tokens,
             num_decodes=decodes,
+            num_decode_tokens=common.num_decode_tokens,
             num_prefills=prefills,
             state_indices=common.block_table[:, 0],
             prefill_state_indices=common.prefill_block_table[:, 0],
@@ -174,7 +172,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         decodes, blocks, starts = common.num_decodes, self._blocks.next(), self._starts.next()
         blocks[:prefills] = common.block_table_cpu[decodes : decodes + prefills, 0]
         blocks[prefills:] = -1
-        starts[: prefills + 1] = common.prefill_query_start_loc_cpu + decodes
+        starts[: prefills + 1] = common.prefill_query_start_loc_cpu + common.num_decode_tokens
         starts[prefills + 1 :] = starts[prefills]
 
 

@@ -29,6 +29,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     num_tokens: int
     num_reqs: int
     num_decodes: int
+    decode_width: int
     max_query_len: int
     max_seq_len: int
     max_decode_len: int
@@ -49,6 +50,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
             num_decodes=common.num_decodes,
+            decode_width=common.decode_width,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
             max_decode_len=self.vllm_config.model_config.max_model_len,
@@ -92,28 +94,29 @@ class PagedAttentionImpl:
         """`query, out, gate [tokens, num_heads, head_size]`; decode and prefill rows run
         separately."""
         decodes, tokens = metadata.num_decodes, metadata.num_tokens
+        first = decodes * metadata.decode_width
         if decodes:
             self._run(
-                query[:decodes],
+                query[:first],
                 kv_cache,
                 metadata.block_table[:decodes],
                 metadata.seq_lens[:decodes],
                 metadata.query_start_loc[: decodes + 1],
-                out[:decodes],
-                None if gate is None else gate[:decodes],
-                max_query_len=1,
+                out[:first],
+                None if gate is None else gate[:first],
+                max_query_len=metadata.decode_width,
                 max_seq_len=metadata.max_decode_len,
             )
         if decodes < metadata.num_reqs:
             longest = metadata.max_query_len
             self._run(
-                query[decodes:tokens],
+                query[first:tokens],
                 kv_cache,
                 metadata.prefill_block_table,
                 metadata.prefill_seq_lens,
                 metadata.prefill_query_start_loc,
-                out[decodes:tokens],
-                None if gate is None else gate[decodes:tokens],
+                out[first:tokens],
+                None if gate is None else gate[first:tokens],
                 max_query_len=longest,
                 max_seq_len=metadata.max_decode_len if longest == 1 else metadata.max_seq_len,
             )

@@ -112,9 +112,13 @@ class SchedulerOutput:
     `copies_after` after it. `block_log` (only with `--sanitize`): what happened to blocks since the
     last step, in order; it contains `copies_before`.
 
+    `scheduled_spec_decode_tokens`: of requests that verify drafts in this step, these; -1 where
+    only the device knows them. They are among the tokens of `num_scheduled_tokens`, and the request
+    samples one token after each and one more.
+
     Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
-    each decodes one token and samples. Such steps share `num_scheduled_tokens`, `sampling_req_ids`
-    and `scheduled_cached_reqs.req_ids`, which nobody changes.
+    each decodes equally many tokens and samples. Such steps share `num_scheduled_tokens`,
+    `sampling_req_ids` and `scheduled_cached_reqs.req_ids`, which nobody changes.
     """
 
     scheduled_new_reqs: list[NewRequestData]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,8 +83,9 @@ class SchedulerResults(SchedulerState):
         special = failed.keys() | prompt_logprobs.keys() | runner_output.logprobs.keys()
         sampled = _tokens_in_order(scheduler_output, runner_output)
         results = list(zip(requests, sampled, strict=True))
+        verified = scheduler_output.scheduled_spec_decode_tokens
         if not self.counts_drafts:
-            results = self._take_plain(results, special, outputs)
+            results = self._take_plain(results, special, verified, outputs)
         ended: list[Request] = []
         for request, tokens in results:
             if request.status > _LAST_UNFINISHED:
@@ -97,7 +98,8 @@ class SchedulerResults(SchedulerState):
                     request.status = RequestStatus.FINISHED_ERROR
                     request.error = failed[request_id]
                 elif request_id in scheduler_output.sampling_req_ids:
-                    new_tokens = self._take_tokens(request, tokens)
+                    drafts = len(verified.get(request_id, ()))
+                    new_tokens = self._take_tokens(request, tokens, drafts)
                 logprobs = _Logprobs.of(request_id, runner_output)
             except Exception as error:
                 logger.exception("the results of request %s cannot be taken", request_id)
@@ -111,20 +113,23 @@ class SchedulerResults(SchedulerState):
                 outputs[request.client_index].append(output)
         self._leave_queues(ended)
 
-    @staticmethod
     def _take_plain(
-        results: list[Result], special: Set[str], outputs: ClientOutputs
+        self,
+        results: list[Result],
+        special: Set[str],
+        verified: Mapping[str, Sequence[int]],
+        outputs: ClientOutputs,
     ) -> list[Result]:
-        """Append the token of every request that just goes on; returns the others, untouched."""
+        """Append the tokens of every request that just goes on; returns the others, untouched."""
         others: list[Result] = []
         for result in results:
             request, tokens = result
             request_id, num_known = request.request_id, len(request.all_token_ids)
             if (
-                len(tokens) != 1
-                or tokens[0] in request.stop_ids
-                or tokens[0] == NO_TOKEN
-                or num_known + 1 >= request.length_limit
+                not tokens
+                or tokens[-1] == NO_TOKEN
+                or not request.stop_ids.isdisjoint(tokens)
+                or num_known + len(tokens) >= request.length_limit
                 or num_known == request.num_prompt_tokens  # the first token brings more with it
                 or request.status is not RequestStatus.RUNNING
                 or request.discard_outputs
@@ -133,26 +138,40 @@ class SchedulerResults(SchedulerState):
             ):
                 others.append(result)
                 continue
-            request.num_output_placeholders -= 1
-            request.output_token_ids.append(tokens[0])
-            request.all_token_ids.append(tokens[0])
+            if request_id in verified:
+                self._settle(request, len(verified[request_id]), len(tokens))
+            else:
+                request.num_output_placeholders -= 1
+            request.output_token_ids.extend(tokens)
+            request.all_token_ids.extend(tokens)
             outputs[request.client_index].append(EngineCoreOutput(request_id, tokens))
         return others
 
-    def _take_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+    def _settle(self, request: Request, num_drafts: int, num_tokens: int) -> None:
+        """Of a running request's drafts all but `num_tokens - 1` were rejected."""
+        request.num_output_placeholders -= 1 + num_drafts
+        request.num_drafts_in_flight -= num_drafts
+        rejected = 1 + num_drafts - num_tokens
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= rejected
+            request.num_state_tokens -= rejected
+        self._counters.add_drafts(num_drafts, num_tokens - 1)
+
+    def _take_tokens(self, request: Request, tokens: list[int], num_drafts: int) -> list[int]:
         """Append sampled tokens up to a stop; returns those that count."""
         if request.discard_outputs:
-            request.discard_outputs -= 1
+            request.discard_outputs -= 1 + num_drafts
+            request.num_drafts_in_flight -= num_drafts
             return []
         if not tokens:
             raise RuntimeError(f"the workers returned no token for request {request.request_id}")
-        request.num_output_placeholders -= 1
-        if len(tokens) > 1:
-            request.quiet_until = 0
+        if num_drafts:
+            self._settle(request, num_drafts, len(tokens))
+        else:
+            request.num_output_placeholders -= 1
         for position, token in enumerate(tokens):
             if self.counts_drafts and request.output_token_ids:
-                self._counters.num_drafts += 1
-                self._counters.num_accepted_tokens += token == request.output_token_ids[-1]
+                self._counters.add_drafts(1, int(token == request.output_token_ids[-1]))
             if token == NO_TOKEN:
                 request.status = RequestStatus.FINISHED_ERROR
                 request.error = nothing_to_sample(request)

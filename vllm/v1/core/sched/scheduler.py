@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
-from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan
+from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan, drafts_of
 from vllm.v1.engine import RequestFailure
 from vllm.v1.request import Request, RequestStatus
 
@@ -72,45 +72,72 @@ class Scheduler(SchedulerResults):
         """Continue running requests; False if blocks ran out, so that nobody new can start."""
         enough = True
         requests, counts, blocks = step.requests, step.counts, step.blocks
+        width = self.width
         for request in self.running:  # making room shortens the list, at its end
             if step.token_budget == 0:
                 break
-            if request.num_computed_tokens < request.quiet_until:
+            if request.num_computed_tokens + width <= request.quiet_until and (
+                width <= step.token_budget
+            ):
                 requests.append(request)
-                counts.append(1)
+                counts.append(width)
                 blocks.append(None)
-                step.token_budget -= 1
+                step.token_budget -= width
+                if width > 1:
+                    step.drafts[request.request_id] = width
             else:
                 enough = self._continue(request, step) and enough
         return enough
 
     def _continue(self, request: Request, step: StepPlan) -> bool:
         """Let a running request go on if it has anything to compute; False if blocks ran out."""
-        num_tokens = self._num_tokens_ahead(request, step.token_budget)
+        num_tokens, decodes = self._num_tokens_ahead(request, step.token_budget)
         if num_tokens == 0:
             return True
         enough = True
-        while (blocks := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
+        lookahead = max(self.width - num_tokens, 0)
+        while (
+            blocks := self.kv_cache_manager.allocate_slots(
+                request, num_tokens, num_lookahead_tokens=lookahead
+            )
+        ) is None:
             enough = False
             self._make_room(request)
             if request.status is not RequestStatus.RUNNING:
                 return False
         self._add_running(step, request, num_tokens, blocks)
-        known = len(request.all_token_ids) + request.num_output_placeholders
-        if num_tokens == 1 and request.num_computed_tokens + 1 == known:
+        if not decodes:
+            step.only_decodes = False
+            return enough
+        if num_tokens > 1:
+            step.drafts[request.request_id] = num_tokens
+        if num_tokens == self.width:
             quiet = self.kv_cache_manager.quiet_until(request)
             request.quiet_until = min(quiet, request.length_limit - 1)
         else:
             step.only_decodes = False
         return enough
 
-    def _num_tokens_ahead(self, request: Request, token_budget: int) -> int:
-        """Tokens a running request can compute now; 0 if all it may produce is in flight."""
+    def _num_tokens_ahead(self, request: Request, token_budget: int) -> tuple[int, bool]:
+        """Tokens a running request can compute now, 0 if all it may produce is in flight; whether
+        these are its newest one and drafts."""
         known = len(request.all_token_ids) + request.num_output_placeholders
         if known >= request.length_limit:
-            return 0
+            return 0, False
         computed = request.num_computed_tokens
-        return self._chunk(request, computed, known - computed, token_budget)
+        decodes = known - computed == 1
+        if decodes and self.width > 1 and self._drafts(request):
+            return min(self.width, request.length_limit - known, token_budget), True
+        return self._chunk(request, computed, known - computed, token_budget), decodes
+
+    @staticmethod
+    def _drafts(request: Request) -> bool:
+        """Whether drafts may follow the request's newest token: it was sampled where they are, and
+        no rule on the output makes a token's choice depend on those before it."""
+        if request.num_computed_tokens < request.num_told_tokens or request.grammar is not None:
+            return False
+        params = request.sampling_params
+        return params is not None and not params.adjusts_logits
 
     def _chunk(self, request: Request, computed: int, num_tokens: int, token_budget: int) -> int:
         """How many of the next `num_tokens` tokens to compute at once."""
@@ -130,6 +157,7 @@ class Scheduler(SchedulerResults):
             self._rewound.remove(request.request_id)
             self.preempted_req_ids.add(request.request_id)
             all_blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            request.num_told_tokens = request.num_tokens
             step.add_resumed(request, num_tokens, all_blocks)
         else:
             step.add(request, num_tokens, new_blocks.get_block_ids(allow_none=True))
@@ -234,6 +262,7 @@ class Scheduler(SchedulerResults):
             num_new_computed_tokens=prefix.num_local,
             new_computed_blocks=prefix.blocks,
             num_external_computed_tokens=prefix.num_external,
+            num_lookahead_tokens=max(self.width - num_tokens, 0) if num_tokens else 0,
             delay_cache_blocks=prefix.load_async,
         )
 
@@ -282,6 +311,7 @@ class Scheduler(SchedulerResults):
 
     def _start(self, request: Request, step: StepPlan, num_tokens: int) -> None:
         step.only_decodes = False
+        request.num_told_tokens = request.num_tokens
         blocks = self.kv_cache_manager.get_block_ids(request.request_id)
         if request.num_preemptions:
             step.add_resumed(request, num_tokens, blocks)
@@ -331,6 +361,7 @@ class Scheduler(SchedulerResults):
                 decodes.num_scheduled_tokens if decodes else step.num_scheduled_tokens()
             ),
             total_num_scheduled_tokens=self.max_num_batched_tokens - step.token_budget,
+            scheduled_spec_decode_tokens=decodes.drafts if decodes else drafts_of(step.drafts),
             num_common_prefix_blocks=[0] * len(self.kv_cache_config.kv_cache_groups),
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
@@ -350,7 +381,7 @@ class Scheduler(SchedulerResults):
         if self._decodes is not None and step.requests == self._decodes.requests:
             return self._decodes
         self._num_decode_sets += 1
-        return DecodeSet(self._num_decode_sets, step.requests)
+        return DecodeSet(self._num_decode_sets, step.requests, self.width)
 
     def _advance(self, step: StepPlan, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; state who samples."""
@@ -376,7 +407,9 @@ class Scheduler(SchedulerResults):
             computed = request.num_computed_tokens + num_tokens
             request.num_computed_tokens = request.num_state_tokens = computed
             if computed >= len(request.all_token_ids) + request.num_output_placeholders:
-                request.num_output_placeholders += 1
+                sampled = step.drafts.get(request.request_id, 1)
+                request.num_output_placeholders += sampled
+                request.num_drafts_in_flight += sampled - 1
                 sampling.add(request.request_id)
                 if request.grammar is not None:
                     constrained.append(request)

@@ -42,10 +42,20 @@ class StepCounters:
     external_hits: int = 0
     num_preemptions: int = 0
     num_drafts: int = 0
-    num_accepted_tokens: int = 0
+    num_draft_tokens: int = 0
+    #: by position of the draft
+    accepted: list[int] = field(default_factory=list)
     connector: KVConnectorStats | None = None
     group_hits: list[int] = field(default_factory=list)
     lost_tokens: dict[str, int] = field(default_factory=dict)
+
+    def add_drafts(self, count: int, accepted: int) -> None:
+        """A request verified `count` drafts."""
+        self.num_drafts += 1
+        self.num_draft_tokens += count
+        self.accepted += [0] * (count - len(self.accepted))
+        for position in range(accepted):
+            self.accepted[position] += 1
 
     def add_report(self, report: CacheReport) -> None:
         self.group_hits += [0] * (len(report.groups) - len(self.group_hits))
@@ -103,7 +113,9 @@ class SchedulerState(SchedulerInterface):
         #: grammar is being compiled, their state is on its way
         self.num_deferred = 0
         speculative = vllm_config.speculative_config
-        self.counts_drafts = speculative is not None and speculative.uses_extract_hidden_states()
+        #: tokens of a request that verifies drafts in one step
+        self.width = vllm_config.tokens_to_verify
+        self.counts_drafts = self.width == 1 and speculative is not None
 
         self.connector = create_scheduler_connector(vllm_config, kv_cache_config)
         self.transfer: KVTransfer | None = None
@@ -332,9 +344,9 @@ class SchedulerState(SchedulerInterface):
             lost_tokens=counters.lost_tokens,
             num_preemptions=counters.num_preemptions,
             num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_drafts,
-            num_accepted_tokens=counters.num_accepted_tokens,
-            accepted_per_position=[counters.num_accepted_tokens] if self.counts_drafts else [],
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=sum(counters.accepted),
+            accepted_per_position=counters.accepted,
             connector=None if counters.connector is None else counters.connector.data,
         )
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 from vllm.v1.request import Request
 
+#: a draft token, whose value only the device knows
+UNKNOWN = -1
 #: per group, the blocks appended to a request; None for no blocks
 NewBlocks = tuple[list[int], ...] | None
 
@@ -18,8 +20,8 @@ class StepPlan:
     """Who runs how many tokens, in the order of scheduling.
 
     `requests`, `counts` (tokens) and `blocks` are parallel; `blocks` is what the workers are told
-    of a request they know. `only_decodes`: every request computes the one token it has not computed
-    yet, and samples the next.
+    of a request they know. `only_decodes`: every request computes the newest token, and equally
+    many drafts, and samples after each.
     """
 
     token_budget: int
@@ -29,6 +31,8 @@ class StepPlan:
     new: list[NewRequestData] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     only_decodes: bool = True
+    #: of requests that verify drafts, their tokens
+    drafts: dict[str, int] = field(default_factory=dict)
 
     def add(self, request: Request, num_tokens: int, blocks: NewBlocks) -> None:
         self.requests.append(request)
@@ -70,14 +74,17 @@ class DecodeSet:
     """Requests that decode together, step after step: what every step says of them again.
 
     `set_id` numbers the sets of a scheduler. The lists are shared by all steps of the set; nobody
-    changes them. A set ends with the first step that runs anything else.
+    changes them. Every step runs `width` tokens of each request. A set ends with the first step
+    that runs anything else.
     """
 
-    def __init__(self, set_id: int, requests: Sequence[Request]) -> None:
+    def __init__(self, set_id: int, requests: Sequence[Request], width: int) -> None:
         self.set_id = set_id
+        self.width = width
         self.requests = list(requests)
         self.req_ids = [request.request_id for request in requests]
-        self.num_scheduled_tokens = dict.fromkeys(self.req_ids, 1)
+        self.num_scheduled_tokens = dict.fromkeys(self.req_ids, width)
+        self.drafts = drafts_of(self.num_scheduled_tokens) if width > 1 else {}
         self.sampling_req_ids = set(self.req_ids)
         self.constrained = [request for request in requests if request.grammar is not None]
         self._num_before_output = [request.num_prompt_tokens - 1 for request in requests]
@@ -97,8 +104,15 @@ class DecodeSet:
         )
 
     def advance(self) -> None:
-        """Count the step's tokens as computed, and one more of every request as sampled."""
+        """Count the step's tokens as computed, and as many of every request as sampled."""
+        width = self.width
         for request in self.requests:
-            computed = request.num_computed_tokens + 1
+            computed = request.num_computed_tokens + width
             request.num_computed_tokens = request.num_state_tokens = computed
-            request.num_output_placeholders += 1
+            request.num_output_placeholders += width
+            request.num_drafts_in_flight += width - 1
+
+
+def drafts_of(num_tokens: Mapping[str, int]) -> dict[str, list[int]]:
+    """`SchedulerOutput.scheduled_spec_decode_tokens` of requests that verify drafts."""
+    return {req_id: [UNKNOWN] * (count - 1) for req_id, count in num_tokens.items() if count > 1}

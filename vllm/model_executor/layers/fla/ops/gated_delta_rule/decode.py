@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""The recurrent step of one decode token per sequence, with the gated norm.
+"""The recurrent steps of a few decode tokens per sequence, with the gated norm.
 
-Memory-bound: a program reads the state of one value head once. With a ring (`DecodeRing`) it
-writes it only on the steps the host names: it replays the tokens not yet committed, operation by
-operation as the steps that brought them did, so the bits are those of writing every step.
+Memory-bound: a program reads the state of one value head once. With a `Journal` it writes it only
+in steps that commit: it replays the tokens not yet committed, operation by operation as the steps
+that brought them did, so the bits are those of writing with every token.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from vllm.kernels.decode_ring import DecodeRing, GatedNorm
+from vllm.kernels.journal import GatedNorm, Journal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import DecodeInputs
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -78,8 +78,9 @@ def _decode_kernel(
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RING: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    JOURNAL: tl.constexpr,
     NORM: tl.constexpr,
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
@@ -112,90 +113,103 @@ def _decode_kernel(
     stored += dv[:, :, None, None] * DK + dk[None, None, :, :]
     inside = in_v[:, :, None, None] & in_k[None, None, :, :]
     S = tl.load(stored, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if RING:
-        slots = tl.load(steps_ptr + seq * 4).to(tl.int64) * SLOTS
+    if JOURNAL:
+        row = tl.load(steps_ptr + seq * 4).to(tl.int64) * PLACES
         pending = tl.load(steps_ptr + seq * 4 + 1)
         commit = tl.load(steps_ptr + seq * 4 + 2)
-        keys = keys_ptr + (slots * K_HEADS + head // GROUP) * DK
-        errors = errors_ptr + (slots * V_HEADS + head) * DV
-        decays = decays_ptr + slots * V_HEADS + head
-        slot = tl.arange(0, BS)
-        all_decays = tl.load(decays + slot * V_HEADS, mask=slot < pending, other=0.0)
+        place = tl.load(steps_ptr + seq * 4 + 3)
+        keys = keys_ptr + (row * K_HEADS + head // GROUP) * DK
+        errors = errors_ptr + (row * V_HEADS + head) * DV
+        decays = decays_ptr + row * V_HEADS + head
+        places = tl.arange(0, BS)
+        waits = (places + PLACES - place) % PLACES < pending
+        waits = waits & (places < PLACES)
+        all_decays = tl.load(decays + places * V_HEADS, mask=waits, other=0.0)
         for i in tl.range(pending, num_stages=STAGES):
-            k_i = tl.load(keys + i * (K_HEADS * DK) + dk, mask=in_k, other=0.0)
-            d_i = tl.load(errors + i * (V_HEADS * DV) + dv, mask=in_v, other=0.0)
-            decay_i = tl.sum(tl.where(slot == i, all_decays, 0.0), axis=0)
+            at = (place + i) % PLACES
+            k_i = tl.load(keys + at * (K_HEADS * DK) + dk, mask=in_k, other=0.0)
+            d_i = tl.load(errors + at * (V_HEADS * DV) + dv, mask=in_v, other=0.0)
+            decay_i = tl.sum(tl.where(places == at, all_decays, 0.0), axis=0)
             S = tl.fma(d_i[:, :, None, None], k_i[None, None, :, :], S * decay_i)
             if ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
     if PDL:
         cuda.gdc_wait()
     kh, member = head // GROUP, head % GROUP
-    vectors = vectors_ptr + (seq * K_HEADS + kh) * ((2 + GROUP) * BM)
-    scalars = scalars_ptr + (seq * V_HEADS + head) * 2
-    q = tl.load(vectors + dk, mask=in_k, other=0.0)
-    k = tl.load(vectors + BM + dk, mask=in_k, other=0.0)
-    v = tl.load(vectors + (2 + member) * BM + dv, mask=in_v, other=0.0)
-    decay = tl.load(scalars)
-    beta = tl.load(scalars + 1)
     if NORM:
-        z = tl.load(gate_ptr + seq * stride_gate + head * DV + dv, mask=in_v, other=0.0)
         w = tl.load(norm_ptr + dv, mask=in_v, other=0.0)
-    kq = tl.sum(tl.sum(k * q, axis=0), axis=0)
-    S = S * decay
-    error = beta * (v - _contract(S, k))
-    o = (_contract(S, q) + kq * error).to(out_ptr.dtype.element_ty)
-    if NORM:
-        wide = o.to(tl.float32)
-        normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / DV + eps)
-        normed = normed.to(o.dtype).to(tl.float32) * w.to(tl.float32)
-        if w.dtype == o.dtype:
-            normed = normed.to(o.dtype).to(tl.float32)
-        z = z.to(tl.float32)
-        o = normed * z * tl.sigmoid(z)
-    tl.store(out_ptr + seq * stride_out + head * DV + dv, o, mask=in_v)
-    if RING:
-        if commit != 0:
+    for t in tl.static_range(TOKENS):
+        token = seq * TOKENS + t
+        vectors = vectors_ptr + (token * K_HEADS + kh) * ((2 + GROUP) * BM)
+        scalars = scalars_ptr + (token * V_HEADS + head) * 2
+        q = tl.load(vectors + dk, mask=in_k, other=0.0)
+        k = tl.load(vectors + BM + dk, mask=in_k, other=0.0)
+        v = tl.load(vectors + (2 + member) * BM + dv, mask=in_v, other=0.0)
+        decay = tl.load(scalars)
+        beta = tl.load(scalars + 1)
+        if NORM:
+            z = tl.load(gate_ptr + token * stride_gate + head * DV + dv, mask=in_v, other=0.0)
+        kq = tl.sum(tl.sum(k * q, axis=0), axis=0)
+        S = S * decay
+        error = beta * (v - _contract(S, k))
+        o = (_contract(S, q) + kq * error).to(out_ptr.dtype.element_ty)
+        if NORM:
+            wide = o.to(tl.float32)
+            normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / DV + eps)
+            normed = normed.to(o.dtype).to(tl.float32) * w.to(tl.float32)
+            if w.dtype == o.dtype:
+                normed = normed.to(o.dtype).to(tl.float32)
+            z = z.to(tl.float32)
+            o = normed * z * tl.sigmoid(z)
+        tl.store(out_ptr + token * stride_out + head * DV + dv, o, mask=in_v)
+        if JOURNAL:
+            if (t == 0) & (commit != 0):
+                written = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
+                tl.store(stored, written, mask=inside, eviction_policy="evict_first")
+            else:
+                at = (place + pending + t - commit) % PLACES
+                tl.store(errors + at * (V_HEADS * DV) + dv, error, mask=in_v)
+            if t + 1 < TOKENS:
+                S = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
+                if ROUND:
+                    S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+        else:
             S = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
             tl.store(stored, S, mask=inside, eviction_policy="evict_first")
-        else:
-            tl.store(errors + pending * (V_HEADS * DV) + dv, error, mask=in_v)
-    else:
-        S = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
-        tl.store(stored, S, mask=inside, eviction_policy="evict_first")
 
 
 def run_decode(
     inputs: DecodeInputs,
     ssm_state: Tensor,
     state_indices: Tensor,
-    ring: DecodeRing | None,
+    journal: Journal | None,
     norm: GatedNorm | None,
     launch: DecodeLaunch,
     overlaps: bool,
     head_k_dim: int,
     out: Tensor,
 ) -> None:
-    """Fill `out [n, v heads, dv]` and update states or ring; see `Kernels.gdn_decode`.
+    """Fill `out [tokens, v heads, dv]` and update states or journal; see `Kernels.gdn_decode`.
 
     With `overlaps` it may start before the kernel that fills `inputs` ends.
     """
     n, heads, dv = out.shape
+    seqs = len(state_indices)
     block_k = next_power_of_2(head_k_dim)
     columns = min(launch.columns, block_k)
     block_v = next_power_of_2(dv)
     if norm is None:
         block_v = min(launch.rows, block_v)
-    slots = 1 if ring is None else ring.slots
-    _decode_kernel[(heads, n, cdiv(dv, block_v))](
+    places = 1 if journal is None else journal.places
+    _decode_kernel[(heads, seqs, cdiv(dv, block_v))](
         inputs.vectors,
         inputs.scalars,
         ssm_state,
         state_indices,
-        None if ring is None else ring.steps,
-        None if ring is None else ring.keys,
-        None if ring is None else ring.errors,
-        None if ring is None else ring.decays,
+        None if journal is None else journal.steps,
+        None if journal is None else journal.keys,
+        None if journal is None else journal.errors,
+        None if journal is None else journal.decays,
         None if norm is None else norm.gate,
         None if norm is None else norm.weight,
         out,
@@ -207,8 +221,9 @@ def run_decode(
         V_HEADS=heads,
         DK=head_k_dim,
         DV=dv,
-        SLOTS=slots,
-        RING=ring is not None,
+        PLACES=places,
+        TOKENS=n // seqs,
+        JOURNAL=journal is not None,
         NORM=norm is not None,
         ROUND=ssm_state.dtype != torch.float32,
         PDL=overlaps,
@@ -217,7 +232,7 @@ def run_decode(
         BV=block_v,
         BM=inputs.vectors.shape[-1],
         BR=min(launch.inner, block_v),
-        BS=next_power_of_2(slots),
+        BS=next_power_of_2(places),
         STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""What a decode step multiplies its states with: convolution, l2 norms and gates of one token."""
+"""What a decode step multiplies its states with: convolution, l2 norms and gates of its tokens."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from vllm.kernels.decode_ring import DecodeRing
+from vllm.kernels.journal import Journal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import gate
 from vllm.utils.math_utils import next_power_of_2
 
@@ -46,8 +46,10 @@ def _decode_inputs_kernel(
     conv_ptr,
     index_ptr,
     steps_ptr,
+    taken_ptr,
     keys_ptr,
     decays_ptr,
+    inputs_ptr,
     vectors_ptr,
     scalars_ptr,
     scale,
@@ -59,10 +61,12 @@ def _decode_inputs_kernel(
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
-    RING: tl.constexpr,
+    JOURNAL: tl.constexpr,
     PDL: tl.constexpr,
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -86,9 +90,11 @@ def _decode_inputs_kernel(
         if PDL:
             cuda.gdc_wait()
         return
-    if RING:
-        slot = tl.load(steps_ptr + seq * 4).to(tl.int64) * SLOTS + tl.load(steps_ptr + seq * 4 + 1)
+    if JOURNAL:
+        row = tl.load(steps_ptr + seq * 4).to(tl.int64)
+        pending = tl.load(steps_ptr + seq * 4 + 1)
         commit = tl.load(steps_ptr + seq * 4 + 2)
+        first = tl.load(steps_ptr + seq * 4 + 3)
     part, m = tl.arange(0, PARTS), tl.arange(0, BM)[None, :]
     values = 2 * KEYS + (kh * GROUP + part - 2) * DV
     c = tl.where(part < 2, part * KEYS + kh * DK, values)[:, None] + m
@@ -99,53 +105,75 @@ def _decode_inputs_kernel(
         packed = tl.load(w_ptr.to(tl.pointer_type(tl.int64)) + c, mask=valid, other=0)
     block = conv_ptr + index * stride_conv + c
     newest = tl.load(block + (WIDTH - 2) * CHANNELS, mask=valid, other=0.0)
-    y = tl.zeros((PARTS, BM), tl.float32)
-    if BIAS:
-        y += tl.load(bias_ptr + c, mask=valid, other=0.0).to(tl.float32)
+    oldest = newest
+    middle = newest
     if WIDTH > 3:
         oldest = tl.load(block, mask=valid, other=0.0)
-        y += oldest.to(tl.float32) * _tap(w_ptr, packed, c, valid, 0, WIDTH, PACKED)
     if WIDTH > 2:
         middle = tl.load(block + (WIDTH - 3) * CHANNELS, mask=valid, other=0.0)
-        y += middle.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 3, WIDTH, PACKED)
-    y += newest.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 2, WIDTH, PACKED)
-    if PDL:
-        cuda.gdc_wait()
-    x = tl.load(x_ptr + seq * stride_x + c, mask=valid, other=0.0)
+    if JOURNAL:
+        kept = inputs_ptr + row * (KEPT * CHANNELS) + c
+        if KEPT > 0:
+            # The accepted drafts of the last step.
+            for i in range(tl.load(taken_ptr + row)):
+                oldest = middle
+                middle = newest
+                newest = tl.load(kept + i * CHANNELS, mask=valid, other=0.0)
     g = tl.arange(0, BG)
     head = kh * GROUP + g
-    a = tl.load(a_ptr + seq * stride_a + head, mask=g < GROUP, other=0.0)
-    b = tl.load(b_ptr + seq * stride_b + head, mask=g < GROUP, other=0.0)
-    log_decay, beta = gate(a, b, A_log_ptr, dt_bias_ptr, tl.where(g < GROUP, head, 0), True)
-    decay = tl.exp(log_decay)
-    y += x.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 1, WIDTH, PACKED)
-    y = (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
-    norms = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)
-    norms = tl.where(part == 0, norms * scale, tl.where(part == 1, norms, 1.0))
-    y = y * norms[:, None]
-    vectors = vectors_ptr + (seq * K_HEADS + kh) * (2 + GROUP) * BM
-    tl.store(vectors + part[:, None] * BM + m, y, mask=(part < 2 + GROUP)[:, None])
-    scalars = scalars_ptr + (seq * V_HEADS + head) * 2
-    tl.store(scalars, decay, mask=g < GROUP)
-    tl.store(scalars + 1, beta, mask=g < GROUP)
-    if RING:
-        if commit == 0:
-            keys = keys_ptr + slot * KEYS + kh * DK + (part * 0)[:, None] + m
-            tl.store(keys, y, mask=valid & (part == 1)[:, None])
-            tl.store(decays_ptr + slot * V_HEADS + head, decay, mask=g < GROUP)
-    # A channel may be in several threads: all have read its rows before one overwrites them.
-    tl.debug_barrier()
-    tl.store(block + (WIDTH - 2) * CHANNELS, x, mask=valid)
-    if WIDTH > 2:
-        tl.store(block + (WIDTH - 3) * CHANNELS, newest, mask=valid)
-    if WIDTH > 3:
-        tl.store(block, middle, mask=valid)
+    for t in tl.static_range(TOKENS):
+        y = tl.zeros((PARTS, BM), tl.float32)
+        if BIAS:
+            y += tl.load(bias_ptr + c, mask=valid, other=0.0).to(tl.float32)
+        if WIDTH > 3:
+            y += oldest.to(tl.float32) * _tap(w_ptr, packed, c, valid, 0, WIDTH, PACKED)
+        if WIDTH > 2:
+            y += middle.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 3, WIDTH, PACKED)
+        y += newest.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 2, WIDTH, PACKED)
+        if PDL:
+            if t == 0:
+                cuda.gdc_wait()
+        token = seq * TOKENS + t
+        x = tl.load(x_ptr + token * stride_x + c, mask=valid, other=0.0)
+        a = tl.load(a_ptr + token * stride_a + head, mask=g < GROUP, other=0.0)
+        b = tl.load(b_ptr + token * stride_b + head, mask=g < GROUP, other=0.0)
+        log_decay, beta = gate(a, b, A_log_ptr, dt_bias_ptr, tl.where(g < GROUP, head, 0), True)
+        decay = tl.exp(log_decay)
+        y += x.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 1, WIDTH, PACKED)
+        y = (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
+        norms = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)
+        norms = tl.where(part == 0, norms * scale, tl.where(part == 1, norms, 1.0))
+        y = y * norms[:, None]
+        vectors = vectors_ptr + (token * K_HEADS + kh) * (2 + GROUP) * BM
+        tl.store(vectors + part[:, None] * BM + m, y, mask=(part < 2 + GROUP)[:, None])
+        scalars = scalars_ptr + (token * V_HEADS + head) * 2
+        tl.store(scalars, decay, mask=g < GROUP)
+        tl.store(scalars + 1, beta, mask=g < GROUP)
+        if JOURNAL:
+            if (t > 0) | (commit == 0):
+                place = row * PLACES + (first + pending + t - commit) % PLACES
+                keys = keys_ptr + place * KEYS + kh * DK + (part * 0)[:, None] + m
+                tl.store(keys, y, mask=valid & (part == 1)[:, None])
+                tl.store(decays_ptr + place * V_HEADS + head, decay, mask=g < GROUP)
+        if t == 0:
+            # A channel may be in several threads: all have read its rows before one writes them.
+            tl.debug_barrier()
+            tl.store(block + (WIDTH - 2) * CHANNELS, x, mask=valid)
+            if WIDTH > 2:
+                tl.store(block + (WIDTH - 3) * CHANNELS, newest, mask=valid)
+            if WIDTH > 3:
+                tl.store(block, middle, mask=valid)
+        else:
+            tl.store(kept + (t - 1) * CHANNELS, x, mask=valid)
+        oldest = middle
+        middle = newest
+        newest = x
 
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Of each sequence, fp32: `vectors [n, k heads, 2 + group, width]` (q scaled, k, and v of the
-    group's value heads) and `scalars [n, v heads, 2]` (decay, beta)."""
+    """Of each token, fp32: `vectors [tokens, k heads, 2 + group, width]` (q scaled, k, and v of the
+    group's value heads) and `scalars [tokens, v heads, 2]` (decay, beta)."""
 
     vectors: Tensor
     scalars: Tensor
@@ -161,14 +189,14 @@ def decode_inputs(
     conv_bias: Tensor | None,
     conv_state: Tensor,
     state_indices: Tensor,
-    ring: DecodeRing | None,
+    journal: Journal | None,
     heads: tuple[int, int, int, int],
     overlaps: bool,
 ) -> DecodeInputs:
-    """Update the convolution's state, fill the ring's keys and decays, and give the rest.
+    """Update the convolution's state, fill the journal's keys and decays, and give the rest.
 
-    `qkv [n, channels]`; `heads` are (k heads, v heads, dk, dv). With `overlaps` this kernel may
-    start before the one that fills `qkv` ends, and the next one before this one ends.
+    `qkv [tokens, channels]`; `heads` are (k heads, v heads, dk, dv). With `overlaps` this kernel
+    may start before the one that fills `qkv` ends, and the next one before this one ends.
 
     Raises:
         ValueError: a convolution of more than 4 taps.
@@ -178,14 +206,14 @@ def decode_inputs(
             f"convolution width {conv_weight.shape[1]} is not supported; 2 to {_MAX_WIDTH} are"
         )
     num_k_heads, num_v_heads, dk, dv = heads
-    n, group = len(qkv), num_v_heads // num_k_heads
+    n, seqs, group = len(qkv), len(state_indices), num_v_heads // num_k_heads
     width = next_power_of_2(max(dk, dv))
     inputs = DecodeInputs(
         torch.empty(n, num_k_heads, 2 + group, width, dtype=torch.float32, device=qkv.device),
         torch.empty(n, num_v_heads, 2, dtype=torch.float32, device=qkv.device),
     )
     parts = next_power_of_2(2 + group)
-    _decode_inputs_kernel[(num_k_heads, n)](
+    _decode_inputs_kernel[(num_k_heads, seqs)](
         qkv,
         a,
         b,
@@ -195,9 +223,11 @@ def decode_inputs(
         conv_bias,
         conv_state,
         state_indices,
-        None if ring is None else ring.steps,
-        None if ring is None else ring.keys,
-        None if ring is None else ring.decays,
+        None if journal is None else journal.steps,
+        None if journal is None else journal.taken,
+        None if journal is None else journal.keys,
+        None if journal is None else journal.decays,
+        None if journal is None else journal.inputs,
         inputs.vectors,
         inputs.scalars,
         dk**-0.5,
@@ -209,10 +239,12 @@ def decode_inputs(
         V_HEADS=num_v_heads,
         DK=dk,
         DV=dv,
-        SLOTS=1 if ring is None else ring.slots,
+        PLACES=1 if journal is None else journal.places,
+        KEPT=0 if journal is None else journal.width - 1,
+        TOKENS=n // seqs,
         WIDTH=conv_weight.shape[1],
         BIAS=conv_bias is not None,
-        RING=ring is not None,
+        JOURNAL=journal is not None,
         PDL=overlaps,
         PACKED=conv_weight.shape[1] == 4 and conv_weight.element_size() == 2,
         PARTS=parts,

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter that proposes what it is told: for tests, and for measuring verification by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.config.speculative import ReplayConfig
+from vllm.kernels.step import Progress
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.input_batch import RequestState
+
+#: key of `SamplingParams.extra_args`
+DRAFTS_KEY = "draft_token_ids"
+_UNKNOWN = -1
+
+
+def check_drafts(drafts: Any, vocab_size: int) -> None:
+    """ValueError unless `drafts` is a list of token ids."""
+    if not isinstance(drafts, list) or not all(
+        isinstance(token, int) and 0 <= token < vocab_size for token in drafts
+    ):
+        raise ValueError(f"{DRAFTS_KEY} must be a list of token ids below {vocab_size}")
+
+
+class ReplayDrafter:
+    """Proposes the output tokens that a request brings (`extra_args["draft_token_ids"]`), each with
+    probability `acceptance`, and random tokens in their stead and where it brings none.
+
+    What is proposed for a position follows from the position and the configured seed. Everything
+    happens on the device, for all rows at once.
+    """
+
+    def __init__(
+        self, config: ReplayConfig, progress: Progress, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._progress = progress
+        self._vocab_size = vocab_size
+        device, rows = progress.tokens.device, len(progress.tokens)
+        size = max_model_len + progress.width
+        self._script = torch.full((rows, size), _UNKNOWN, dtype=torch.int32, device=device)
+        self._ahead = torch.arange(1, progress.width, device=device)
+        draws = torch.Generator().manual_seed(config.seed)
+        kept = torch.rand(size, generator=draws) < config.acceptance
+        self._kept = kept.to(device)
+        self._random = torch.randint(vocab_size, (size,), generator=draws).to(device)
+
+    def add(self, state: RequestState) -> None:
+        """A request has its row."""
+        drafts: Sequence[int] = (state.sampling_params.extra_args or {}).get(DRAFTS_KEY, ())
+        script = self._script[state.row]
+        script.fill_(_UNKNOWN)
+        first = state.num_prompt_tokens
+        tokens = torch.tensor(list(drafts)[: len(script) - first], dtype=torch.int32)
+        if script.is_cuda:
+            tokens = tokens.pin_memory()
+        script[first : first + len(tokens)].copy_(tokens, non_blocking=True)
+
+    def propose(self) -> None:
+        """Drafts after every row's newest token."""
+        progress = self._progress
+        # The newest token has the position of the first that is not computed.
+        positions = progress.computed.long().unsqueeze(1) + self._ahead
+        positions.clamp_(max=self._script.shape[1] - 1)
+        told = self._script.gather(1, positions).long()
+        follows = (told != _UNKNOWN) & self._kept[positions]
+        progress.tokens[:, 1:] = torch.where(follows, told, self._random[positions])
+        progress.num_drafts.fill_(progress.width - 1)

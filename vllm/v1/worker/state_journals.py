@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which recurrent states wait in a journal, and writing them to their blocks before anyone looks.
+
+A decode step of a layer that `KeepsJournal` reads the state and leaves its updates in the journal
+of the request's batch row; every few steps it writes the state with them. Everything else that
+reads or moves a state block finds it complete: a row is flushed before its block is copied, before
+a prefill continues it and when its request leaves the batch. The host says when and orders it by
+the stream; how many tokens are pending, drafts that were accepted among them, the device counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm import decisions
+from vllm.config import VllmConfig
+from vllm.kernels.journal import JournalMemory, JournalSize, JournalStack
+from vllm.kernels.step import JournalCommits, Progress
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import BlockCopy
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.staging import StagedArray
+
+#: places in a step where rows may be flushed
+_FLUSHES_PER_STEP = 3
+
+
+@dataclass(frozen=True)
+class _JournalGroup:
+    """One group's layers and their journals; `stack` once the states have memory."""
+
+    group_id: int
+    layers: list[KeepsJournal]
+    memory: JournalMemory
+    stack: JournalStack | None = None
+
+
+class StateJournals:
+    """The journals of one worker.
+
+    A row commits at least every `interval` tokens, rows in turn so that steps cost the same. Memory
+    is taken once, before the arena is sized; `bind` follows every new arena.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, list[KeepsJournal], MambaSpec]],
+        progress: Progress,
+        size: JournalSize,
+        interval: int,
+        depth: int,
+    ) -> None:
+        rows, device = len(progress.pending), progress.pending.device
+        #: rows in which tokens may be pending
+        self.waiting = np.zeros(rows, dtype=bool)
+        self._progress, self._size, self._interval = progress, size, interval
+        self._turn = 0
+        self._steps = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        copies = depth * _FLUSHES_PER_STEP * len(groups)
+        self._entries = StagedArray((rows, 2), torch.int32, device, copies)
+        self._left: list[tuple[int, list[int]]] = []
+        self._groups = []
+        for group_id, layers, spec in groups:
+            shape = layers[0].journal_shape(spec)
+            memory = JournalMemory(shape, len(layers), rows, size, device)
+            self._groups.append(_JournalGroup(group_id, layers, memory))
+
+    @classmethod
+    def create(
+        cls,
+        vllm_config: VllmConfig,
+        layers: Mapping[str, AttentionLayerBase],
+        config: KVCacheConfig,
+        progress: Progress,
+        depth: int,
+    ) -> StateJournals | None:
+        """None where there is nothing to keep (see `JournalSize.of`)."""
+        interval = vllm_config.cache_config.commit_interval
+        size = JournalSize.of(interval, vllm_config.tokens_to_verify)
+        groups = []
+        for group_id, group in enumerate(config.kv_cache_groups):
+            members = [layers[name] for name in group.layer_names]
+            keeping = [layer for layer in members if isinstance(layer, KeepsJournal)]
+            if keeping and isinstance(group.kv_cache_spec, MambaSpec):
+                groups.append((group_id, keeping, group.kv_cache_spec))
+        if size is None or not groups:
+            return None
+        journals = cls(groups, progress, size, interval, depth)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        decisions.record(
+            "journal memory",
+            f"{sum(t.nbytes for t in journals.tensors) / 2**30:.2f} GiB",
+            f"up to {size.most_pending} tokens and {size.width - 1} drafts of each of "
+            f"--max-num-seqs {rows} requests wait in every layer",
+        )
+        return journals
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The journals' memory."""
+        return [tensor for group in self._groups for tensor in group.memory.tensors]
+
+    def bind(self, tables: BlockTables) -> None:
+        """Use the states that the layers have now; nothing is pending in them."""
+        self.waiting[:] = False
+        self._left.clear()
+        progress = self._progress
+        counts = (progress.pending, progress.first, progress.taken)
+        for count in counts:
+            count.zero_()
+        self._tables = [tables.groups[group.group_id].table for group in self._groups]
+        for i, group in enumerate(self._groups):
+            conv_states = [layer.kv_cache[0] for layer in group.layers]
+            states = [layer.kv_cache[1] for layer in group.layers]
+            stack = group.memory.stack(self._steps, counts, states, conv_states)
+            self._groups[i] = replace(group, stack=stack)
+            for index, layer in enumerate(group.layers):
+                layer.journal = stack.layer(index)
+
+    def unbind(self) -> None:
+        """The states' memory is given up."""
+        for i, group in enumerate(self._groups):
+            self._groups[i] = replace(group, stack=None)
+            for layer in group.layers:
+                layer.journal = None
+
+    # ---- around a step -------------------------------------------------------------------------
+
+    def leave(self, row: int) -> None:
+        """A request gives up its row; its state is flushed before anything else runs."""
+        if self.waiting[row]:
+            self._left.append((row, [int(table[row, 0]) for table in self._tables]))
+            self.waiting[row] = False
+
+    def before_copies(self, copies: Sequence[BlockCopy]) -> None:
+        """Flush the requests that left and the rows whose blocks are about to be copied."""
+        left, self._left = self._left, []
+        copied = np.zeros(len(self.waiting), dtype=bool)
+        for i, group in enumerate(self._groups):
+            sources = [copy.source for copy in copies if copy.group_id == group.group_id]
+            if sources:
+                copied |= np.isin(self._tables[i][:, 0], sources)
+        rows = np.flatnonzero(copied & self.waiting)
+        self._flush(left + self._take(rows))
+        if len(rows):
+            # They may go on where only the device knows how far they are.
+            self._forget(rows)
+
+    def begin_step(self, order: StepOrder, commit_all: bool = False) -> JournalCommits:
+        """Flush rows whose progress the host gives, which start anew; when the others commit:
+        in turn, or all of them in this step."""
+        given = order.num_computed < order.num_known
+        rows = order.rows[given]
+        self._flush(self._take(rows[self.waiting[rows]]))
+        self.waiting[order.rows[: order.num_decodes]] = True
+        self._turn += 1
+        return self._commits(1 if commit_all else self._interval)
+
+    def no_step(self) -> JournalCommits:
+        """For a step of padding."""
+        return self._commits(self._interval)
+
+    def _commits(self, interval: int) -> JournalCommits:
+        size = self._size
+        return JournalCommits(self._steps, size.places, size.most_pending, interval, self._turn)
+
+    def rehearse(self) -> None:
+        """Launch a flush that has nothing to write (warm-up: its kernel is compiled)."""
+        for group in self._groups:
+            assert group.stack is not None
+            self._entries.next()[:1] = 0
+            current_platform.kernels.gdn_commit(group.stack, self._entries.upload(1))
+
+    def _take(self, rows: np.ndarray) -> list[tuple[int, list[int]]]:
+        """These rows and their blocks; nothing waits in them any more."""
+        self.waiting[rows] = False
+        return [(row, [int(table[row, 0]) for table in self._tables]) for row in rows.tolist()]
+
+    def _flush(self, rows: list[tuple[int, list[int]]]) -> None:
+        """One launch per group; made-up requests, whose block is null, have nothing to keep."""
+        for i, group in enumerate(self._groups):
+            real = [(row, blocks[i]) for row, blocks in rows if blocks[i] > 0]
+            if real:
+                assert group.stack is not None
+                self._entries.next()[: len(real)] = real
+                current_platform.kernels.gdn_commit(group.stack, self._entries.upload(len(real)))
+
+    def _forget(self, rows: np.ndarray) -> None:
+        """Nothing is pending in flushed rows that go on."""
+        progress = self._progress
+        index = torch.from_numpy(rows)
+        if progress.pending.is_cuda:
+            index = index.pin_memory().to(progress.pending.device, non_blocking=True)
+        for count in (progress.pending, progress.first, progress.taken):
+            count.index_fill_(0, index, 0)
