@@ -54,7 +54,7 @@ def test_masked_sampling_never_waits_for_the_device(temperature):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows = [f"r{15 - i}" for i in range(16)]
+        rows = {f"r{15 - i}": i for i in range(16)}
         masks = TokenMasks.upload(words.numpy(), masked, rows, device)
         chosen = sample(logits, metadata, positions, [], masks).sampled_token_ids
     finally:

@@ -44,7 +44,7 @@ def test_dummy_allows_all() -> None:
 
 def test_upload_finds_the_rows() -> None:
     words = torch.arange(2 * num_mask_words(40), dtype=torch.int32).reshape(2, -1)
-    masks = TokenMasks.upload(words.numpy(), ["b", "d"], ["a", "b", "c", "d"], CPU)
+    masks = TokenMasks.upload(words.numpy(), ["b", "d"], {"a": 0, "b": 1, "d": 3}, CPU)
     assert masks.rows.tolist() == [1, 3] and torch.equal(masks.words, words)
 
 
