@@ -38,6 +38,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.hostile_clients": ["--help"],
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
+    # tests/fuzz/test_fuzz.py is a minute of it
+    "python -m tests.fuzz": ["--help"],
     "python -m benchmarks.host_step": "--batch 2 --prompt-len 16 --rounds 1 --steps 2".split(),
     "python -m benchmarks.scheduler": ["--batch", "2", "--prompt-len", "16", "--steps", "4"],
     "python benchmarks/arena_allocator.py": ["--seconds", "0.01"],

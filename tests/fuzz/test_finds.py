@@ -15,7 +15,7 @@ from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.core.sched.state import finish_output
 from vllm.v1.worker import worker
 
-pytestmark = [pytest.mark.extraction, pytest.mark.parity]
+pytestmark = pytest.mark.slow
 
 
 #: scenarios in which each must show

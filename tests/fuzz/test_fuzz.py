@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.scenarios import Fuzzer
 
-pytestmark = [pytest.mark.extraction, pytest.mark.parity]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

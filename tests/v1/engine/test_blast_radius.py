@@ -30,8 +30,6 @@ from vllm.v1.metrics.reader import Counter, Metric, get_metrics_snapshot
 from vllm.v1.sample import sampler
 from vllm.v1.worker import step_sampler
 
-pytestmark = pytest.mark.extraction
-
 #: the prompt of the request that meets the fault begins with this, the others' do not
 MARK = 77
 VICTIM = [MARK, 1, 2, 3]
