@@ -17,6 +17,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.config.compilation import default_piecewise_sizes
@@ -437,3 +438,13 @@ def test_an_engine_resolves_a_configuration_once(
     decisions.clear()
     engine.from_vllm_config(config)
     assert decisions.decisions() == []
+
+
+def test_who_takes_no_drafts_is_recorded(tmp_path: Path) -> None:
+    model = ModelConfig(write_config(tmp_path))
+    resolve(VllmConfig(model_config=model))
+    assert record("requests without drafts") is None
+    drafter = SpeculativeConfig(method="replay", num_speculative_tokens=3)
+    resolve(VllmConfig(model_config=model, speculative_config=drafter))
+    decision = record("requests without drafts")
+    assert decision is not None and "min_tokens" in decision.why

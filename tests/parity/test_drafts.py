@@ -14,11 +14,11 @@ import torch
 from parity_checks import MakeEngine, in_this_process, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.config.speculative import DRAFTS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
 from vllm.kernels.step import AcceptProblem, accept
-from vllm.v1.spec_decode.replay import DRAFTS_KEY
 
 pytestmark = [pytest.mark.parity, in_this_process]
 

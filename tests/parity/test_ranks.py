@@ -18,6 +18,7 @@ from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
 from tiny_models import make_tiny, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config.speculative import DRAFTS_KEY
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
@@ -141,6 +142,27 @@ def test_ranks_sample_what_a_grammar_allows(make_engine: MakeEngine) -> None:
     for output in (outputs[0], outputs[2]):
         assert 3 <= len(json.loads(output.outputs[0].text)) <= 5
     assert not outputs[1].outputs[0].text.startswith("[")
+
+
+def test_ranks_accept_the_same_drafts(make_engine: MakeEngine) -> None:
+    """Drafts that are right, wrong or both: the text is that of decoding token by token."""
+    batch = prompts((5, 33, 150))
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
+    expected = tokens(make_engine("qwen3_5", **settings), batch, max_tokens=24)
+    drafter = {"method": "replay", "num_speculative_tokens": 3, "acceptance": 0.6}
+    llm = make_engine("qwen3_5", speculative_config=drafter, disable_log_stats=False, **settings)
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=24, ignore_eos=True, extra_args={DRAFTS_KEY: drafts}
+        )
+        for drafts in expected
+    ]
+    prompted = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+    outputs = llm.generate(prompted, params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
+    assert 0 < accepted < metrics["vllm:spec_decode_num_draft_tokens"].value
 
 
 def test_ranks_sleep_and_reload(make_engine: MakeEngine) -> None:

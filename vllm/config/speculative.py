@@ -16,6 +16,8 @@ EXTRACT = "extract_hidden_states"
 REPLAY = "replay"
 SUPPORTED_METHODS = (EXTRACT, REPLAY)
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+#: key of `SamplingParams.extra_args`: output tokens that `replay` proposes
+DRAFTS_KEY = "draft_token_ids"
 #: what one step verifies per request
 MOST_DRAFTS = 15
 #: fields filled in by the engine, never by the user

@@ -217,6 +217,13 @@ def _resolve_speculation(config: VllmConfig) -> None:
             scheduler.max_num_batched_tokens,
         )
         scheduler.max_num_batched_tokens = needed
+    if config.drafter is not None:
+        decisions.record(
+            "requests without drafts",
+            "those with output rules",
+            "a grammar, logit_bias, allowed_token_ids, bad_words, min_tokens and penalties depend "
+            "on the tokens before; such requests decode one token per step beside the others",
+        )
 
 
 def _check_hybrid_manager(config: VllmConfig) -> None:

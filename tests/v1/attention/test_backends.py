@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from vllm.config.speculative import ReplayConfig
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.v1.attention import selector
@@ -66,19 +69,18 @@ def test_recurrent_metadata() -> None:
     assert metadata.chunk_offsets.tolist() == [0, 1, 3]
 
 
-def test_recurrent_metadata_of_steps_in_flight_lies_apart() -> None:
-    """Each keeps what `chunk_metadata` makes of its lengths."""
+def test_recurrent_metadata_is_that_of_its_step() -> None:
+    """A step has what `chunk_metadata` makes of its own lengths, whatever the step before had."""
     builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
-    first = builder.build(_common())
-    starts = np.array([0, 64, 193], dtype=np.int32)
-    other = replace(_common(), prefill_query_start_loc_cpu=starts)
-    second = builder.build(replace(other, num_computed_tokens_cpu=np.array([8, 29, 7, 0])))
-    assert (first.has_initial_state.tolist(), second.has_initial_state.tolist()) == (
-        [False, True],
-        [True, False],
+    longer = replace(
+        _common(),
+        prefill_query_start_loc_cpu=np.array([0, 64, 193], dtype=np.int32),
+        num_computed_tokens_cpu=np.array([8, 29, 7, 0]),
     )
-    for metadata, starts_of in ((first, [0, 5, 75]), (second, starts.tolist())):
-        indices, offsets = chunk_metadata(starts_of)
+    for common, initial in ((_common(), [False, True]), (longer, [True, False])):
+        metadata = builder.build(common)
+        indices, offsets = chunk_metadata(common.prefill_query_start_loc_cpu.tolist())
+        assert metadata.has_initial_state.tolist() == initial
         assert torch.equal(metadata.chunk_indices, indices)
         assert torch.equal(metadata.chunk_offsets, offsets)
 
@@ -159,6 +161,24 @@ def test_a_backend_that_cannot_run_here_is_an_error(
     monkeypatch.setattr(selector, "current_platform", SimpleNamespace(is_cuda=lambda: False))
     with pytest.raises(ValueError, match="needs a CUDA device; use PAGED"):
         selector.get_attn_backend(128, torch.bfloat16)
+
+
+def test_a_backend_that_plans_on_the_host_runs_without_a_drafter_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.__spec__ = ModuleSpec("flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    monkeypatch.delitem(sys.modules, "vllm.v1.attention.backends.flashinfer", raising=False)
+    monkeypatch.setattr(selector, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    config = SimpleNamespace(attention_backend="FLASHINFER", drafter=None)
+    monkeypatch.setattr(selector, "get_current_vllm_config", lambda: config)
+    assert selector.get_attn_backend(128, torch.bfloat16).name == "FLASHINFER"
+    config.drafter = ReplayConfig(num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="FLASHINFER plans.*with a drafter.*use PAGED"):
+        selector.get_attn_backend(128, torch.bfloat16)
+    config.attention_backend = "PAGED"
+    assert selector.get_attn_backend(128, torch.bfloat16) is PagedAttentionBackend
 
 
 def test_unknown_names_list_the_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,3 +254,33 @@ def test_connector_parameters_need_a_connector(processor, tokenizer):
     config = make_vllm_config(max_model_len=64, kv_transfer_config=connector)
     made = process(InputProcessor(config, tokenizer), params=params)
     assert made.sampling_params.extra_args == params.extra_args
+
+
+@pytest.mark.parametrize(
+    ("drafts", "text"),
+    [
+        ([VOCAB_SIZE], "outside the vocabulary"),
+        ([3, -1], "outside the vocabulary"),
+        ([3, True], "must be a list of token ids"),
+        (["3"], "must be a list of token ids"),
+        ("345", "must be a list of token ids"),
+        ({"3": 4}, "must be a list of token ids"),
+    ],
+)
+def test_bad_drafts(tokenizer, drafts, text):
+    processor = InputProcessor(make_vllm_config(max_model_len=64, num_drafts=3), tokenizer)
+    with pytest.raises(VLLMValidationError, match=text) as caught:
+        process(processor, params=SamplingParams(extra_args={"draft_token_ids": drafts}))
+    assert caught.value.parameter == "draft_token_ids"
+
+
+def test_drafts_need_a_drafter(processor, tokenizer):
+    given = SamplingParams(extra_args={"draft_token_ids": [3, VOCAB_SIZE - 1]})
+    with pytest.raises(VLLMValidationError, match="--speculative-config method replay") as caught:
+        process(processor, params=given)
+    assert caught.value.parameter == "draft_token_ids"
+    process(processor, params=SamplingParams(extra_args={"draft_token_ids": None}))
+    drafting = InputProcessor(make_vllm_config(max_model_len=64, num_drafts=3), tokenizer)
+    for params in (given, SamplingParams(extra_args={"draft_token_ids": []})):
+        sent = process(drafting, params=params).sampling_params
+        assert sent.extra_args == params.extra_args

@@ -21,9 +21,20 @@ _NAMES = ("PAGED", "FLASHINFER")
 def get_attn_backend(head_size: int, dtype: torch.dtype) -> type[AttentionBackend]:
     """The paged-attention backend of this run for heads of `head_size` kept as `dtype`.
 
-    Raises ValueError for a name that is unknown or cannot run here.
+    Raises ValueError for a name that is unknown, or cannot run here or with what is configured.
     """
-    asked = get_current_vllm_config().attention_backend
+    config = get_current_vllm_config()
+    backend = _backend_of(config.attention_backend, head_size, dtype)
+    if config.drafter is not None and backend.plans_on_host:
+        raise ValueError(
+            f"--attention-backend {backend.name} plans its work on the host, which does not know "
+            "how many draft tokens were accepted, so it cannot run with a drafter "
+            "(--speculative-config); use PAGED"
+        )
+    return backend
+
+
+def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[AttentionBackend]:
     if asked is None:
         decisions.record("attention backend", "PAGED", "own kernels need no run-time compilation")
         return PagedAttentionBackend

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.config.speculative import DRAFTS_KEY, REPLAY
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest, check_no_lora
@@ -200,6 +201,7 @@ class InputProcessor:
             if getattr(params, name) is not None:
                 raise VLLMValidationError(f"{name} is filled in by the engine", name)
         self._check_connector(params)
+        self._check_drafts(params)
         self._check_logprobs("logprobs", params.logprobs)
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         self._check_in_vocabulary("logit_bias", params.logit_bias or ())
@@ -235,6 +237,20 @@ class InputProcessor:
             connector_class.check_request(transfer, asked, params.n)
         except ValueError as error:
             raise VLLMValidationError(str(error), "kv_transfer_params") from error
+
+    def _check_drafts(self, params: SamplingParams) -> None:
+        drafts = (params.extra_args or {}).get(DRAFTS_KEY)
+        if drafts is None:
+            return
+        if self.vllm_config.drafter is None:
+            raise VLLMValidationError(
+                f"{DRAFTS_KEY} are for a drafter, and the engine runs without one; start it with "
+                f"--speculative-config method {REPLAY} or leave them out",
+                DRAFTS_KEY,
+            )
+        if not isinstance(drafts, list) or any(type(token) is not int for token in drafts):
+            raise VLLMValidationError(f"{DRAFTS_KEY} must be a list of token ids", DRAFTS_KEY)
+        self._check_in_vocabulary(DRAFTS_KEY, drafts)
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         limit = self.model_config.max_logprobs

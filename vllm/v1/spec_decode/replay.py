@@ -4,27 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.config.speculative import ReplayConfig
+from vllm.config.speculative import DRAFTS_KEY, ReplayConfig
 from vllm.kernels.step import Progress
 
 if TYPE_CHECKING:
     from vllm.v1.worker.input_batch import RequestState
 
-#: key of `SamplingParams.extra_args`
-DRAFTS_KEY = "draft_token_ids"
 _UNKNOWN = -1
-
-
-def check_drafts(drafts: Any, vocab_size: int) -> None:
-    """ValueError unless `drafts` is a list of token ids."""
-    if not isinstance(drafts, list) or not all(
-        isinstance(token, int) and 0 <= token < vocab_size for token in drafts
-    ):
-        raise ValueError(f"{DRAFTS_KEY} must be a list of token ids below {vocab_size}")
 
 
 class ReplayDrafter:
@@ -51,7 +41,7 @@ class ReplayDrafter:
 
     def add(self, state: RequestState) -> None:
         """A request has its row."""
-        drafts: Sequence[int] = (state.sampling_params.extra_args or {}).get(DRAFTS_KEY, ())
+        drafts: Sequence[int] = (state.sampling_params.extra_args or {}).get(DRAFTS_KEY) or ()
         script = self._script[state.row]
         script.fill_(_UNKNOWN)
         first = state.num_prompt_tokens
