@@ -68,9 +68,7 @@ def made(
     with torch.device("cuda"):
         case = attention_case(lengths, heads, BF16, "cuda", **options)
     case["kv_cache"] = case["kv_cache"].to(cache)
-    names = ("query", "kv_cache", "out", "gate", "max_query_len")
-    chip = torch.cuda.get_device_properties(0).multi_processor_count
-    assert takes_attention(num_seqs=len(case["seq_lens"]), chip=chip, **{n: case[n] for n in names})
+    assert takes_attention(AttentionProblem(**case))
     return case
 
 
