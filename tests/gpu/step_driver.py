@@ -141,7 +141,7 @@ class Driver:
         table = self.runner.block_tables.groups[group_id]
         plan = self.runner.arena.plan
         per_page = plan.groups[group_id].blocks_per_page
-        count = 1 if table.recurrent else MAX_MODEL_LEN // table.block_size + 1
+        count = table.spec.blocks_for(MAX_MODEL_LEN + 1)
         first = self._next_page * per_page
         self._next_page += -(-count // per_page)
         assert self._next_page <= plan.num_pages, "the arena is too small for these requests"

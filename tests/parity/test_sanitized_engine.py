@@ -176,7 +176,7 @@ def shifted_table(monkeypatch: Patch) -> None:
     append_row = GroupBlockTable.append_row
 
     def append(self: Any, row: int, block_ids: list[int]) -> None:
-        append_row(self, row, block_ids if self.recurrent else [b + 1 for b in block_ids])
+        append_row(self, row, block_ids if self.spec.is_recurrent else [b + 1 for b in block_ids])
 
     monkeypatch.setattr(GroupBlockTable, "append_row", append)
 

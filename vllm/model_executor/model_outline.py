@@ -79,8 +79,7 @@ def _ring_bytes(
         return 0
     per_row = 0
     for name, layer in layers.items():
-        spec = specs[name]
-        if isinstance(layer, KeepsJournal) and isinstance(spec, MambaSpec):
-            shape = layer.journal_shape(spec)
+        if isinstance(layer, KeepsJournal):
+            shape = layer.journal_shape(MambaSpec.expect(specs[name]))
             per_row += shape.token_bytes * size.places + shape.input_bytes * size.inputs
     return per_row * vllm_config.scheduler_config.max_num_seqs

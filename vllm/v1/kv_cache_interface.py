@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
+from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_plan import ArenaPlan as ArenaPlan
 from vllm.v1.core.arena_plan import GroupPlan as GroupPlan
 
@@ -49,11 +50,32 @@ class MambaAttentionBackendEnum(enum.Enum):
 
 
 @dataclass(frozen=True)
+class StateView:
+    """One tensor that a layer keeps in each block.
+
+    `shape` without the block dimension; `offset`: its first byte in the layer's part of the block;
+    `token_dim`: the dimension of `shape` that counts tokens, None for a recurrent state.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    token_dim: int | None = None
+
+
+@dataclass(frozen=True)
 class KVCacheSpec(ABC):
     """What one layer keeps. Frozen: layers with equal specs share a group.
 
-    `block_size`: tokens per block of this layer's group.
+    `block_size`: tokens per block of this layer's group. Code that differs between kinds of layer
+    asks the spec, never for its class: `kind` names the kind (in KV events, and to find its cache
+    manager); `is_recurrent` layers keep a state per sequence, the others rows per token;
+    `is_hidden_states`: the rows are captured hidden states.
     """
+
+    kind: ClassVar[str]
+    is_recurrent: ClassVar[bool] = False
+    is_hidden_states: ClassVar[bool] = False
 
     block_size: int
 
@@ -67,9 +89,60 @@ class KVCacheSpec(ABC):
         """Rows stored per block (`block_size` unless the layer compresses tokens)."""
         return self.block_size
 
+    @property
+    def window(self) -> int | None:
+        """Tokens at the end that the layer keeps; None: all."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """The kind of layer, in words."""
+        return self.kind
+
+    @property
+    def contents(self) -> str:
+        """The state of one layer, in words."""
+        return f"{self.page_size_bytes} bytes per block"
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        """What lies in the layer's part of a block; NotImplementedError for a kind without it."""
+        raise NotImplementedError(f"the arena has no view of {type(self).__name__}")
+
+    def refusal(self, block_size: int) -> str | None:
+        """Why the arena cannot keep this state; None if it can. `block_size`: of paged layers."""
+        return (
+            f"no cache manager for {type(self).__name__}; supported are full and sliding-window "
+            "attention, MLA, hidden states and recurrent state"
+        )
+
+    def of_layer(self, name: str) -> KVCacheSpec:
+        """The spec of one layer of the group that has this one."""
+        return self
+
+    def keeping_every_token(self) -> KVCacheSpec:
+        """The spec of the same layer if no token may be dropped; itself where none is."""
+        return self
+
+    @classmethod
+    def expect(cls: type[Spec], spec: KVCacheSpec) -> Spec:
+        """`spec`, for code that serves layers of this class only; `TypeError` for another."""
+        if not isinstance(spec, cls):
+            raise TypeError(f"expected {cls.__name__}, got {type(spec).__name__}")
+        return spec
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Length of the block list of a request with `num_tokens` tokens, dropped ones included."""
+        return _ceil_div(num_tokens, self.block_size)
+
     @abstractmethod
     def max_blocks_per_request(self, max_num_batched_tokens: int, max_model_len: int) -> int:
-        """Most blocks one request of `max_model_len` tokens holds at any moment."""
+        """Most blocks one request of `max_model_len` tokens is ever admitted with."""
+
+    def blocks_per_request(self, max_num_batched_tokens: int, num_tokens: int) -> int:
+        """Most blocks a request holds at once on its way to `num_tokens` tokens (> 0)."""
+        most = self.max_blocks_per_request(max_num_batched_tokens, num_tokens)
+        return min(most, self.blocks_for(num_tokens))
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes this layer needs for one request of the longest length the model serves."""
@@ -101,12 +174,14 @@ class KVCacheSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of one attention layer, `[2, block_size, num_kv_heads, head_size]`.
+    """Keys, then values of one attention layer: `[2, block_size, num_kv_heads, head_size]`.
 
     `page_size_padded`: bytes to reserve per block, at least the real size.
     `indexes_kv_by_block_stride`: the kernels take the block stride from the tensor; always true
     of this package's kernels, kept for layers that come from elsewhere.
     """
+
+    kind: ClassVar[str] = "full_attention"
 
     num_kv_heads: int
     head_size: int
@@ -124,22 +199,42 @@ class AttentionSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         return _padded(self.real_page_size_bytes, self.page_size_padded)
 
+    @property
+    def label(self) -> str:
+        return "attention"
+
+    @property
+    def contents(self) -> str:
+        return f"{self.num_kv_heads} heads x {self.head_size} {dtype_name(self.dtype)}"
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        shape = (2, self.block_size, self.num_kv_heads, self.head_size)
+        return (StateView(shape, self.dtype, token_dim=1),)
+
     def max_blocks_per_request(self, max_num_batched_tokens: int, max_model_len: int) -> int:
-        return _ceil_div(max_model_len, self.block_size)
+        return self.blocks_for(max_model_len)
+
+    def _as_full(self) -> FullAttentionSpec:
+        return FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            kv_quant_mode=self.kv_quant_mode,
+            page_size_padded=self.page_size_padded,
+            indexes_kv_by_block_stride=self.indexes_kv_by_block_stride,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullAttentionSpec(AttentionSpec):
-    """A layer that keeps every token.
+class KeysAndValuesSpec(AttentionSpec):
+    """An attention layer that the arena can keep.
 
-    `sliding_window`, `attention_chunk_size`: noted for layers that attend to less than they keep.
     `head_size_v`: the values' width, `head_size` when not given.
     """
 
     head_size_v: int = None  # type: ignore[assignment]
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    non_causal: bool = False
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -149,6 +244,26 @@ class FullAttentionSpec(AttentionSpec):
     def real_page_size_bytes(self) -> int:
         width = self.head_size + self.head_size_v
         return self.block_size * self.num_kv_heads * width * self.dtype.itemsize
+
+    def refusal(self, block_size: int) -> str | None:
+        if self.block_size == block_size:
+            return None
+        return (
+            f"its spec has {self.block_size} tokens per block, but every paged layer must use "
+            f"--block-size ({block_size})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(KeysAndValuesSpec):
+    """A layer that keeps every token.
+
+    `sliding_window`, `attention_chunk_size`: noted for layers that attend to less than they keep.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    non_causal: bool = False
 
     @classmethod
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
@@ -167,20 +282,24 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(AttentionSpec):
+class SlidingWindowSpec(KeysAndValuesSpec):
     """A layer whose queries see the last `sliding_window` tokens, themselves included."""
 
-    sliding_window: int
-    head_size_v: int = None  # type: ignore[assignment]
+    kind: ClassVar[str] = "sliding_window"
 
-    def __post_init__(self) -> None:
-        if self.head_size_v is None:
-            object.__setattr__(self, "head_size_v", self.head_size)
+    sliding_window: int
 
     @property
-    def real_page_size_bytes(self) -> int:
-        width = self.head_size + self.head_size_v
-        return self.block_size * self.num_kv_heads * width * self.dtype.itemsize
+    def window(self) -> int | None:
+        return self.sliding_window
+
+    @property
+    def label(self) -> str:
+        return f"sliding window {self.sliding_window}"
+
+    def keeping_every_token(self) -> KVCacheSpec:
+        full = self._as_full()
+        return replace(full, head_size_v=self.head_size_v, sliding_window=self.sliding_window)
 
     def max_admission_blocks_per_request(
         self, max_num_batched_tokens: int, max_model_len: int
@@ -194,8 +313,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def is_uniform_with_collection(self, specs: dict[str, KVCacheSpec]) -> bool:
         return super().is_uniform_with_collection(specs) and all(
-            isinstance(spec, SlidingWindowSpec) and spec.sliding_window == self.sliding_window
-            for spec in specs.values()
+            spec.window == self.window for spec in specs.values()
         )
 
 
@@ -203,7 +321,12 @@ class SlidingWindowSpec(AttentionSpec):
 class ChunkedLocalAttentionSpec(AttentionSpec):
     """A layer whose queries see their own chunk of `attention_chunk_size` tokens."""
 
+    kind: ClassVar[str] = "chunked_local_attention"
+
     attention_chunk_size: int
+
+    def keeping_every_token(self) -> KVCacheSpec:
+        return replace(self._as_full(), attention_chunk_size=self.attention_chunk_size)
 
     def max_admission_blocks_per_request(
         self, max_num_batched_tokens: int, max_model_len: int
@@ -222,6 +345,8 @@ class MLAAttentionSpec(FullAttentionSpec):
     `compress_ratio`: tokens per stored row. `alignment`: the block's bytes are rounded up to a
     multiple of it. `cache_dtype_str`, `model_version`: noted for the backend.
     """
+
+    kind: ClassVar[str] = "mla_attention"
 
     cache_dtype_str: str | None = None
     alignment: int | None = None
@@ -245,6 +370,19 @@ class MLAAttentionSpec(FullAttentionSpec):
         size = self.storage_block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
         return _ceil_div(size, self.alignment) * self.alignment if self.alignment else size
 
+    @property
+    def label(self) -> str:
+        return "latent attention"
+
+    @property
+    def contents(self) -> str:
+        return f"{self.num_kv_heads} rows x {self.head_size} {dtype_name(self.dtype)}"
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        shape = (self.storage_block_size, self.num_kv_heads * self.head_size)
+        return (StateView(shape, self.dtype, token_dim=0),)
+
     @classmethod
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
         """The one spec that serves all of `specs`; `ValueError` unless all are equal."""
@@ -258,9 +396,21 @@ class MLAAttentionSpec(FullAttentionSpec):
 class HiddenStateCacheSpec(MLAAttentionSpec):
     """Marks the layer that keeps captured hidden states, `[block_size, num_kv_heads, head_size]`.
 
-    `num_kv_heads`: captured layers; `head_size`: the hidden size. Found by type; never merged
-    with a layer of another type.
+    `num_kv_heads`: captured layers; `head_size`: the hidden size. Never merged with a layer of
+    another type.
     """
+
+    kind: ClassVar[str] = "hidden_states"
+    is_hidden_states: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return "hidden states"
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        shape = (self.block_size, self.num_kv_heads, self.head_size)
+        return (StateView(shape, self.dtype, token_dim=0),)
 
 
 @dataclass(frozen=True)
@@ -270,6 +420,9 @@ class MambaSpec(KVCacheSpec):
     Modes (`mamba_cache_mode`): `none` keeps one state per request. `num_speculative_blocks`:
     further states per request for draft tokens.
     """
+
+    kind: ClassVar[str] = "mamba"
+    is_recurrent: ClassVar[bool] = True
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -311,6 +464,30 @@ class MambaSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         return _padded(self.real_page_size_bytes, self.page_size_padded)
 
+    @property
+    def label(self) -> str:
+        return f"recurrent ({self.mamba_type.value})"
+
+    @property
+    def contents(self) -> str:
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return " + ".join(f"{list(shape)} {dtype_name(dtype)}" for shape, dtype in pairs)
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        return tuple(map(StateView, self.shapes, self.dtypes, self.state_offsets))
+
+    def refusal(self, block_size: int) -> str | None:
+        if self.mamba_cache_mode == "none":
+            return None
+        return (
+            f"mamba_cache_mode {self.mamba_cache_mode!r} is not supported; the arena keeps one "
+            "state per request, use 'none'"
+        )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return 1 + self.num_speculative_blocks
+
     def max_blocks_per_request(self, max_num_batched_tokens: int, max_model_len: int) -> int:
         if self.mamba_cache_mode == "all":
             return _ceil_div(max_model_len, self.block_size) + self.num_speculative_blocks
@@ -333,7 +510,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     The arena never needs it: its groups hold layers of one spec.
     """
 
+    kind: ClassVar[str] = "uniform"
+
     kv_cache_specs: dict[str, KVCacheSpec] = field(hash=False)
+
+    def of_layer(self, name: str) -> KVCacheSpec:
+        return self.kv_cache_specs[name]
 
     @property
     def page_size_bytes(self) -> int:
@@ -377,6 +559,11 @@ class KVCacheGroupSpec:
     kv_cache_spec: KVCacheSpec
     is_eagle_group: bool = False
 
+    @property
+    def layer_specs(self) -> dict[str, KVCacheSpec]:
+        """Every layer's own spec."""
+        return {name: self.kv_cache_spec.of_layer(name) for name in self.layer_names}
+
 
 @dataclass
 class KVCacheConfig:
@@ -392,4 +579,4 @@ class KVCacheConfig:
 
     @property
     def has_mamba_layers(self) -> bool:
-        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
+        return any(group.kv_cache_spec.is_recurrent for group in self.kv_cache_groups)

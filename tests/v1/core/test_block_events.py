@@ -20,7 +20,6 @@ from vllm.distributed.kv_events import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_events import spec_kind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
@@ -102,7 +101,7 @@ def test_nothing_to_tell_is_an_error():
 def test_kinds():
     specs = [full(), window(9), hidden(), recurrent()]
     kinds = ["full_attention", "sliding_window", "hidden_states", "mamba"]
-    assert [spec_kind(spec) for spec in specs] == kinds
+    assert [spec.kind for spec in specs] == kinds
 
 
 SPECS = [full(), hidden(), window(20), recurrent()]

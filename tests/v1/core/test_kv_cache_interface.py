@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs: bytes, blocks per request, merging."""
+"""Specs: bytes, blocks per request, merging, and what they answer for their kind."""
 
+import ast
+import re
 from dataclasses import FrozenInstanceError, replace
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 from state_cases import full, hidden, recurrent, vllm_config, window
 
+import vllm
+from vllm.v1.core.single_type_kv_cache_manager import MANAGERS, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
@@ -131,3 +140,139 @@ def test_uniform_collections():
     assert uniform.page_size_bytes == 65536 + 16384
     config = vllm_config(max_model_len=1000)
     assert uniform.max_memory_usage_bytes(config) == 63 * uniform.page_size_bytes
+
+
+# ---- specs answer for their kind ---------------------------------------------------------------
+
+
+def chunked(**changes):
+    fields = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16, **changes}
+    return ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=128, **fields)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "label", "contents"),
+    [
+        (full(), "full_attention", "attention", "4 heads x 256 bfloat16"),
+        (window(9), "sliding_window", "sliding window 9", "4 heads x 256 bfloat16"),
+        (mla(), "mla_attention", "latent attention", "1 rows x 576 bfloat16"),
+        (hidden(), "hidden_states", "hidden states", "3 rows x 2560 bfloat16"),
+        (
+            MambaSpec(16, ((3, 5),), (torch.float32,)),
+            "mamba",
+            "recurrent (mamba2)",
+            "[3, 5] float32",
+        ),
+        (chunked(), "chunked_local_attention", "attention", "1 heads x 8 float16"),
+    ],
+)
+def test_specs_name_and_describe_their_kind(spec, kind, label, contents):
+    assert (spec.kind, spec.label, spec.contents) == (kind, label, contents)
+
+
+def test_capabilities():
+    specs = [full(), full(sliding_window=7), window(9), mla(), hidden(), recurrent()]
+    assert [spec.is_recurrent for spec in specs] == [False] * 5 + [True]
+    assert [spec.is_hidden_states for spec in specs] == [False] * 4 + [True, False]
+    assert [spec.window for spec in specs] == [None, None, 9, None, None, None]
+
+
+def test_views_fill_a_block_exactly():
+    """In bytes, up to the alignment of recurrent parts; the token dimension counts the rows."""
+    for spec in (full(), window(9), mla(), mla(compress_ratio=4), hidden()):
+        (view,) = spec.views
+        assert prod(view.shape) * view.dtype.itemsize == spec.real_page_size_bytes
+        assert view.token_dim is not None
+        assert view.shape[view.token_dim] == spec.storage_block_size
+    odd = MambaSpec(16, ((3, 5), (4,)), (torch.float16, torch.float32))
+    assert [(v.shape, v.dtype, v.offset, v.token_dim) for v in odd.views] == [
+        ((3, 5), torch.float16, 0, None),
+        ((4,), torch.float32, 32, None),
+    ]
+    with pytest.raises(NotImplementedError, match="UniformTypeKVCacheSpecs"):
+        _ = UniformTypeKVCacheSpecs(16, {"a": full()}).views
+
+
+def test_blocks_of_a_request():
+    assert [full().blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert window(50).blocks_for(1000) == 63, "dropped blocks keep their place in the list"
+    assert [recurrent(num_speculative_blocks=2).blocks_for(n) for n in (1, 1000)] == [3, 3]
+    assert window(50).blocks_per_request(100, 1000) == 11
+    assert window(50).blocks_per_request(100, 16) == 1, "no more than its tokens fill"
+    assert recurrent(num_speculative_blocks=2).blocks_per_request(100, 1) == 3
+
+
+def test_layers_that_keep_every_token():
+    fields = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    kept = FullAttentionSpec(block_size=16, attention_chunk_size=128, **fields)
+    assert chunked().keeping_every_token() == kept
+    noted = window(9, head_size_v=64).keeping_every_token()
+    assert noted == full(head_size_v=64, sliding_window=9) and noted.window is None
+    for spec in (full(), mla(), hidden(), recurrent()):
+        assert spec.keeping_every_token() is spec
+
+
+def test_expected_classes():
+    assert MambaSpec.expect(recurrent()) == recurrent()
+    with pytest.raises(TypeError, match="expected MambaSpec, got FullAttentionSpec"):
+        MambaSpec.expect(full())
+
+
+def test_what_the_arena_keeps_has_a_manager_and_a_view():
+    for spec in (full(), window(9), mla(), hidden(), recurrent()):
+        assert spec.refusal(16) is None and spec.kind in MANAGERS and spec.views
+    for spec in (chunked(), UniformTypeKVCacheSpecs(16, {"a": full()})):
+        assert "no cache manager" in spec.refusal(16) and spec.kind not in MANAGERS
+
+
+def test_a_group_knows_the_spec_of_every_layer():
+    members = {"a": full(), "b": hidden()}
+    group = KVCacheGroupSpec(["a", "b"], UniformTypeKVCacheSpecs(16, members))
+    assert group.layer_specs == members
+    assert KVCacheGroupSpec(["a", "b"], full()).layer_specs == {"a": full(), "b": full()}
+
+
+def subclasses(cls):
+    return {cls.__name__}.union(*(subclasses(sub) for sub in cls.__subclasses__()))
+
+
+def class_questions(source, classes):
+    """Lines that ask whether a value is of one of these classes."""
+    for node in ast.walk(ast.parse(source)):
+        asked = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in ("isinstance", "issubclass"):
+                asked = node.args[1:]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        elif isinstance(node, ast.Compare):
+            is_type = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+            asked = node.comparators if isinstance(node.ops[0], is_type) else []
+        words = {word for part in asked for word in re.findall(r"\w+", ast.unparse(part))}
+        if words & classes:
+            yield asked[0].lineno
+
+
+def test_nobody_asks_for_the_class_of_a_spec_or_manager():
+    classes = subclasses(KVCacheSpec) | subclasses(SingleTypeKVCacheManager)
+    package = Path(vllm.__file__).parent
+    allowed = package / "v1/kv_cache_interface.py"
+    asked = [
+        f"{path.relative_to(package)}:{line}"
+        for path in package.rglob("*.py")
+        if path != allowed
+        for line in class_questions(path.read_text(encoding="utf-8"), classes)
+    ]
+    assert asked == []
+
+
+def test_questions_for_a_class_are_seen():
+    source = (
+        "isinstance(spec, (int, MambaSpec))\n"
+        "type(group.spec) is m.MambaSpec\n"
+        "match spec:\n"
+        "    case MambaSpec(): pass\n"
+        "MambaSpec.expect(spec)\n"
+        "isinstance(spec, MambaSpecs)\n"
+    )
+    assert list(class_questions(source, {"MambaSpec"})) == [1, 2, 4]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from state_cases import full, hidden, recurrent, vllm_config
 
-from vllm.v1.core.arena_sizing import blocks_per_request
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "state_memory.md").read_text(encoding="utf-8")
@@ -44,8 +43,7 @@ def test_group_table():
 def test_request_table(num_tokens):
     config = qwen35_4b(capture=False)
     blocks = [
-        blocks_per_request(group.kv_cache_spec, 8192, num_tokens)
-        for group in config.kv_cache_groups
+        group.kv_cache_spec.blocks_per_request(8192, num_tokens) for group in config.kv_cache_groups
     ]
     size = sum(n * config.plan.block_stride(g) for g, n in enumerate(blocks))
     assert f"| {num_tokens:,} | {blocks[0]} | {blocks[1]:,} | {size:,} |" in GUIDE

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.worker.block_tables import GroupBlockTable
 
 CPU = torch.device("cpu")
+PAGED = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+STATE = MambaSpec(512, ((4,),), (torch.float32,))
 
 
 def _paged() -> GroupBlockTable:
-    return GroupBlockTable(4, 8, 4, 32, recurrent=False, device=CPU, depth=2)
+    return GroupBlockTable(PAGED, 32, 4, 32, device=CPU, depth=2)
 
 
 def test_a_table_is_as_wide_as_the_longest_request() -> None:
@@ -53,7 +58,7 @@ def test_prefills_lie_at_an_address_of_their_own() -> None:
     """Whatever the number of decodes: kernels are compiled for the alignment of what they get."""
     addresses = set()
     for decodes in range(4):
-        table = GroupBlockTable(4, 8, 4, 32, recurrent=False, device=CPU, depth=1)
+        table = GroupBlockTable(PAGED, 32, 4, 32, device=CPU, depth=1)
         for row in range(4):
             table.set_row(row, [10 + row, 20 + row])
         device, _, prefills = table.gather(np.array([0, 1, 2, 3]), 4, decodes)
@@ -63,7 +68,7 @@ def test_prefills_lie_at_an_address_of_their_own() -> None:
 
 
 def test_decodes_of_a_recurrent_group_are_padded() -> None:
-    table = GroupBlockTable(4, 1, 4, 32, recurrent=True, device=CPU, depth=2)
+    table = GroupBlockTable(STATE, 32, 4, 32, device=CPU, depth=2)
     table.set_row(1, [7])
     table.set_row(2, [5])
     assert table.decode_blocks(np.array([2, 1]), 4).tolist() == [5, 7, -1, -1]
@@ -72,6 +77,13 @@ def test_decodes_of_a_recurrent_group_are_padded() -> None:
 
 
 def test_recurrent_groups_have_one_block() -> None:
-    table = GroupBlockTable(512, 1, 4, 32, recurrent=True, device=CPU, depth=2)
+    table = GroupBlockTable(STATE, 32, 4, 32, device=CPU, depth=2)
     table.set_row(2, [7])
     assert table.gather(np.array([2]), 1, 1)[0].tolist() == [[7]]
+
+
+def test_a_recurrent_group_has_room_for_the_states_of_drafts() -> None:
+    spec = replace(STATE, num_speculative_blocks=2)
+    table = GroupBlockTable(spec, 32, 4, 32, device=CPU, depth=2)
+    table.set_row(2, [7, 8, 9])
+    assert table.gather(np.array([2]), 1, 1)[0].tolist() == [[7, 8, 9]]

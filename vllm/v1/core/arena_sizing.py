@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
-    MambaSpec,
 )
 
 if TYPE_CHECKING:
@@ -28,14 +27,6 @@ GIB = 1 << 30
 def _max_model_len(vllm_config: VllmConfig) -> int:
     assert vllm_config.model_config is not None
     return vllm_config.model_config.max_model_len
-
-
-def blocks_per_request(spec: KVCacheSpec, max_num_batched_tokens: int, num_tokens: int) -> int:
-    """Most blocks of its group a request holds at once on its way to `num_tokens` tokens (> 0)."""
-    blocks = spec.max_blocks_per_request(max_num_batched_tokens, num_tokens)
-    if isinstance(spec, MambaSpec):
-        return blocks
-    return min(blocks, -(-num_tokens // spec.block_size))
 
 
 def pages_per_request(
@@ -55,8 +46,8 @@ def pages_per_request(
     pages = 0
     for group, group_plan in zip(groups, plan.groups, strict=True):
         spec = group.kv_cache_spec
-        blocks = full and full * blocks_per_request(spec, max_num_batched_tokens, longest)
-        blocks += rest and blocks_per_request(spec, max_num_batched_tokens, rest)
+        blocks = full and full * spec.blocks_per_request(max_num_batched_tokens, longest)
+        blocks += rest and spec.blocks_per_request(max_num_batched_tokens, rest)
         pages += -(-blocks // group_plan.blocks_per_page)
     return pages
 

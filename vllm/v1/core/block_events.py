@@ -21,29 +21,10 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     need_extra_keys,
 )
-from vllm.v1.kv_cache_interface import (
-    HiddenStateCacheSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-#: first match; any other spec keeps keys and values of all tokens
-_KINDS: tuple[tuple[type[KVCacheSpec], str], ...] = (
-    (MambaSpec, "mamba"),
-    (SlidingWindowSpec, "sliding_window"),
-    (HiddenStateCacheSpec, "hidden_states"),
-    (MLAAttentionSpec, "mla_attention"),
-)
-
-
-def spec_kind(spec: KVCacheSpec) -> str:
-    """What a group keeps, as events name it."""
-    return next((kind for cls, kind in _KINDS if isinstance(spec, cls)), "full_attention")
 
 
 class BlockEvents:
@@ -143,7 +124,7 @@ class BlockEvents:
                 lora.lora_name if lora is not None else None,
                 keys,
                 group_id,
-                spec_kind(spec),
-                spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+                spec.kind,
+                spec.window,
             )
         )

@@ -18,7 +18,7 @@ from vllm.v1.core.checkpoint_policy import CheckpointPolicy
 from vllm.v1.core.checkpoints import CheckpointPlans
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import BlockCopy
-from vllm.v1.core.single_type_kv_cache_manager import RecurrentManager, SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -105,7 +105,7 @@ class CheckpointKeeper:
             self._save(request, num_tokens)
 
     def _save(self, request: Request, position: int) -> None:
-        recurrent = [isinstance(m, RecurrentManager) for m in self._managers]
+        recurrent = [m.is_recurrent for m in self._managers]
         prefix = request.prefix_hash(position)
         exists = all(
             self._pool.get_cached_block(prefix, m.group_id) is not None
@@ -151,7 +151,7 @@ class CheckpointKeeper:
     ) -> None:
         if self._pool.events is not None:
             self._pool.events.request = request
-        if manager.cache_tail(request, block, position) and isinstance(manager, RecurrentManager):
+        if manager.cache_tail(request, block, position) and manager.is_recurrent:
             block.credit = self._policy.credit(
                 position, start, request.num_prompt_tokens, self._state_bytes
             )
@@ -175,7 +175,7 @@ class CheckpointKeeper:
         found = []
         for position in self._taken.get(request.request_id, ()):
             for manager in self._managers:
-                if isinstance(manager, RecurrentManager):
+                if manager.is_recurrent:
                     key = request.prefix_hash(position)
                     block = self._pool.get_cached_block(key, manager.group_id)
                     if block is not None:

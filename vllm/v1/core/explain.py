@@ -24,13 +24,8 @@ from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, 
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ArenaPlan,
-    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 if TYPE_CHECKING:
@@ -201,7 +196,7 @@ def explain(
         cached_turn_bytes=sum(
             arena.block_stride(i)
             for i, group in enumerate(plan.groups)
-            if isinstance(group.kv_cache_spec, MambaSpec)
+            if group.kv_cache_spec.is_recurrent
         ),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
         decisions=tuple(decisions.decisions()),
@@ -257,40 +252,18 @@ def _report(group: KVCacheGroupSpec, arena: ArenaPlan, group_id: int) -> GroupRe
     data = spec.page_size_bytes * layers
     plan = arena.groups[group_id]
     report = GroupReport(
-        kind=_kind(spec),
-        keeps=_keeps(spec),
+        kind=spec.label,
+        keeps=spec.contents,
         layers=layers,
         data_bytes=data,
         stride_bytes=arena.block_stride(group_id),
         blocks_per_page=plan.blocks_per_page,
         padding=1.0 - data / arena.block_stride(group_id),
     )
-    if isinstance(spec, MambaSpec):
+    if spec.is_recurrent:
         return replace(report, bytes_per_sequence=data)
     size = spec.block_size
     return replace(report, tokens_per_block=size, bytes_per_token=data / size)
-
-
-def _kind(spec: KVCacheSpec) -> str:
-    if isinstance(spec, HiddenStateCacheSpec):
-        return "hidden states"
-    if isinstance(spec, MLAAttentionSpec):
-        return "latent attention"
-    if isinstance(spec, SlidingWindowSpec):
-        return f"sliding window {spec.sliding_window}"
-    if isinstance(spec, MambaSpec):
-        return f"recurrent ({spec.mamba_type.value})"
-    return "attention"
-
-
-def _keeps(spec: KVCacheSpec) -> str:
-    """The state of one layer, in words."""
-    if isinstance(spec, MambaSpec):
-        pairs = zip(spec.shapes, spec.dtypes, strict=True)
-        return " + ".join(f"{list(shape)} {dtype_name(dtype)}" for shape, dtype in pairs)
-    values: Any = spec
-    what = "rows" if isinstance(spec, MLAAttentionSpec) else "heads"
-    return f"{values.num_kv_heads} {what} x {values.head_size} {dtype_name(values.dtype)}"
 
 
 # ---- changed flags -----------------------------------------------------------------------------
@@ -326,7 +299,7 @@ def _changed(config: VllmConfig, field: str, value: Any) -> VllmConfig:
 def _changes(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[str, str, tuple[Any, ...]]]:
     """`(flag, field of the cache config, values)` that bear on these groups."""
     changes: list[tuple[str, str, tuple[Any, ...]]] = [("--block-size", "block_size", BLOCK_SIZES)]
-    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+    if any(group.kv_cache_spec.is_recurrent for group in groups):
         changes += [
             ("--mamba-ssm-cache-dtype", "mamba_ssm_cache_dtype", STATE_DTYPES),
             ("--mamba-cache-dtype", "mamba_cache_dtype", STATE_DTYPES),

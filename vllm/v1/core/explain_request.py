@@ -6,14 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm.v1.core.arena_sizing import blocks_per_request, largest, pages_per_request
-from vllm.v1.kv_cache_interface import (
-    ArenaPlan,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.core.arena_sizing import largest, pages_per_request
+from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheGroupSpec
 
 #: tokens; `--block-size` takes multiples of it
 SMALLEST_BLOCK = 16
@@ -77,7 +71,7 @@ def cost_of_request(
 ) -> RequestCost:
     """The cost by the allocator's own rules (`arena_sizing`); `arena_bytes`: the memory given."""
     blocks = tuple(
-        blocks_per_request(group.kv_cache_spec, max_num_batched_tokens, num_tokens)
+        group.kv_cache_spec.blocks_per_request(max_num_batched_tokens, num_tokens)
         for group in groups
     )
 
@@ -110,7 +104,7 @@ def use_of_bytes(
         ends += n * needed * block - state[-1]
         slack += n * (blocks - needed) * block
         padding += n * blocks * (arena.block_stride(group_id) - block)
-    paged = [g.kv_cache_spec for g in groups if not isinstance(g.kv_cache_spec, MambaSpec)]
+    paged = [g.kv_cache_spec for g in groups if not g.kv_cache_spec.is_recurrent]
     can_shrink = any(spec.block_size > SMALLEST_BLOCK for spec in paged)
     wastes = (
         Waste("rows after the last token of a block", ends, "--block-size" if can_shrink else None),
@@ -127,12 +121,7 @@ def _state_bytes(group: KVCacheGroupSpec, num_tokens: int) -> int:
     """Bytes of the tokens (or states) that are needed after `num_tokens` tokens."""
     spec = group.kv_cache_spec
     data = spec.page_size_bytes * len(group.layer_names)
-    if isinstance(spec, MambaSpec):
-        return data * (1 + spec.num_speculative_blocks)
-    return data * _tokens_kept(spec, num_tokens) // spec.block_size
-
-
-def _tokens_kept(spec: KVCacheSpec, num_tokens: int) -> int:
-    if isinstance(spec, SlidingWindowSpec):
-        return min(num_tokens, spec.sliding_window)
-    return num_tokens
+    if spec.is_recurrent:
+        return data * spec.blocks_for(num_tokens)
+    kept = num_tokens if spec.window is None else min(num_tokens, spec.window)
+    return data * kept // spec.block_size

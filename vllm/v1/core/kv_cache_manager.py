@@ -21,12 +21,8 @@ from vllm.v1.core.pinned_prefixes import PinnedPrefixes
 from vllm.v1.core.prefix_cache import reads_prefix_cache
 from vllm.v1.core.prefix_matches import PrefixMatches
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation
-from vllm.v1.core.single_type_kv_cache_manager import (
-    RecurrentManager,
-    SlidingWindowManager,
-    get_manager,
-)
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.core.single_type_kv_cache_manager import get_manager
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 __all__ = ["KVCacheBlocks", "KVCacheManager"]
@@ -62,12 +58,12 @@ class KVCacheManager:
         if sanitize:
             self.block_pool.pages.journal = BlockJournal()
         groups = kv_cache_config.kv_cache_groups
-        has_state = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        has_state = kv_cache_config.has_mamba_layers
         self.managers = [
             get_manager(group.kv_cache_spec, group_id, self.block_pool, exact=has_state)
             for group_id, group in enumerate(groups)
         ]
-        self._windowed = [m for m in self.managers if isinstance(m, SlidingWindowManager)]
+        self._windowed = [m for m in self.managers if m.spec.window is not None]
         self.enable_caching = enable_caching and bool(self.managers)
         if enable_kv_cache_events:
             if not self.enable_caching:
@@ -90,7 +86,7 @@ class KVCacheManager:
         block_size = 1
         for manager in self.managers:
             num_bytes = plan.block_stride(manager.group_id)
-            if isinstance(manager, RecurrentManager):
+            if manager.is_recurrent:
                 state_bytes += num_bytes
             else:
                 paged_bytes += num_bytes

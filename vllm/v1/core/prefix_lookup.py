@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.cache_options import CacheReport, GroupMatch, LossReason
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.prefix_cache import GroupHit, find_common_hit
-from vllm.v1.core.single_type_kv_cache_manager import RecurrentManager, SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -49,7 +49,7 @@ class PrefixLookup:
         recurrent groups did not limit the hit."""
         paged, recurrent = [match.max_tokens], [match.max_tokens]
         for manager, length in zip(self._managers, match.alone, strict=True):
-            (recurrent if isinstance(manager, RecurrentManager) else paged).append(length)
+            (recurrent if manager.is_recurrent else paged).append(length)
         return min(paged) if min(recurrent) < min(paged) else 0
 
     def report(self, request: Request, match: PrefixMatch | None) -> CacheReport:
@@ -77,14 +77,14 @@ class PrefixLookup:
             return self._partial_block(request, match)
         limiting = min(range(len(match.alone)), key=match.alone.__getitem__)
         manager = self._managers[limiting]
-        if isinstance(manager, RecurrentManager) and known > hit:
+        if manager.is_recurrent and known > hit:
             gone = self._pool.evicted_tail_between(request, hit, known, manager.group_id)
             return manager.group_id, lost, "evicted" if gone else "no_checkpoint"
         return manager.group_id, lost, "evicted"
 
     def _evicted_run(self, request: Request, hit: int) -> int:
         """Tokens up to which every full block after the hit is cached or was evicted."""
-        paged = [m for m in self._managers if not isinstance(m, RecurrentManager)]
+        paged = [m for m in self._managers if not m.is_recurrent]
         if not paged:
             return hit
         index = first = hit // request.hash_block_size

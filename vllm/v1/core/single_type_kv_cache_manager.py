@@ -14,12 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.prefix_cache import GroupHit, Prefix
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -37,6 +32,8 @@ class SingleTypeKVCacheManager(ABC):
         self.pool = pool
         self.exact = exact
         self.block_size = spec.block_size
+        self.num_blocks_for = spec.blocks_for
+        self.is_recurrent = spec.is_recurrent
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         #: blocks at the start of the list whose hashing is settled, and those of them that were
         #: found in the cache rather than computed
@@ -44,10 +41,6 @@ class SingleTypeKVCacheManager(ABC):
         self._num_found: dict[str, int] = {}
 
     # ---- what differs between kinds ------------------------------------------------------------
-
-    @abstractmethod
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Length of the block list of a request with `num_tokens` tokens."""
 
     @abstractmethod
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -214,9 +207,6 @@ class SingleTypeKVCacheManager(ABC):
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Every token is kept: full attention, MLA and captured hidden states."""
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0
 
@@ -237,13 +227,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     """The last `window` tokens are kept; a hit needs only the blocks its next token can see."""
 
     def __init__(
-        self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, exact: bool = False
+        self, spec: KVCacheSpec, group_id: int, pool: BlockPool, exact: bool = False
     ) -> None:
         super().__init__(spec, group_id, pool, exact)
-        self.window = spec.sliding_window
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        assert spec.window is not None
+        self.window = spec.window
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(num_computed_tokens - self.window + 1, 0)
@@ -286,13 +274,6 @@ class RecurrentManager(SingleTypeKVCacheManager):
     holds a copy of the state (or a state its request left behind) at that count.
     """
 
-    def __init__(self, spec: MambaSpec, group_id: int, pool: BlockPool, exact: bool = True) -> None:
-        super().__init__(spec, group_id, pool, exact)
-        self.num_states = 1 + spec.num_speculative_blocks
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return self.num_states
-
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0
 
@@ -319,14 +300,20 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return GroupHit(0, [])
 
 
+#: `KVCacheSpec.kind` -> who manages the blocks of such groups
+MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
+    "full_attention": FullAttentionManager,
+    "mla_attention": FullAttentionManager,
+    "hidden_states": FullAttentionManager,
+    "sliding_window": SlidingWindowManager,
+    "mamba": RecurrentManager,
+}
+
+
 def get_manager(
     spec: KVCacheSpec, group_id: int, pool: BlockPool, exact: bool = False
 ) -> SingleTypeKVCacheManager:
     """The manager of a group; `ValueError` for a kind of state the arena cannot keep."""
-    if isinstance(spec, MambaSpec):
-        return RecurrentManager(spec, group_id, pool)
-    if isinstance(spec, SlidingWindowSpec):
-        return SlidingWindowManager(spec, group_id, pool, exact)
-    if isinstance(spec, FullAttentionSpec):
-        return FullAttentionManager(spec, group_id, pool, exact)
-    raise ValueError(f"no cache manager for {type(spec).__name__}")
+    if spec.kind not in MANAGERS:
+        raise ValueError(f"no cache manager for {type(spec).__name__} ({spec.kind})")
+    return MANAGERS[spec.kind](spec, group_id, pool, exact)

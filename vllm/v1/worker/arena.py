@@ -9,36 +9,17 @@ import torch
 from torch import Tensor
 
 from vllm.v1.core.sched.output import BlockCopy
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    HiddenStateCacheSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, StateView
 
 LayerCache = Tensor | tuple[Tensor, ...]
-
-
-def block_shape(spec: AttentionSpec) -> tuple[int, ...]:
-    """Shape of one layer's part of a block.
-
-    Attention `(2, block_size, kv_heads, head_size)`, keys first; captured hidden states
-    `(block_size, columns, hidden)`; MLA latents `(block_size, latent)`.
-    """
-    if isinstance(spec, HiddenStateCacheSpec):
-        return (spec.block_size, spec.num_kv_heads, spec.head_size)
-    if isinstance(spec, MLAAttentionSpec):
-        return (spec.storage_block_size, spec.head_size)
-    return (2, spec.block_size, spec.num_kv_heads, spec.head_size)
 
 
 class Arena:
     """One `uint8 [num_pages * page_bytes]` buffer and typed views into it.
 
     A view's dimension 0 is the group's block id; its stride is the group's block stride, the
-    inner dimensions are dense.
+    inner dimensions are dense and as the spec's `views` say: one tensor per paged layer, a tuple
+    of tensors per recurrent one.
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
@@ -56,11 +37,11 @@ class Arena:
             self._blocks.append(
                 self.buffer.as_strided((num_blocks, group_plan.block_bytes), (stride, 1))
             )
+            spec = group.kv_cache_spec
             for name in group.layer_names:
                 offset = group_plan.layer_offsets[name]
-                self.layers[name] = self._layer_view(
-                    group.kv_cache_spec, num_blocks, stride, offset
-                )
+                views = tuple(self._view(view, num_blocks, stride, offset) for view in spec.views)
+                self.layers[name] = views if spec.is_recurrent else views[0]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, all layers of their group at once, in order."""
@@ -68,31 +49,15 @@ class Arena:
             blocks = self._blocks[copy.group_id]
             blocks[copy.target].copy_(blocks[copy.source])
 
-    def _layer_view(
-        self, spec: KVCacheSpec, num_blocks: int, stride: int, offset: int
-    ) -> LayerCache:
-        if isinstance(spec, MambaSpec):
-            return tuple(
-                self._strided(shape, dtype, num_blocks, stride, offset + inner)
-                for shape, dtype, inner in zip(
-                    spec.shapes, spec.dtypes, spec.state_offsets, strict=True
-                )
-            )
-        assert isinstance(spec, AttentionSpec)
-        return self._strided(block_shape(spec), spec.dtype, num_blocks, stride, offset)
-
-    def _strided(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        num_blocks: int,
-        stride_bytes: int,
-        offset_bytes: int,
+    def _view(
+        self, view: StateView, num_blocks: int, stride_bytes: int, layer_offset: int
     ) -> Tensor:
         inner = [1]
-        for size in reversed(shape[1:]):
+        for size in reversed(view.shape[1:]):
             inner.insert(0, inner[0] * size)
-        item = dtype.itemsize
-        return self.buffer.view(dtype).as_strided(
-            (num_blocks, *shape), (stride_bytes // item, *inner), offset_bytes // item
+        item = view.dtype.itemsize
+        return self.buffer.view(view.dtype).as_strided(
+            (num_blocks, *view.shape),
+            (stride_bytes // item, *inner),
+            (layer_offset + view.offset) // item,
         )

@@ -8,30 +8,31 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.step import PagedGroups, PagedSlots
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.staging import StagedArray, Uploads
 
 
 class GroupBlockTable:
-    """Block ids of one group, `[rows, max_blocks]`; row = the request's row in the input batch."""
+    """Block ids of one group, `[rows, width]`, wide enough for requests of `max_length` tokens; row
+    = the request's row in the input batch."""
 
     def __init__(
         self,
-        block_size: int,
-        max_blocks: int,
+        spec: KVCacheSpec,
+        max_length: int,
         max_rows: int,
         max_tokens: int,
-        recurrent: bool,
         device: torch.device,
         depth: int,
         uploads: Uploads | None = None,
     ) -> None:
-        self.block_size = block_size
-        self.recurrent = recurrent
-        self.table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.spec = spec
+        self.block_size = spec.block_size
+        shape = (max_rows, spec.blocks_for(max_length))
+        self.table = np.zeros(shape, dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
-        self.staged = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
-        self.prefills = StagedArray((max_rows, max_blocks), torch.int32, device, depth, uploads)
+        self.staged = StagedArray(shape, torch.int32, device, depth, uploads)
+        self.prefills = StagedArray(shape, torch.int32, device, depth, uploads)
         self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.decodes = StagedArray((max_rows,), torch.int32, device, depth, uploads)
 
@@ -54,8 +55,7 @@ class GroupBlockTable:
         by itself."""
         n = len(rows)
         width = max(int(self.num_blocks[rows].max(initial=1)), 1)
-        if not self.recurrent:
-            width = min(max(width, -(-longest // self.block_size)), self.table.shape[1])
+        width = min(max(width, self.spec.blocks_for(longest)), self.table.shape[1])
         host = self.staged.next()
         host[:n, :width] = self.table[rows, :width]
         host[n:padded_rows, :width] = -1
@@ -76,7 +76,7 @@ class GroupBlockTable:
     def decode_blocks(self, rows: np.ndarray, padded_rows: int) -> Tensor:
         """The only blocks of these rows, decodes of a recurrent group: device `[padded_rows]`,
         padding -1. A group of another kind has none."""
-        if not self.recurrent:
+        if not self.spec.is_recurrent:
             return self.decodes.upload(0)
         host = self.decodes.next()
         host[: len(rows)] = self.table[rows, 0]
@@ -104,25 +104,14 @@ class BlockTables:
         width: int = 1,
     ) -> None:
         self._uploads = uploads
-        self.groups: list[GroupBlockTable] = []
-        for group in config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            recurrent = isinstance(spec, MambaSpec)
-            # A step in flight may run up to `width` tokens past the limit.
-            max_blocks = 1 if recurrent else -(-(max_model_len + width) // spec.block_size)
-            self.groups.append(
-                GroupBlockTable(
-                    spec.block_size,
-                    max_blocks,
-                    max_rows,
-                    max_tokens,
-                    recurrent,
-                    device,
-                    depth,
-                    uploads,
-                )
-            )
-        paged = [group.paged for group in self.groups if not group.recurrent]
+        # A step in flight may run up to `width` tokens past the limit.
+        longest = max_model_len + width
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self.groups = [
+            GroupBlockTable(spec, longest, max_rows, max_tokens, device, depth, uploads)
+            for spec in specs
+        ]
+        paged = [group.paged for group in self.groups if not group.spec.is_recurrent]
         self.paged = PagedGroups.of(paged, device)
 
     def flush(self) -> None:

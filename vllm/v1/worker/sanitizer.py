@@ -13,9 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from vllm import decisions
-from vllm.v1.core.block_events import spec_kind
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
@@ -85,12 +84,10 @@ class Sanitizer:
         self._tables, self._batch = tables, batch
         self._groups = [
             SanitizedGroup(
-                f"group {i} ({spec_kind(group.kv_cache_spec)}: {_names(group.layer_names)})",
+                f"group {i} ({group.kv_cache_spec.kind}: {_names(group.layer_names)})",
                 table.block_size,
-                table.recurrent,
-                group.kv_cache_spec.sliding_window
-                if isinstance(group.kv_cache_spec, SlidingWindowSpec)
-                else None,
+                table.spec.is_recurrent,
+                group.kv_cache_spec.window,
                 GroupTags(arena.plan.num_blocks(i), plan.blocks_per_page, *table.table.shape),
                 GroupProbe(arena, group, plan),
             )

@@ -89,8 +89,8 @@ class StateJournals:
         for group_id, group in enumerate(config.kv_cache_groups):
             members = [layers[name] for name in group.layer_names]
             keeping = [layer for layer in members if isinstance(layer, KeepsJournal)]
-            if keeping and isinstance(group.kv_cache_spec, MambaSpec):
-                groups.append((group_id, keeping, group.kv_cache_spec))
+            if keeping:
+                groups.append((group_id, keeping, MambaSpec.expect(group.kv_cache_spec)))
         if size is None or not groups:
             return None
         journals = cls(groups, progress, size, interval, depth)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.v1.kv_cache_interface import GroupPlan, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import GroupPlan, KVCacheGroupSpec
 from vllm.v1.worker.arena import Arena
 
 #: bytes of a gathered copy that is searched at once
@@ -27,18 +27,19 @@ class GroupProbe:
 
     def __init__(self, arena: Arena, group: KVCacheGroupSpec, plan: GroupPlan) -> None:
         self.layer_names = group.layer_names
-        self.recurrent = isinstance(group.kv_cache_spec, MambaSpec)
+        self.recurrent = group.kv_cache_spec.is_recurrent
         stride = arena.plan.page_bytes // plan.blocks_per_page
         num_blocks = arena.plan.num_pages * plan.blocks_per_page
         self._words = arena.buffer.view(torch.int64).view(num_blocks, stride // 8)
         offsets = [plan.layer_offsets[name] for name in group.layer_names]
         pitch = offsets[1] - offsets[0] if len(offsets) > 1 else 0
         first = arena.layers[group.layer_names[0]]
-        views = first if isinstance(first, tuple) else (first,)
-        self.parts = [_all_layers(view, len(offsets), pitch) for view in views]
-        if not self.recurrent:
-            latent = isinstance(group.kv_cache_spec, MLAAttentionSpec)
-            self.parts = [part.movedim(2 if latent else 3, 1) for part in self.parts]
+        tensors = first if isinstance(first, tuple) else (first,)
+        parts = [_all_layers(tensor, len(offsets), pitch) for tensor in tensors]
+        self.parts = [
+            part if view.token_dim is None else part.movedim(2 + view.token_dim, 1)
+            for part, view in zip(parts, group.kv_cache_spec.views, strict=True)
+        ]
 
     def _index(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._words.device)

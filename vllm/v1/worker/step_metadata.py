@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.step_inputs import StepInputs
@@ -162,10 +162,9 @@ class StepMetadata:
                 padded_tokens=inputs.num_padded if inputs.replays else None,
             )
         )
-        recurrent = isinstance(group.spec, MambaSpec)
         for name in group.layer_names:
             context.attn_metadata[name] = metadata
-            if recurrent:
+            if group.spec.is_recurrent:
                 context.decode_blocks[name] = tables.decode_blocks
             else:
                 context.slot_mapping[name] = tables.slot_mapping

@@ -192,8 +192,7 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             sampling_params=batch.params,
             pooling_params=None,
             block_ids=tuple(
-                [0] * (-(-(end + 1) // table.block_size) if not table.recurrent else 1)
-                for table in runner.block_tables.groups
+                [0] * table.spec.blocks_for(end + 1) for table in runner.block_tables.groups
             ),
             num_computed_tokens=batch.context,
         )

@@ -58,8 +58,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        assert isinstance(kv_cache_spec, AttentionSpec)
-        self.spec = kv_cache_spec
+        self.spec = AttentionSpec.expect(kv_cache_spec)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self.impl: FlashInferImpl = layer.impl
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

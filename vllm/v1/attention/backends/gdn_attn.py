@@ -179,8 +179,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
 def _cuts_for(spec: KVCacheSpec, device: torch.device) -> ScanCuts:
     from vllm.kernels.triton.configs import device_configs
 
-    assert isinstance(spec, MambaSpec)
-    _, (heads, head_v_dim, _) = spec.shapes
+    _, (heads, head_v_dim, _) = MambaSpec.expect(spec).shapes
     return ScanCuts(heads, head_v_dim, device_configs(device).multiprocessors)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class KVTransfer:
         self._all_groups = supports_hma(connector)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = [spec.block_size for spec in specs]
-        self._recurrent_groups = {i for i, s in enumerate(specs) if isinstance(s, MambaSpec)}
+        self._recurrent_groups = {i for i, s in enumerate(specs) if s.is_recurrent}
         connector.bind_gpu_block_pool(manager.block_pool)
 
     def is_tracking(self, request_id: str) -> bool:

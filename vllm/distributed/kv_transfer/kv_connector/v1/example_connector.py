@@ -28,13 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_files import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -100,7 +94,8 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError("ExampleConnector needs kv_cache_config")
         groups = kv_cache_config.kv_cache_groups
         for group in groups:
-            _check_spec(group.kv_cache_spec)
+            for spec in group.layer_specs.values():
+                _check_spec(spec)
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._alignment = math.lcm(*self._block_sizes)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
@@ -276,15 +271,12 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _check_spec(spec: KVCacheSpec) -> None:
     """ValueError for state that is not one row per token of the whole sequence."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        for member in spec.kv_cache_specs.values():
-            _check_spec(member)
-    elif isinstance(spec, MambaSpec):
+    if spec.is_recurrent:
         raise ValueError(
             "ExampleConnector stores keys and values per token; this model also has recurrent "
             "state, which it cannot store: serve the model without it"
         )
-    elif not isinstance(spec, FullAttentionSpec):
+    if spec.keeping_every_token() != spec:
         raise ValueError(
             f"ExampleConnector needs layers that keep every token, got {type(spec).__name__}"
         )

@@ -5,12 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import (
-    HiddenStateCacheSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 #: part of the layer's name, for configurations that do not show its spec
 LAYER_NAME_MARKER = "cache_only_layers"
@@ -29,13 +24,18 @@ class HiddenStatesGroup:
 
 
 def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGroup:
-    """The group that holds captured hidden states, by spec type.
+    """The group that holds captured hidden states, as the layers' specs say.
 
     A sole group is it whatever its spec says, since a scheduler may see only its first member.
     ValueError when there is no such group or more than one.
     """
     groups = kv_cache_config.kv_cache_groups
-    found = [(i, name) for i, group in enumerate(groups) for name in _marked_layers(group)]
+    found = [
+        (i, name)
+        for i, group in enumerate(groups)
+        for name, spec in group.layer_specs.items()
+        if spec.is_hidden_states
+    ]
     if len(found) == 1:
         index, name = found[0]
         return HiddenStatesGroup(index, groups[index].kv_cache_spec.block_size, name)
@@ -47,12 +47,3 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
         f"expected one layer of captured hidden states in {len(groups)} state group(s), found "
         f"{len(found)}; extraction needs speculative_config.method extract_hidden_states"
     )
-
-
-def _marked_layers(group: KVCacheGroupSpec) -> list[str]:
-    spec = group.kv_cache_spec
-    if isinstance(spec, HiddenStateCacheSpec):
-        return list(group.layer_names)
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return [n for n, s in spec.kv_cache_specs.items() if isinstance(s, HiddenStateCacheSpec)]
-    return []
