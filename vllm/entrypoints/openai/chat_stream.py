@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.serving_engine import now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
-from vllm.entrypoints.openai.streaming import event
+from vllm.entrypoints.openai.streaming import TextEvents, event
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_reply import ReplySplitter
     from vllm.outputs import CompletionOutput, RequestOutput
 
+#: keys of a delta whose value is a text
+_TEXT_KEYS = ("content", "reasoning")
+
 
 class ChatStream:
-    """Builds chunks as plain dicts: this runs once per token of every stream.
+    """Frames new text from templates, and builds all other chunks as plain dicts.
 
     `splitters`: per choice, what separates its text into reasoning, content and calls, if anything.
     `echoed`: text that every choice begins with. `logprobs`: the object for new tokens.
@@ -50,28 +54,40 @@ class ChatStream:
             "model": model,
         }
 
+        self._wants_tokens = bool(request.logprobs or request.return_token_ids)
+        #: whether chunks hold nothing but their delta until their choice ends
+        self._only_delta = not (self._wants_tokens or usage.on_every_chunk)
+        #: per choice and key of the delta
+        self._texts = [
+            {key: TextEvents(partial(self._text_chunk, index, key)) for key in _TEXT_KEYS}
+            for index in range(request.num_choices)
+        ]
+
     async def events(
         self, source: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The encoded events, without `[DONE]`."""
+        """The encoded events of each output, without `[DONE]`."""
         started = False
         try:
             async for _, output in source:
                 self._usage.seen(0, output)
+                events: list[bytes] = []
                 if not started:
                     started = True
                     for index in range(self._request.num_choices):
-                        for chunk in self._opening(index):
-                            yield event(chunk)
+                        events += map(event, self._opening(index))
                 for completion in output.outputs:
                     if completion.token_ids or completion.finish_reason is not None:
-                        grown = self._delta(output, completion)
-                        if grown is not None:
-                            yield event(grown)
+                        events += self._delta(output, completion)
+                if events:
+                    yield b"".join(events)
         finally:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def _text_chunk(self, index: int, key: str, text: str) -> dict[str, Any]:
+        return self._chunk(index, {key: text})
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """The chunk that names the role, and the echoed text if there is one."""
@@ -82,8 +98,8 @@ class ChatStream:
             return [opening, self._chunk(index, {"content": self._echoed})]
         return [opening]
 
-    def _delta(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
-        """The chunk for new tokens; None while their text is kept back and nothing else is due."""
+    def _delta(self, output: RequestOutput, completion: CompletionOutput) -> Iterable[bytes]:
+        """The event for new tokens; none while their text is kept back and nothing else is due."""
         self._usage.generated(len(completion.token_ids))
         delta: dict[str, Any] = {"content": completion.text}
         reason = completion.finish_reason
@@ -91,9 +107,12 @@ class ChatStream:
         if splitter is not None:
             delta = splitter.feed(completion.text, finished=reason is not None).as_dict()
             reason = splitter.finish_reason(reason)
-        wants_tokens = self._request.logprobs or self._request.return_token_ids
-        if not delta and reason is None and not wants_tokens:
-            return None
+        if reason is None and not delta and not self._wants_tokens:
+            return ()
+        if reason is None and len(delta) == 1 and self._only_delta:
+            key, text = next(iter(delta.items()))
+            if key in _TEXT_KEYS:
+                return (self._texts[completion.index][key].event(text),)
         chunk = self._chunk(completion.index, delta)
         choice = chunk["choices"][0]
         choice["logprobs"] = self._logprobs(completion)
@@ -106,7 +125,7 @@ class ChatStream:
                 chunk["kv_transfer_params"] = completion.kv_transfer_params
             if output.cache_report is not None:
                 chunk["cache_report"] = output.cache_report.as_dict()
-        return chunk
+        return (event(chunk),)
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

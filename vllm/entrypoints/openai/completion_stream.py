@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
-from vllm.entrypoints.openai.streaming import event
+from vllm.entrypoints.openai.streaming import TextEvents, event
 from vllm.entrypoints.openai.text_offsets import Echo, TextOffsets
 
 if TYPE_CHECKING:
@@ -20,14 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Choice:
-    """What one choice has sent: where its tokens begin, and whether its first chunk is out."""
+    """What one choice has sent: where its tokens begin, and whether its first chunk is out.
+
+    `texts`: frames its chunks that hold nothing but new text.
+    """
 
     offsets: TextOffsets | None
+    texts: TextEvents
     started: bool = False
 
 
 class CompletionStream:
-    """Builds chunks as plain dicts: this runs once per token of every stream."""
+    """Frames new text from a template, and builds all other chunks as plain dicts."""
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class CompletionStream:
         echoed: Sequence[Echo],
     ) -> None:
         self._request = request
+        self._num_choices = request.num_choices
         self._planned = planned
         self._echoed = echoed
         self._as_ids = serving.tokens_as_ids(request)
@@ -50,32 +56,66 @@ class CompletionStream:
             "model": model,
         }
         tokenizer, scored = serving.renderer.tokenizer, request.logprobs is not None
-        self._choices = [
-            _Choice(echo.then(tokenizer, one.prompt.token_ids, one.params) if scored else None)
+        starts = [
+            echo.then(tokenizer, one.prompt.token_ids, one.params) if scored else None
             for one, echo in zip(planned, echoed, strict=True)
             for _ in range(request.num_choices)
         ]
+        self._choices = [
+            _Choice(start, TextEvents(functools.partial(self._text_chunk, index)))
+            for index, start in enumerate(starts)
+        ]
         self._usage = StreamUsage(serving, request, [len(p.prompt.token_ids) for p in planned])
+        #: whether chunks hold nothing but text until their choice ends
+        self._only_text = not (
+            scored
+            or request.return_token_ids
+            or request.max_tokens == 0
+            or self._usage.on_every_chunk
+        )
 
     async def events(
         self, source: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The encoded events, without `[DONE]`."""
+        """The encoded events of each output, without `[DONE]`."""
         try:
             async for prompt_index, output in source:
                 self._usage.seen(prompt_index, output)
-                for completion in output.outputs:
-                    for chunk in self._chunks(prompt_index, output, completion):
-                        yield event(chunk)
+                events = [
+                    encoded
+                    for completion in output.outputs
+                    for encoded in self._encoded(prompt_index, output, completion)
+                ]
+                if events:
+                    yield b"".join(events)
         finally:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
 
+    def _encoded(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterable[bytes]:
+        state = self._choices[prompt_index * self._num_choices + completion.index]
+        if (
+            self._only_text
+            and completion.finish_reason is None
+            and completion.token_ids
+            and completion.kv_transfer_params is None
+            and (state.started or not self._request.echo)
+        ):
+            state.started = True
+            self._usage.generated(len(completion.token_ids))
+            return (state.texts.event(completion.text),)
+        return map(event, self._chunks(prompt_index, output, completion))
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return {**self._head, "choices": [_choice(index, text)]}
+
     def _chunks(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> Iterator[dict[str, Any]]:
-        index = prompt_index * self._request.num_choices + completion.index
+        index = prompt_index * self._num_choices + completion.index
         state = self._choices[index]
         token_ids = completion.token_ids
         scored_only = self._request.max_tokens == 0
@@ -86,13 +126,14 @@ class CompletionStream:
         finish_reason = completion.finish_reason
         if scored_only and finish_reason is None:
             return
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": "" if scored_only else completion.text,
-            "logprobs": None if scored_only else self._logprobs(state, completion),
-            "finish_reason": "length" if scored_only else finish_reason,
-            "stop_reason": None if scored_only else completion.stop_reason,
-        }
+        choice = _choice(index, "")
+        if scored_only:
+            choice["finish_reason"] = "length"
+        else:
+            choice["text"] = completion.text
+            choice["logprobs"] = self._logprobs(state, completion)
+            choice["finish_reason"] = finish_reason
+            choice["stop_reason"] = completion.stop_reason
         if self._request.return_token_ids:
             choice["token_ids"] = [] if scored_only else list(token_ids)
             if not state.started:
@@ -118,13 +159,8 @@ class CompletionStream:
                 offsets=self._echoed[prompt_index].offsets,
             )
             logprobs = reply.model_dump()
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": self._echoed[prompt_index].text,
-            "logprobs": logprobs,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
+        choice = _choice(index, self._echoed[prompt_index].text)
+        choice["logprobs"] = logprobs
         if self._request.return_token_ids:
             choice["token_ids"] = []
             choice["prompt_token_ids"] = prompt_ids
@@ -152,3 +188,14 @@ class CompletionStream:
         if self._usage.on_every_chunk:
             chunk["usage"] = self._usage.as_dict()
         return chunk
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    """The choice of a chunk that holds new text and nothing else."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

@@ -24,6 +24,8 @@ DONE = b"data: [DONE]\n\n"
 #: how long a client that does not read can hold up the end of its stream
 _LAST_WORDS_S = 1.0
 _encode = msgspec.json.Encoder().encode
+#: takes the place of the text while its surroundings are encoded
+_STAND_IN = "\0text"
 
 
 class ClientGoneError(Exception):
@@ -33,6 +35,21 @@ class ClientGoneError(Exception):
 def event(payload: Any) -> bytes:
     """One server-sent event holding `payload` as JSON."""
     return b"data: " + _encode(payload) + b"\n\n"
+
+
+class TextEvents:
+    """Events of one stream that differ in one text: what surrounds the text is encoded once.
+
+    `payload`: the object for a text. Nothing after the text in its JSON may hold the text's
+    stand-in, which starts with a NUL.
+    """
+
+    def __init__(self, payload: Callable[[str], Any]) -> None:
+        self._before, _, self._after = event(payload(_STAND_IN)).rpartition(_encode(_STAND_IN))
+
+    def event(self, text: str) -> bytes:
+        """The same bytes as `event(payload(text))`."""
+        return self._before + _encode(text) + self._after
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
