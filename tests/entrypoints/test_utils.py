@@ -43,11 +43,11 @@ class Source:
         self.fail = fail
         self.closed = False
 
-    async def run(self) -> AsyncGenerator[int, None]:
+    async def run(self, index: int = 0) -> AsyncGenerator[tuple[int, int], None]:
         try:
             for i in range(self.length):
                 await asyncio.sleep(0)
-                yield i
+                yield index, i
             if self.fail:
                 raise RuntimeError("broken")
         finally:
@@ -59,7 +59,7 @@ class Source:
 async def test_merge_yields_everything_in_order(count: int) -> None:
     sources = [Source(4) for _ in range(count)]
     seen: dict[int, list[int]] = {i: [] for i in range(count)}
-    async for index, item in merge([source.run() for source in sources]):
+    async for index, item in merge([source.run(i) for i, source in enumerate(sources)]):
         seen[index].append(item)
     assert all(items == [0, 1, 2, 3] for items in seen.values())
     assert all(source.closed for source in sources)

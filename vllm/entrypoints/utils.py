@@ -23,33 +23,28 @@ def safe_id(text: str | None) -> str:
     return cleaned or uuid.uuid4().hex
 
 
-async def merge(
-    sources: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all `sources` as they come, with the index of their source.
+def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all `sources` as they come.
 
     The first failure ends the merge. Closing the merge closes every source.
     """
-    if len(sources) == 1:
-        try:
-            async for item in sources[0]:
-                yield 0, item
-        finally:
-            await sources[0].aclose()
-        return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+    return sources[0] if len(sources) == 1 else _merged(sources)
 
-    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
         try:
             async for item in source:
-                queue.put_nowait((index, item))
+                queue.put_nowait(item)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
         finally:
             await source.aclose()
 
-    pumps = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
     running = len(pumps)
     try:
         while running:

@@ -105,17 +105,19 @@ class OpenAIServing:
         self, planned: list[Planned], request: GenerationRequest, context: RequestContext
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come, with the prompt's index."""
-        return merge([self._generate_one(one, request, context) for one in planned])
+        return merge(
+            [self._generate_one(i, one, request, context) for i, one in enumerate(planned)]
+        )
 
     async def _generate_one(
-        self, planned: Planned, request: GenerationRequest, context: RequestContext
-    ) -> AsyncGenerator[RequestOutput, None]:
+        self, index: int, planned: Planned, request: GenerationRequest, context: RequestContext
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         self.options.log.received(planned.request_id, planned.prompt, planned.params)
         if request.use_beam_search:
             beams = ServedBeams(self.engine, self.renderer.tokenizer)
             found = await beams.search(request, planned.request_id, planned.prompt, planned.params)
             self.options.log.produced(planned.request_id, found)
-            yield found
+            yield index, found
             return
         cache = request.cache_options(planned.prompt.marks)
         prompt: TokensPrompt = {
@@ -140,7 +142,7 @@ class OpenAIServing:
                     if completion.finish_reason == "error":
                         raise EngineGenerateError(f"request {planned.request_id} failed")
                 self.options.log.produced(planned.request_id, output)
-                yield output
+                yield index, output
         except (EngineDeadError, EngineGenerateError) as error:
             logger.error("request %s failed: %s", planned.request_id, error)
             raise

@@ -191,7 +191,7 @@ class AsyncLLM:
         finished = False
         try:
             while not finished:
-                output = stream.take() or await stream.get()
+                output = await stream.get()
                 finished = output.finished
                 yield output
         finally:

@@ -186,6 +186,9 @@ class Detokenizer:
 
     def take_new_text(self, finished: bool) -> str:
         """What became sendable since the last call."""
-        text = self.sendable(finished)
-        new, self._num_sent = text[self._num_sent :], max(self._num_sent, len(text))
-        return new
+        held_back = 0 if finished else self._held_back
+        start, end = self._num_sent, len(self.text) - held_back
+        if end <= start:
+            return ""
+        self._num_sent = end
+        return self.text[start:end]

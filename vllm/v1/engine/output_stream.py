@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 class OutputStream:
     """Outputs the consumer has not taken are merged, so a slow consumer holds back nobody.
 
-    Used on one event loop.
+    Used on one event loop, by one consumer.
     """
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
@@ -20,7 +20,8 @@ class OutputStream:
         self._aggregate = output_kind is RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        #: what the consumer waits for
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Add an output, or the error with which the request failed."""
@@ -28,7 +29,7 @@ class OutputStream:
             self.fail(output)
         elif self._output is None:
             self._output = output
-            self._ready.set()
+            self._wake()
         else:
             self._output.add(output, aggregate=self._aggregate)
 
@@ -36,19 +37,18 @@ class OutputStream:
         """End the stream with an error, after what was put before."""
         if self._error is None:
             self._error = error
-        self._ready.set()
+        self._wake()
 
-    def take(self) -> RequestOutput | None:
-        """The merged outputs, if any are there; raises the stream's error when none are."""
-        output, self._output = self._output, None
-        if output is None and self._error is not None:
-            raise self._error
-        if self._error is None:
-            self._ready.clear()
-        return output
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Wait for outputs."""
-        while (output := self.take()) is None:
-            await self._ready.wait()
+        """The merged outputs, waiting for some; raises the stream's error when none are left."""
+        while self._output is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, self._output = self._output, None
         return output

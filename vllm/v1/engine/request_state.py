@@ -137,10 +137,8 @@ class RequestState:
         stop_reason: int | str | None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> RequestOutput | None:
-        """The news for the user; None if there is none to show yet."""
+        """The news for the user; None while other completions of the request keep it back."""
         finished = finish_reason is not None
-        if not (finished or self.is_due()):
-            return None
         completion = self._completion(finish_reason, stop_reason)
         completion.kv_transfer_params = kv_transfer_params
         completions = [completion]
