@@ -159,17 +159,16 @@ class KVCacheSpec(ABC):
     @classmethod
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
         """The one spec that serves all of `specs`; `ValueError` unless all are equal."""
-        first = specs[0]
-        if any(type(spec) is not type(first) or spec != first for spec in specs):
-            raise ValueError(f"layers of one group need equal specs, got {set(specs)}")
-        return first
+        return _the_one(specs)
+
+    @property
+    def _growth(self) -> tuple[object, ...]:
+        """What decides how the block list grows with the sequence."""
+        return (type(self), self.block_size, self.window)
 
     def is_uniform_with_collection(self, specs: dict[str, KVCacheSpec]) -> bool:
         """Whether every spec of `specs` grows with the sequence exactly as this one does."""
-        return all(
-            type(spec) is type(self) and spec.block_size == self.block_size
-            for spec in specs.values()
-        )
+        return all(spec._growth == self._growth for spec in specs.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +274,7 @@ class FullAttentionSpec(KeysAndValuesSpec):
         windows = {spec.sliding_window for spec in full} - {None}
         if len(full) != len(specs) or len(windows) > 1:
             raise ValueError(f"layers of one group need one sliding window, got {set(specs)}")
-        plain = [replace(spec, sliding_window=None) for spec in full]
-        if any(type(spec) is not type(plain[0]) or spec != plain[0] for spec in plain):
-            raise ValueError(f"layers of one group need equal specs, got {set(specs)}")
+        _the_one([replace(spec, sliding_window=None) for spec in full])
         return replace(specs[0], sliding_window=windows.pop() if windows else None)  # type: ignore[call-arg]
 
 
@@ -311,11 +308,6 @@ class SlidingWindowSpec(KeysAndValuesSpec):
     def max_blocks_per_request(self, max_num_batched_tokens: int, max_model_len: int) -> int:
         return self.max_admission_blocks_per_request(max_num_batched_tokens, max_model_len)
 
-    def is_uniform_with_collection(self, specs: dict[str, KVCacheSpec]) -> bool:
-        return super().is_uniform_with_collection(specs) and all(
-            spec.window == self.window for spec in specs.values()
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
@@ -324,6 +316,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     kind: ClassVar[str] = "chunked_local_attention"
 
     attention_chunk_size: int
+
+    @property
+    def _growth(self) -> tuple[object, ...]:
+        return (*super()._growth, self.attention_chunk_size)
 
     def keeping_every_token(self) -> KVCacheSpec:
         return replace(self._as_full(), attention_chunk_size=self.attention_chunk_size)
@@ -386,10 +382,7 @@ class MLAAttentionSpec(FullAttentionSpec):
     @classmethod
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
         """The one spec that serves all of `specs`; `ValueError` unless all are equal."""
-        first = specs[0]
-        if any(type(spec) is not type(first) or spec != first for spec in specs):
-            raise ValueError(f"layers of one group need equal specs, got {set(specs)}")
-        return first
+        return _the_one(specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,12 +488,9 @@ class MambaSpec(KVCacheSpec):
             return 2 + self.num_speculative_blocks
         return 1 + self.num_speculative_blocks
 
-    def is_uniform_with_collection(self, specs: dict[str, KVCacheSpec]) -> bool:
-        return super().is_uniform_with_collection(specs) and all(
-            isinstance(spec, MambaSpec)
-            and spec.num_speculative_blocks == self.num_speculative_blocks
-            for spec in specs.values()
-        )
+    @property
+    def _growth(self) -> tuple[object, ...]:
+        return (*super()._growth, self.num_speculative_blocks)
 
 
 @dataclass(frozen=True)
@@ -526,6 +516,13 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             spec.max_blocks_per_request(max_num_batched_tokens, max_model_len)
             for spec in self.kv_cache_specs.values()
         )
+
+
+def _the_one(specs: Sequence[Spec]) -> Spec:
+    first = specs[0]
+    if any(type(spec) is not type(first) or spec != first for spec in specs):
+        raise ValueError(f"layers of one group need equal specs, got {set(specs)}")
+    return first
 
 
 def _padded(real_bytes: int, padded_bytes: int | None) -> int:

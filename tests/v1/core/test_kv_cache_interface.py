@@ -135,6 +135,10 @@ def test_uniform_collections():
     assert window(5).is_uniform_with_collection({"a": window(5, head_size=8)})
     assert not window(5).is_uniform_with_collection({"a": window(6)})
     assert not recurrent().is_uniform_with_collection({"a": recurrent(num_speculative_blocks=1)})
+    other_chunks = replace(chunked(), attention_chunk_size=64)
+    assert chunked().is_uniform_with_collection({"a": chunked(head_size=16)})
+    assert not chunked().is_uniform_with_collection({"a": other_chunks})
+    assert not window(5).is_uniform_with_collection({"a": full(sliding_window=5)})
     members = {"a": full(), "b": full(head_size=64)}
     uniform = UniformTypeKVCacheSpecs(16, members)
     assert uniform.page_size_bytes == 65536 + 16384

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation, BlocksFreed, BlocksTaken
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tags import GroupTags
 from vllm.v1.worker.state_probe import GroupProbe
@@ -21,20 +22,19 @@ class SanitizerError(RuntimeError):
 
 @dataclass(frozen=True)
 class SanitizedGroup:
-    """One group of layers; `name` is for messages. `window`: tokens a token sees, if limited."""
+    """One group of layers; `name` is for messages."""
 
     name: str
-    block_size: int
-    recurrent: bool
-    window: int | None
+    spec: KVCacheSpec
     tags: GroupTags
     probe: GroupProbe
 
     def first_visible(self, num_computed: np.ndarray) -> np.ndarray:
         """The first token that those from `num_computed [n]` on can see."""
-        if self.window is None:
+        window = self.spec.window
+        if window is None:
             return np.zeros_like(num_computed)
-        return np.asarray(np.maximum(num_computed - self.window + 1, 0))
+        return np.asarray(np.maximum(num_computed - window + 1, 0))
 
 
 class FreeMemory:

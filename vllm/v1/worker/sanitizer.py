@@ -85,9 +85,7 @@ class Sanitizer:
         self._groups = [
             SanitizedGroup(
                 f"group {i} ({group.kv_cache_spec.kind}: {_names(group.layer_names)})",
-                table.block_size,
-                table.spec.is_recurrent,
-                group.kv_cache_spec.window,
+                group.kv_cache_spec,
                 GroupTags(arena.plan.num_blocks(i), plan.blocks_per_page, *table.table.shape),
                 GroupProbe(arena, group, plan),
             )
@@ -150,7 +148,9 @@ class Sanitizer:
         for group, ids in zip(self._groups, block_ids, strict=True):
             start = 0 if replace else int(group.tags.count[state.row])
             # What is computed already was found in the cache or comes from a connector.
-            own = 0 if group.recurrent else state.num_computed_tokens // group.block_size
+            own = (
+                0 if group.spec.is_recurrent else state.num_computed_tokens // group.spec.block_size
+            )
             clash = group.tags.attach(
                 state.row, start, np.array(ids, dtype=np.int64), own, self._serials[req_id]
             )
@@ -172,8 +172,8 @@ class Sanitizer:
         ends = order.num_computed + order.num_scheduled
         padded_rows = len(inputs.seq_lens)
         for group, table in zip(self._groups, self._tables.groups, strict=True):
-            size = group.block_size
-            if group.recurrent:
+            size = group.spec.block_size
+            if group.spec.is_recurrent:
                 zeros, ones = np.zeros_like(ends), np.ones_like(ends)
                 used = BlockRange(order.rows, serials, zeros, zeros, ones)
             else:
@@ -187,7 +187,7 @@ class Sanitizer:
                 raise self._error(req_id, group, bad.block_id, bad.index, bad.problem)
             if (uploaded[order.num_reqs :, 0] != -1).any():
                 raise SanitizerError(f"{group.name}: a padded row has a block")
-            if not group.recurrent:
+            if not group.spec.is_recurrent:
                 self._check_slots(group, order, inputs, tokens, table.slots)
 
     def _check_slots(
@@ -199,7 +199,7 @@ class Sanitizer:
         slots: Tensor,
     ) -> None:
         uploaded = slots[: inputs.num_padded].cpu().numpy()
-        size = group.block_size
+        size = group.spec.block_size
         expected = group.tags.slots(tokens.rows, tokens.positions, size)
         found = uploaded[: inputs.num_tokens]
         wrong = np.flatnonzero((found != expected) & (tokens.real | (found != -1)))
@@ -265,11 +265,11 @@ class Sanitizer:
         bad = np.zeros(order.num_reqs, dtype=bool)
         rows, positions = tokens.rows[tokens.real], tokens.positions[tokens.real]
         for group in self._groups:
-            if group.recurrent:
+            if group.spec.is_recurrent:
                 bad |= group.probe.nan_states(group.tags.ids[order.rows, 0])
             else:
-                blocks = group.tags.ids[rows, positions // group.block_size]
-                found = group.probe.nan_tokens(blocks, positions % group.block_size)
+                blocks = group.tags.ids[rows, positions // group.spec.block_size]
+                found = group.probe.nan_tokens(blocks, positions % group.spec.block_size)
                 bad[tokens.requests[tokens.real][found]] = True
         return bad
 
@@ -285,7 +285,7 @@ class Sanitizer:
             if req_id in self._undefined or not state.num_computed_tokens:
                 continue
             for group in self._groups:
-                if group.recurrent is recurrent:
+                if group.spec.is_recurrent is recurrent:
                     bad = self._first_nan(group, state, state.num_computed_tokens)
                     if bad is not None:
                         raise self._error(req_id, group, bad.block_id, bad.index, bad.read(), bad)
@@ -294,12 +294,12 @@ class Sanitizer:
         self, group: SanitizedGroup, state: RequestState, num_tokens: int
     ) -> _Nan | None:
         """The first NaN in what a token after `num_tokens` tokens may read."""
-        if group.recurrent:
+        if group.spec.is_recurrent:
             block_id = int(group.tags.ids[state.row, 0])
             if not group.probe.nan_states(np.array([block_id])).any():
                 return None
             return _Nan(0, block_id, num_tokens - 1, *group.probe.first_nan(block_id, 0))
-        size = group.block_size
+        size = group.spec.block_size
         first = int(group.first_visible(np.array([num_tokens]))[0])
         positions = np.arange(first, num_tokens)
         blocks = group.tags.ids[state.row, positions // size]
@@ -318,7 +318,7 @@ class Sanitizer:
         computed = int(order.num_computed[i])
         end = computed + int(order.num_scheduled[i])
         for group in self._groups:
-            if not group.recurrent:
+            if not group.spec.is_recurrent:
                 bad = self._first_nan(group, state, computed)
                 if bad is not None:
                     return self._error(
@@ -344,11 +344,11 @@ class Sanitizer:
     ) -> SanitizerError:
         """`index`: which of the request's blocks; `at`: the token, if it is known."""
         position = at.position if isinstance(at, _Nan) else at
-        if group.recurrent:
+        if group.spec.is_recurrent:
             where = "the state" if position is None else f"the state after token {position}"
         elif position is None:
-            first = index * group.block_size
-            where = f"tokens {first} to {first + group.block_size - 1}"
+            first = index * group.spec.block_size
+            where = f"tokens {first} to {first + group.spec.block_size - 1}"
         else:
             where = f"token {position}"
         generation = int(group.tags.generation[block_id])
