@@ -162,9 +162,9 @@ class StepMetadata:
                 padded_tokens=inputs.num_padded if inputs.replays else None,
             )
         )
+        where, places = context.slot_mapping, tables.slot_mapping
+        if group.spec.is_recurrent:
+            where, places = context.decode_blocks, tables.decode_blocks
         for name in group.layer_names:
             context.attn_metadata[name] = metadata
-            if group.spec.is_recurrent:
-                context.decode_blocks[name] = tables.decode_blocks
-            else:
-                context.slot_mapping[name] = tables.slot_mapping
+            where[name] = places
