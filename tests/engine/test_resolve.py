@@ -311,7 +311,6 @@ def test_deferred_commit(tmp_path: Path, asked: int | None, chosen: int) -> None
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"connector": "ExampleConnector"}, "connector ExampleConnector reads state blocks"),
         ({"sanitize": True}, "--sanitize"),
         ({"platform": False}, "cpu kernels write it with every token"),
     ],
@@ -321,19 +320,26 @@ def test_who_forbids_deferred_commit(
 ) -> None:
     monkeypatch.setattr(type(current_platform), "defers_commit", settings.get("platform", True))
     cache = CacheConfig(deferred_commit_tokens=4, sanitize=settings.get("sanitize", False))
-    transfer = None
-    if "connector" in settings:
-        transfer = KVTransferConfig(kv_connector=settings["connector"], kv_role="kv_both")
     resolve(
         VllmConfig(
             model_config=ModelConfig(write_config(tmp_path, "hybrid")),
             cache_config=cache,
-            kv_transfer_config=transfer,
         )
     )
     decision = record("deferred commit")
     assert cache.commit_interval == 1 and decision is not None
     assert decision.chosen == "off" and why in decision.why and decision.instead_of == "4"
+
+
+@pytest.mark.usefixtures("defers")
+def test_a_connector_leaves_deferred_commit_on(tmp_path: Path) -> None:
+    config = resolve(
+        VllmConfig(
+            model_config=ModelConfig(write_config(tmp_path, "hybrid")),
+            kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        )
+    )
+    assert config.cache_config.commit_interval == 6
 
 
 @pytest.mark.usefixtures("defers")

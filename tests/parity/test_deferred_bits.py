@@ -14,6 +14,7 @@ import pytest
 import torch
 from parity_checks import MakeEngine, prompts
 
+from tests.distributed.kv_transfer.toy_connectors import StateReader
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.step import JournalCommits
@@ -179,9 +180,9 @@ def _no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     it does not depend on how many steps the warm-up took."""
     begin_step = StateJournals.begin_step
 
-    def at_step_one(self: StateJournals, order: Any) -> JournalCommits:
+    def at_step_one(self: StateJournals, order: Any, *how: bool) -> JournalCommits:
         self._turn = 0
-        return begin_step(self, order)
+        return begin_step(self, order, *how)
 
     monkeypatch.setattr(StateJournals, "begin_step", at_step_one)
 
@@ -205,9 +206,9 @@ def _copy_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def _prefill_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_step = StateJournals.begin_step
 
-    def without_flush(self: StateJournals, order: Any) -> JournalCommits:
+    def without_flush(self: StateJournals, order: Any, *how: bool) -> JournalCommits:
         self.waiting[order.rows[order.num_decodes :]] = False
-        return begin_step(self, order)
+        return begin_step(self, order, *how)
 
     monkeypatch.setattr(StateJournals, "begin_step", without_flush)
 
@@ -215,10 +216,10 @@ def _prefill_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def _lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_step = StateJournals.begin_step
 
-    def one_less(self: StateJournals, order: Any) -> JournalCommits:
+    def one_less(self: StateJournals, order: Any, *how: bool) -> JournalCommits:
         pending = self._progress.pending
         pending -= (pending == 3).to(pending.dtype)
-        return begin_step(self, order)
+        return begin_step(self, order, *how)
 
     monkeypatch.setattr(StateJournals, "begin_step", one_less)
 
@@ -242,3 +243,62 @@ def test_breaking_the_mechanism_is_noticed(
     breakage(monkeypatch)
     with pytest.raises(AssertionError):
         same_bits(make_engine, scenario, 8)
+
+
+# ---- connectors ----------------------------------------------------------------------------------
+
+
+def states_seen(make_engine: MakeEngine, interval: int, every: int) -> dict[Any, Any]:
+    """What a connector that reads in every `every`th step finds in the blocks after each step."""
+    llm = engine(
+        make_engine,
+        interval,
+        kv_transfer_config={
+            "kv_connector": "StateReader",
+            "kv_connector_module_path": "tests.distributed.kv_transfer.toy_connectors",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"every": every},
+        },
+    )
+    StateReader.seen.clear()
+    run(llm, *prompts((30, 5, 17)), max_tokens=30)
+    return dict(StateReader.seen)
+
+
+def complete_where_read(make_engine: MakeEngine, interval: int) -> None:
+    """And only there: the steps without work for it do not write the states."""
+    expected = states_seen(make_engine, 1, 1)
+    found = states_seen(make_engine, interval, 5)
+    assert found.keys() == expected.keys()
+    complete = {key: torch.equal(found[key][1], expected[key][1]) for key in found}
+    read = [key for key, (reads, _) in found.items() if reads]
+    assert len(read) > 15 and all(complete[key] for key in read)
+    others = [complete[key] for key in found if key not in read]
+    assert sum(others) <= len(others) * (1 / interval + 0.25)
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_a_connector_finds_complete_states_where_it_reads(
+    interval: int, make_engine: MakeEngine
+) -> None:
+    complete_where_read(make_engine, interval)
+
+
+def _commit_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_step = StateJournals.begin_step
+    monkeypatch.setattr(
+        StateJournals, "begin_step", lambda self, order, *_: begin_step(self, order)
+    )
+
+
+def _commit_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateReader, "will_read_recurrent_state", lambda self, metadata: True)
+
+
+@pytest.mark.parametrize("breakage", [_commit_in_turn, _commit_always])
+def test_states_that_are_incomplete_or_written_for_nobody_are_noticed(
+    breakage: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breakage(monkeypatch)
+    with pytest.raises(AssertionError):
+        complete_where_read(make_engine, 8)

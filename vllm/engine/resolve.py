@@ -153,7 +153,8 @@ def _resolve_recurrent_dtypes(config: VllmConfig) -> None:
 
 
 def _resolve_deferred_commit(config: VllmConfig) -> None:
-    """How often recurrent state is written back; 1 where something looks at it in every step."""
+    """How often recurrent state is written back; 1 where something looks at it in every step. A
+    connector says so step by step."""
     cache = config.cache_config
     asked = cache.deferred_commit_tokens
     reason = "--deferred-commit-tokens 1" if asked == 1 else _commit_at_once(config)
@@ -169,11 +170,6 @@ def _commit_at_once(config: VllmConfig) -> str | None:
         return f"{current_platform.device_type} kernels write it with every token"
     if config.cache_config.sanitize:
         return "--sanitize looks at every state after every step"
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector is not None:
-        connector = KVConnectorFactory.get_connector_class(transfer)
-        if connector.reads_recurrent_state(transfer.kv_connector_extra_config):
-            return f"connector {transfer.kv_connector} reads state blocks"
     return None
 
 

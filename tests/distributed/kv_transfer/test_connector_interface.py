@@ -91,6 +91,7 @@ def test_defaults(connector: KVConnectorBase_V1) -> None:
     assert connector.prefer_cross_layer_blocks is False
     assert PlainConnector.requires_piecewise_for_cudagraph({}) is False
     assert PlainConnector.reads_recurrent_state({}) is True
+    assert connector.will_read_recurrent_state(KVConnectorMetadata()) is True
     assert PlainConnector.get_required_kvcache_layout(VllmConfig()) is None
     with pytest.raises(TypeError):
         KVConnectorBase_V1.get_required_kvcache_layout(VllmConfig())

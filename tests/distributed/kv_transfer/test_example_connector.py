@@ -154,8 +154,12 @@ def test_chunked_prompt_is_stored_when_complete(tmp_path: Path) -> None:
     first.num_scheduled_tokens = {"r": 16}
     engine.step(first)
     assert not list(tmp_path.iterdir())
+    reads = engine.worker.will_read_recurrent_state
+    assert not reads(first.kv_connector_metadata)
     cached = CachedRequestData(req_ids=["r"], new_block_ids=[([8, 9],)], num_computed_tokens=[16])
-    engine.step(SchedulerOutput([], cached, {"r": 24}, 24))
+    second = SchedulerOutput([], cached, {"r": 24}, 24)
+    engine.step(second)
+    assert reads(second.kv_connector_metadata)
     [folder] = tmp_path.iterdir()
     for name, cache in engine.caches.items():
         assert torch.equal(PrefixStore.load(str(folder), name), cache[[7, 8]])

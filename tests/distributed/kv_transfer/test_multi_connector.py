@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -349,3 +350,15 @@ def test_hybrid_children_get_all_groups() -> None:
 def test_metadata_is_connector_metadata() -> None:
     meta = make(child()).build_connector_meta(SchedulerOutput.make_empty())
     assert isinstance(meta, KVConnectorMetadata)
+
+
+def test_states_are_read_if_any_child_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each child is asked with its own metadata."""
+    multi = make(child(), child(), role=KVConnectorRole.WORKER)
+    meta = make(child(), child()).build_connector_meta(SchedulerOutput.make_empty())
+    assert multi.will_read_recurrent_state(meta) is True
+    for asked, expected in ((None, False), (meta.metadata[1], True), (meta.metadata[0], True)):
+        for connector, own in zip(multi._children, meta.metadata, strict=True):
+            answer = partial(lambda own, asked, given: given is own is asked, own, asked)
+            monkeypatch.setattr(connector, "will_read_recurrent_state", answer)
+        assert multi.will_read_recurrent_state(meta) is expected

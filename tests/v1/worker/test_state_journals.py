@@ -166,6 +166,24 @@ def test_a_row_whose_progress_is_given_is_flushed_first(
     assert np.flatnonzero(journals.waiting).tolist() == [3]
 
 
+def test_who_reads_all_states_finds_idle_rows_complete(
+    journals: StateJournals, flushes: Flushes
+) -> None:
+    """Rows of the step commit in it; those that do not run are flushed, and so are all where no
+    step runs."""
+    wait(journals, 1, 3, 4)
+    journals._progress.pending.fill_(2)
+    step(journals, [3], commit_all=True)
+    assert flushes.take() == [(1, [[1, 2], [4, 5]]), (2, [[1, 4], [4, 7]])]
+    assert np.flatnonzero(journals.waiting).tolist() == [3]
+    assert journals._progress.pending.tolist() == [2, 0, 2, 2, 0, 2]
+    journals.complete_all()
+    assert flushes.take() == [(1, [[3, 4]]), (2, [[3, 6]])]
+    assert not journals.waiting.any() and journals._progress.pending[3] == 0
+    journals.complete_all()
+    assert not flushes.calls
+
+
 def test_made_up_requests_have_nothing_to_keep(journals: StateJournals, flushes: Flushes) -> None:
     """Their block is the null block, which must stay as it is."""
     journals._tables[0][2] = journals._tables[1][2] = 0

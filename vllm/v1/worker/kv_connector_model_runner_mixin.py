@@ -60,6 +60,14 @@ class KVConnectorModelRunnerMixin:
         return report
 
     @staticmethod
+    def connector_reads_states(scheduler_output: SchedulerOutput) -> bool:
+        """Whether a connector looks at recurrent states of running requests in this step."""
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is None or not has_kv_transfer_group():
+            return False
+        return get_kv_transfer_group().will_read_recurrent_state(metadata)
+
+    @staticmethod
     def take_failed_requests() -> dict[str, RequestError]:
         """Request id -> reason, of requests that the connector cannot serve; call after a step."""
         return get_kv_transfer_group().take_failed_requests() if has_kv_transfer_group() else {}

@@ -270,7 +270,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             scheduler_output.sampling_req_ids,
             scheduler_output.decode_set_id,
         )
-        journal = None if self.journals is None else self.journals.begin_step(order)
+        journal = None
+        if self.journals is not None:
+            looks = use_connector and self.connector_reads_states(scheduler_output)
+            journal = self.journals.begin_step(order, looks)
         replay = self.graphs.replay_for(order)
         size = None if replay is None else replay.num_tokens
         whole = replay is not None and replay.whole
@@ -330,6 +333,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     def _without_forward(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if not has_kv_transfer_group():
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if self.journals is not None and self.connector_reads_states(scheduler_output):
+            self.journals.complete_all()
         return ModelRunnerOutput(
             req_ids=[],
             sampled_token_ids=[],

@@ -155,14 +155,26 @@ class StateJournals:
             self._forget(rows)
 
     def begin_step(self, order: StepOrder, commit_all: bool = False) -> JournalCommits:
-        """Flush rows whose progress the host gives, which start anew; when the others commit:
-        in turn, or all of them in this step."""
-        given = order.num_computed < order.num_known
-        rows = order.rows[given]
-        self._flush(self._take(rows[self.waiting[rows]]))
+        """Flush rows whose progress the host gives, which start anew; when the others commit: in
+        turn, or with `commit_all` in this step, before which idle rows are flushed, too."""
+        given = order.rows[order.num_computed < order.num_known]
+        rows = given[self.waiting[given]]
+        idle = rows[:0]
+        if commit_all:
+            idle = np.setdiff1d(np.flatnonzero(self.waiting), order.rows)
+        self._flush(self._take(np.concatenate((rows, idle))))
+        if len(idle):
+            self._forget(idle)
         self.waiting[order.rows[: order.num_decodes]] = True
         self._turn += 1
         return self._commits(1 if commit_all else self._interval)
+
+    def complete_all(self) -> None:
+        """Flush every row: no step runs, and somebody is about to look."""
+        rows = np.flatnonzero(self.waiting)
+        self._flush(self._take(rows))
+        if len(rows):
+            self._forget(rows)
 
     def no_step(self) -> JournalCommits:
         """For a step of padding."""

@@ -9,11 +9,11 @@ decides (what to load, what to save, when blocks may be freed) and sends its dec
   `build_connector_meta` at the end of every `schedule()`; `request_finished` (one state group) or
   `request_finished_all_groups` once per finished or aborted request; `update_connector_output`
   with what the workers report;
-- worker: `handle_preemptions`, `bind_connector_metadata`, `start_load_kv`, per layer
-  `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`, `get_finished`,
-  `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`, `take_failed_requests`,
-  statistics and events,
-  `clear_connector_metadata`. A step without tokens has no layer calls and no `wait_for_save`.
+- worker: `will_read_recurrent_state`, `handle_preemptions`, `bind_connector_metadata`,
+  `start_load_kv`, per layer `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`,
+  `get_finished`, `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`,
+  `take_failed_requests`, statistics and events, `clear_connector_metadata`. A step without tokens
+  has no layer calls and no `wait_for_save`.
 """
 
 from __future__ import annotations
@@ -118,10 +118,7 @@ class KVConnectorBase_V1(ABC):
 
     @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether it reads or loads state blocks of running requests on recurrent layers.
-
-        Unless a connector answers False, every decode step writes the state to its block.
-        """
+        """Whether it reads state blocks of running requests on recurrent layers, in any step."""
         return True
 
     # ---- front end -----------------------------------------------------------------------------
@@ -166,6 +163,17 @@ class KVConnectorBase_V1(ABC):
     def _get_connector_metadata(self) -> KVConnectorMetadata:
         assert self._connector_metadata is not None, "no connector metadata is bound"
         return self._connector_metadata
+
+    def will_read_recurrent_state(self, connector_metadata: KVConnectorMetadata) -> bool:
+        """Whether it reads state blocks of running requests in the step with this metadata, which
+        is not bound yet, or before the next step's layers run.
+
+        Where it does, each decode step writes the state with the token it computes to its block,
+        and the states of requests that do not run are complete, too. Else a block may lack the
+        newest tokens.
+        """
+        extra_config = self._kv_transfer_config.kv_connector_extra_config
+        return self.reads_recurrent_state(extra_config)
 
     @abstractmethod
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

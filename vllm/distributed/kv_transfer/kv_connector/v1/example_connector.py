@@ -122,6 +122,10 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._caches = kv_caches
 
+    def will_read_recurrent_state(self, connector_metadata: KVConnectorMetadata) -> bool:
+        assert isinstance(connector_metadata, ExampleConnectorMetadata)
+        return bool(connector_metadata.stores)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for load in self._metadata().loads:
             try:

@@ -217,6 +217,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for child, metadata in zip(self._children, kv_connector_metadata.metadata, strict=True):
             child.handle_preemptions(metadata)
 
+    def will_read_recurrent_state(self, connector_metadata: KVConnectorMetadata) -> bool:
+        assert isinstance(connector_metadata, MultiKVConnectorMetadata)
+        return any(
+            child.will_read_recurrent_state(metadata)
+            for child, metadata in zip(self._children, connector_metadata.metadata, strict=True)
+        )
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiKVConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
