@@ -33,6 +33,7 @@ from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.rotary import naive as rotary
 from vllm.kernels.sampling import naive as sampling
 from vllm.kernels.scan_segments import ScanSegments
+from vllm.model_executor.layers.fla.ops.kda import naive as kda
 
 
 class Kernels(Registry):
@@ -50,6 +51,10 @@ class Kernels(Registry):
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
+
+    kda_prefill = Op(kda.kda_prefill)
+    kda_decode = Op(kda.kda_decode)
+    kda_commit = Op(kda.kda_commit)
 
     argmax_rows = Op(sampling.argmax_rows, cpu=("naive",), cuda=("draw",))
     draw_tokens = Op(sampling.draw_tokens, cpu=("naive",), cuda=("draw",))

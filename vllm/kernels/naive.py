@@ -61,10 +61,7 @@ class NaiveKernels(Kernels):
             raise ValueError("the reference scans whole sequences; give no segments")
         naive_gdn.gated_delta_rule(
             qkv,
-            a,
-            b,
-            A_log,
-            dt_bias,
+            naive_gdn.gates_of(a, b, A_log, dt_bias),
             ssm_state,
             state_indices,
             has_initial_state,
@@ -96,6 +93,7 @@ class NaiveKernels(Kernels):
     ) -> None:
         num_seqs = len(state_indices)
         heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        gates = naive_gdn.gates_of(a, b, A_log, dt_bias)
         if journal is None:
             carried = torch.ones(num_seqs, dtype=torch.bool)
             starts = torch.arange(num_seqs + 1)
@@ -103,14 +101,14 @@ class NaiveKernels(Kernels):
             naive_causal_conv1d(
                 qkv, conv_weight, conv_bias, conv_state, state_indices, carried, starts, mixed
             )
-            step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
+            step = (mixed, gates, ssm_state, state_indices)
             naive_gdn.gated_delta_rule(*step, carried, starts, heads, out)
         else:
             width = len(qkv) // max(num_seqs, 1)
             mixed = naive_journal.convolve_tokens(
                 qkv, conv_weight, conv_bias, conv_state, state_indices, journal, width
             )
-            step = (mixed, a, b, A_log, dt_bias, ssm_state, state_indices)
+            step = (mixed, gates, ssm_state, state_indices)
             naive_journal.decode(*step, journal, heads, out, width)
         if norm is not None:
             self.gated_rms_norm(out, norm.gate, norm.weight, norm.eps, out)

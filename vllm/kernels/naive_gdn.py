@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain torch gated delta rule over the state pool."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,16 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     l2_normalise,
     naive_recurrent_gated_delta_rule,
 )
+
+#: `(log decay, beta)` of some of a batch's tokens: `[tokens, v heads]` each, in the accumulation
+#: dtype; a log decay may have one value per key channel, `[tokens, v heads, dk]`
+Gates = Callable[[slice], tuple[Tensor, Tensor]]
+
+
+def gates_of(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> Gates:
+    """The gates of `Kernels.gdn_prefill`."""
+    wide = accumulation_dtype(a)
+    return lambda part: gdn_gates(a[part].to(wide), b[part].to(wide), A_log, dt_bias)
 
 
 def split_qkv(
@@ -30,10 +42,7 @@ def split_qkv(
 
 def gated_delta_rule(
     qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    gates: Gates,
     ssm_state: Tensor,
     state_indices: Tensor,
     has_initial_state: Tensor,
@@ -50,7 +59,7 @@ def gated_delta_rule(
             continue
         part = slice(start, end)
         q, k, v = split_qkv(qkv[part], *heads)
-        g, beta = gdn_gates(a[part].to(q.dtype), b[part].to(q.dtype), A_log, dt_bias)
+        g, beta = gates(part)
         stored = ssm_state[index].mT.to(q.dtype)
         state = stored if carried[seq] else torch.zeros_like(stored)
         scale = heads[2] ** -0.5

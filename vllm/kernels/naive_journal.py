@@ -5,11 +5,8 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.journal import Journal, JournalStack
-from vllm.kernels.naive_gdn import split_qkv
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
-    gdn_gates,
-    naive_recurrent_step,
-)
+from vllm.kernels.naive_gdn import Gates, split_qkv
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import naive_recurrent_step
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import convolve
 
 
@@ -42,10 +39,7 @@ def convolve_tokens(
 
 def decode(
     mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    gates: Gates,
     ssm_state: Tensor,
     state_indices: Tensor,
     journal: Journal,
@@ -69,7 +63,7 @@ def decode(
             )
         part = slice(seq * width, (seq + 1) * width)
         q, k, v = split_qkv(mixed[part], *heads)
-        g, beta = gdn_gates(a[part].to(q.dtype), b[part].to(q.dtype), A_log, dt_bias)
+        g, beta = gates(part)
         decay = g.exp()
         stored = _replay(ssm_state[index], journal, row, first, pending)
         for t in range(width):

@@ -189,3 +189,4 @@ def test_unknown_names_list_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="gdn_attn"):
         selector.get_mamba_attn_backend("mamba2")
     assert selector.get_mamba_attn_backend("gdn_attn") is GDNAttentionBackend
+    assert selector.get_mamba_attn_backend("kda_attn") is GDNAttentionBackend

@@ -10,8 +10,10 @@ from vllm.compilation.graph_break import recording_piece
 from vllm.forward_context import get_forward_context
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vllm.config import VllmConfig
-    from vllm.kernels.journal import Journal, JournalShape
+    from vllm.kernels.journal import Journal, JournalShape, JournalStack
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
@@ -63,3 +65,9 @@ class KeepsJournal(AttentionLayerBase):
     @abstractmethod
     def journal_shape(self, spec: MambaSpec) -> JournalShape:
         """What a token takes in the ring; `spec` is the layer's."""
+
+    @staticmethod
+    @abstractmethod
+    def commit(stack: JournalStack, entries: Tensor) -> None:
+        """Write what layers of this kind have pending to their blocks, with the bits of their
+        decodes: see `Kernels.gdn_commit`."""

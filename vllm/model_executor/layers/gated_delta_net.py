@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.layer_hooks import (
 )
 from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
-from vllm.kernels.journal import GatedNorm, JournalShape
+from vllm.kernels.journal import GatedNorm, JournalShape, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
@@ -33,6 +33,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.parameter import (
     Section,
+    ShardId,
     empty_parameter,
     load_sections,
     local_size,
@@ -91,10 +92,10 @@ class ShortConvolution(nn.Module):
             self.weight, {"weight_loader": self.weight_loader, "dummy_range": (-bound, bound)}
         )
 
-    def weight_loader(self, param: Tensor, loaded: Tensor) -> None:
-        """`loaded [channels, 1, width]` as torch's Conv1d stores it."""
+    def weight_loader(self, param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
+        """`loaded [channels, 1, width]` as torch's Conv1d stores it, of all sections or of one."""
         flat = loaded.squeeze(1) if loaded.dim() == 3 else loaded
-        load_sections(param, flat, sections=self.sections)
+        load_sections(param, flat, shard_id, sections=self.sections)
 
 
 def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_heads: int) -> bool:
@@ -339,6 +340,10 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
             channels=self.conv_dim,
             input_dtype=spec.dtypes[0],
         )
+
+    @staticmethod
+    def commit(stack: JournalStack, entries: Tensor) -> None:
+        current_platform.kernels.gdn_commit(stack, entries)
 
     def get_attn_backend(self) -> type[GDNAttentionBackend]:
         return GDNAttentionBackend

@@ -62,7 +62,10 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
 
 def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
     """The backend of a recurrent layer kind (`MambaSpec.mamba_type`)."""
-    known = MambaAttentionBackendEnum.GDN_ATTN.value
-    if mamba_type == known:
+    kinds = (MambaAttentionBackendEnum.GDN_ATTN, MambaAttentionBackendEnum.KDA_ATTN)
+    known = [kind.value for kind in kinds]
+    if mamba_type in known:
         return GDNAttentionBackend
-    raise ValueError(f"recurrent layers of type {mamba_type!r} are unknown; known: {known}")
+    raise ValueError(
+        f"recurrent layers of type {mamba_type!r} are unknown; known: {', '.join(known)}"
+    )

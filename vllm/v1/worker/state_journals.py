@@ -22,7 +22,6 @@ from vllm.config import VllmConfig
 from vllm.kernels.journal import JournalMemory, JournalSize, JournalStack
 from vllm.kernels.step import JournalCommits, Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.block_tables import BlockTables
@@ -189,7 +188,7 @@ class StateJournals:
         for group in self._groups:
             assert group.stack is not None
             self._entries.next()[:1] = 0
-            current_platform.kernels.gdn_commit(group.stack, self._entries.upload(1))
+            group.layers[0].commit(group.stack, self._entries.upload(1))
 
     def _take(self, rows: np.ndarray) -> list[tuple[int, list[int]]]:
         """These rows and their blocks; nothing waits in them any more."""
@@ -203,7 +202,7 @@ class StateJournals:
             if real:
                 assert group.stack is not None
                 self._entries.next()[: len(real)] = real
-                current_platform.kernels.gdn_commit(group.stack, self._entries.upload(len(real)))
+                group.layers[0].commit(group.stack, self._entries.upload(len(real)))
 
     def _forget(self, rows: np.ndarray) -> None:
         """Nothing is pending in flushed rows that go on."""

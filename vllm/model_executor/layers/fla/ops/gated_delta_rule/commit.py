@@ -40,6 +40,7 @@ def _commit_kernel(
     DV: tl.constexpr,
     PLACES: tl.constexpr,
     KEPT: tl.constexpr,
+    CHANNEL_DECAY: tl.constexpr,
     PAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     ROUND: tl.constexpr,
@@ -59,7 +60,8 @@ def _commit_kernel(
     keys = keys_ptr + layer * stride_keys
     keys += (row * PLACES * K_HEADS + head // (V_HEADS // K_HEADS)) * DK
     errors = errors_ptr + layer * stride_errors + (row * PLACES * V_HEADS + head) * DV
-    decays = decays_ptr + layer * stride_decays + row * PLACES * V_HEADS + head
+    DECAYS: tl.constexpr = DK if CHANNEL_DECAY else 1
+    decays = decays_ptr + layer * stride_decays + (row * PLACES * V_HEADS + head) * DECAYS
     dk = tl.arange(0, BK)
     dv = first_row + tl.arange(0, BV)
     in_k, in_v = dk < DK, dv < DV
@@ -71,7 +73,11 @@ def _commit_kernel(
         at = (place + i) % PLACES
         k = tl.load(keys + at * (K_HEADS * DK) + dk, mask=in_k, other=0.0)
         d = tl.load(errors + at * (V_HEADS * DV) + dv, mask=in_v, other=0.0)
-        S = tl.fma(d[:, None], k[None, :], S * tl.load(decays + at * V_HEADS))
+        if CHANNEL_DECAY:
+            decay = tl.load(decays + at * (V_HEADS * DK) + dk, mask=in_k, other=0.0)
+            S = tl.fma(d[:, None], k[None, :], S * decay[None, :])
+        else:
+            S = tl.fma(d[:, None], k[None, :], S * tl.load(decays + at * V_HEADS))
         if ROUND:
             S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
     tl.store(stored, S, mask=inside)
@@ -98,7 +104,7 @@ def _commit_kernel(
 
 
 def run_commit(stack: JournalStack, entries: Tensor) -> None:
-    """See `Kernels.gdn_commit`."""
+    """See `Kernels.gdn_commit`; the decays may be those of each key channel."""
     layers, _, places, num_k_heads, dk = stack.keys.shape
     num_v_heads, dv = stack.errors.shape[3:]
     state, conv_state = stack.states[0], stack.conv_states[0]
@@ -128,6 +134,7 @@ def run_commit(stack: JournalStack, entries: Tensor) -> None:
         DV=dv,
         PLACES=places,
         KEPT=stack.inputs.shape[2],
+        CHANNEL_DECAY=stack.decays.dim() == 5,
         PAST=conv_state.shape[1],
         CHANNELS=conv_state.shape[2],
         ROUND=state.dtype != torch.float32,

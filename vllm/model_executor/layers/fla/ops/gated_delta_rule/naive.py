@@ -37,8 +37,9 @@ def naive_recurrent_gated_delta_rule(
 def naive_recurrent_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token, `q` scaled: `(o [heads, dv], d = beta * (v - S^T k), S + k d^T)`."""
-    state = state * decay[:, None, None]
+    """One token, `q` scaled: `(o [heads, dv], d = beta * (v - S^T k), S + k d^T)`; `decay [heads]`,
+    or `[heads, dk]` with one for each key channel."""
+    state = state * (decay[:, None, None] if decay.dim() == 1 else decay[:, :, None])
     error = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
     state = state + k[:, :, None] * error[:, None, :]
     return torch.einsum("hkv,hk->hv", state, q), error, state

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi delta attention: kernels against the fp64 reference, and journals of any width."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+
+from tests.kernels.cases import arena_cache, error_ratio, ragged, randn, strided, widen
+from vllm import decisions
+from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.interface import Kernels
+from vllm.kernels.journal import JournalMemory, JournalShape, JournalSize, JournalStack
+from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaGates, KdaPrefill
+
+SIZES = [(2, 16, 24), (1, 12, 8)]
+INTERVAL = 3
+
+
+def gates(tokens: int, size: tuple[int, int, int], dtype: torch.dtype, device: str) -> KdaGates:
+    heads, dk, _ = size
+    return KdaGates(
+        strided(randn(tokens, heads * dk, dtype=dtype, device=device)).unflatten(1, (heads, dk)),
+        strided(randn(tokens, heads, dtype=dtype, device=device)),
+        torch.empty(heads).uniform_(-3, 0.5).to(device),
+        torch.empty(heads, dk).uniform_(-1, 1).to(device),
+    )
+
+
+def pool(blocks: list[int], count: int, *inner: int, dtype: torch.dtype, device: str) -> Tensor:
+    """A pool of NaN in which some blocks have values."""
+    cache = arena_cache(count, *inner, dtype=dtype, device=device)
+    for index in blocks:
+        cache[index] = randn(*inner, dtype=dtype, device=device, scale=0.3)
+    return cache
+
+
+def prefill(
+    lengths: list[int], carried: list[bool], size: tuple[int, int, int], device: str,
+    dtype: torch.dtype = torch.float32, padding: int = 0,
+) -> KdaPrefill:  # fmt: skip
+    heads, dk, dv = size
+    batch, count = ragged(lengths, carried, device, padding)
+    tokens = sum(lengths) + padding
+    indices = batch["state_indices"].tolist()
+    blocks = [index for index, carry in zip(indices, carried, strict=False) if carry]
+    return KdaPrefill(
+        qkv=strided(randn(tokens, heads * (2 * dk + dv), dtype=dtype, device=device)),
+        gates=gates(tokens, size, dtype, device),
+        state=pool(blocks, count, heads, dv, dk, dtype=torch.float32, device=device),
+        out=torch.full((tokens, heads, dv), torch.nan, dtype=dtype, device=device),
+        **batch,
+    )
+
+
+def wide(problem: KdaPrefill) -> KdaPrefill:
+    fields = {name: widen(value) for name, value in vars(problem).items()}
+    fields["gates"] = KdaGates(**{name: widen(v) for name, v in vars(problem.gates).items()})
+    return KdaPrefill(**fields)
+
+
+@pytest.fixture(params=["naive", "triton", "cpu"])
+def kernels(request, device) -> Kernels:
+    if request.param == "cpu" and device != "cpu":
+        pytest.skip("the CPU's kernels read host memory")
+    return {"naive": NaiveKernels, "triton": CudaKernels, "cpu": CpuKernels}[request.param]()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("lengths", "carried"), [([5, 1, 9], [False, True, True]), ([3, 0], [True, False])]
+)
+def test_prefills_agree_with_fp64(kernels, size, lengths, carried, device):
+    problem = prefill(lengths, carried, size, device, padding=1)
+    exact = wide(problem)
+    kernels.kda_prefill(problem)
+    NaiveKernels().kda_prefill(exact)
+    used = sum(lengths)
+    assert error_ratio(problem.out[:used], exact.out[:used]) < 5e-6
+    assert error_ratio(problem.state, exact.state) < 5e-6
+    assert torch.equal(problem.state.isnan(), exact.state.isnan())
+
+
+def test_prefills_in_sixteen_bits(device):
+    problem = prefill([7], [False], SIZES[0], device, torch.bfloat16)
+    exact = wide(problem)
+    CudaKernels().kda_prefill(problem)
+    NaiveKernels().kda_prefill(exact)
+    assert error_ratio(problem.out, exact.out) < 5e-3
+
+
+def test_the_reference_is_that_of_transformers():
+    problem = prefill([11], [True], SIZES[0], "cpu")
+    heads, dk, dv = SIZES[0]
+    g = problem.gates
+    decay = -g.A_log.exp()[:, None] * torch.nn.functional.softplus(g.a + g.dt_bias)
+    q, k, v = problem.qkv.split([heads * dk, heads * dk, heads * dv], dim=-1)
+    q, k, v = (x.reshape(1, 11, heads, -1) for x in (q, k, v))
+    index = int(problem.state_indices[0])
+    out, final = recurrent_kimi_delta_attention(
+        q, k, v, decay[None], g.b.sigmoid()[None], problem.state[index].mT[None].clone(), True, True
+    )
+    NaiveKernels().kda_prefill(problem)
+    assert error_ratio(problem.out, out[0].double()) < 5e-6
+    assert error_ratio(problem.state[index].mT, final[0].double()) < 5e-6
+
+
+# ---- decodes -------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """One layer's sequences, which decode given tokens."""
+
+    def __init__(
+        self, kernels: Kernels, num_seqs: int, size: tuple[int, int, int], device: str, *,
+        dtype: torch.dtype = torch.float32, state_dtype: torch.dtype | None = None, taps: int = 4,
+    ) -> None:  # fmt: skip
+        heads, dk, dv = size
+        self.kernels, self.size, self.channels = kernels, size, heads * (2 * dk + dv)
+        self.dtype, self.device, self.num_seqs = dtype, device, num_seqs
+        blocks = torch.randperm(num_seqs + 1)[:num_seqs]
+        self.indices = blocks.to(torch.int32).to(device)
+        count, made = num_seqs + 2, dict(dtype=dtype, device=device)
+        self.conv_state = pool(blocks.tolist(), count, taps - 1, self.channels, **made)
+        made["dtype"] = state_dtype or torch.promote_types(dtype, torch.float32)
+        self.state = pool(blocks.tolist(), count, heads, dv, dk, **made)
+        self.weight = randn(self.channels, taps, dtype=dtype, device=device)
+        self.gates = gates(1, size, dtype, device)
+
+    def copy(self, kernels: Kernels | None = None, widened: bool = False) -> Decoder:
+        """The same with states of its own."""
+        other = object.__new__(Decoder)
+        vars(other).update(vars(self))
+        for name in ("conv_state", "state", "weight"):
+            value = getattr(self, name)
+            setattr(other, name, widen(value) if widened else value.clone())
+        other.kernels = kernels or self.kernels
+        return other
+
+    def states(self) -> list[Tensor]:
+        used = self.indices.long()
+        return [self.conv_state[used], self.state[used]]
+
+    def tokens(self, count: int) -> list[Tensor]:
+        """Projections of tokens of every sequence: `[tokens, sequences, ...]` each."""
+        heads, dk, _ = self.size
+        shapes = (self.channels,), (heads, dk), (heads,)
+        made = dict(dtype=self.dtype, device=self.device)
+        return [randn(count, self.num_seqs, *shape, **made) for shape in shapes]
+
+    def decode(
+        self, tokens: list[Tensor], indices: Tensor, stack: JournalStack | None = None
+    ) -> Tensor:
+        """Outputs of `qkv, a, b [rows, ...]`."""
+        qkv, a, b = (strided(x.flatten(1)).unflatten(1, x.shape[1:]) for x in tokens)
+        heads, _, dv = self.size
+        problem = KdaDecode(
+            qkv,
+            replace(self.gates, a=a, b=b),
+            self.weight,
+            self.conv_state,
+            self.state,
+            indices,
+            qkv.new_full((len(qkv), heads, dv), torch.nan),
+            None if stack is None else stack.layer(0),
+        )
+        self.kernels.kda_decode(problem)
+        return problem.out
+
+    def stack(self, width: int) -> JournalStack:
+        heads, dk, dv = self.size
+        shape = JournalShape(
+            heads, heads, dk, dv, self.state.dtype, self.channels, self.conv_state.dtype, True
+        )
+        size = JournalSize(INTERVAL - 1 + width - 1, width)
+        memory = JournalMemory(shape, 1, self.num_seqs, size, self.device)
+        for tensor in memory.tensors:
+            tensor.fill_(torch.nan)
+        zeros = [torch.zeros(self.num_seqs, dtype=torch.int32, device=self.device) for _ in "123"]
+        steps = torch.zeros(self.num_seqs, 4, dtype=torch.int32, device=self.device)
+        return memory.stack(steps, tuple(zeros), [self.state], [self.conv_state])
+
+
+def verify(decoder: Decoder, tokens: list[Tensor], width: int) -> dict[tuple[int, int], Tensor]:
+    """Outputs by sequence and token of decoding `tokens` with drafts, of which a random number are
+    right, while rows commit at random; nothing is pending at the end."""
+    rng, stack, n = random.Random(width), decoder.stack(width), decoder.num_seqs
+    most, places = INTERVAL - 1 + width - 1, stack.keys.shape[2]
+    done, found = [0] * n, {}
+    while min(done) < len(tokens[0]):
+        now = 1 if rng.random() < 0.2 else width
+        right = [min(rng.randint(1, now), len(tokens[0]) - d) for d in done]
+        active = [count > 0 for count in right]
+        rows = [torch.randn(n * now, *x.shape[2:]).to(x) for x in tokens]
+        for i in range(n):
+            pending, first = int(stack.pending[i]), int(stack.first[i])
+            commits = int(rng.random() < 0.3 or pending + now > most)
+            if not active[i]:
+                continue
+            stack.steps[i] = torch.tensor([i, pending, commits, first])
+            stack.first[i] = (first + pending) % places if commits else first
+            stack.pending[i] = right[i] - 1 if commits else pending + right[i]
+            for mine, given in zip(rows, tokens, strict=True):
+                mine[i * now : i * now + right[i]] = given[done[i] : done[i] + right[i], i]
+        indices = torch.where(torch.tensor(active, device=decoder.device), decoder.indices, -1)
+        out = decoder.decode(rows, indices, stack)
+        for i in range(n):
+            found |= {(i, done[i] + t): out[i * now + t] for t in range(right[i])}
+            done[i] += right[i]
+            if active[i]:
+                stack.taken[i] = right[i] - 1
+    entries = [[i, int(index)] for i, index in enumerate(decoder.indices)]
+    decoder.kernels.kda_commit(
+        stack, torch.tensor(entries, dtype=torch.int32, device=decoder.device)
+    )
+    return found
+
+
+def difference(decoder: Decoder, width: int, length: int = 9) -> float:
+    """The largest that drafts make to outputs and states; NaN if anything was left unwritten."""
+    tokens, plain = decoder.tokens(length), decoder.copy()
+    found = verify(decoder, tokens, width)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for t in range(length):
+        out = plain.decode([x[t] for x in tokens], plain.indices)
+        pairs += [(out[i], found[i, t]) for i in range(decoder.num_seqs)]
+    pairs += zip(decoder.states(), plain.states(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def rounding(kernels: Kernels) -> float:
+    """Torch adds up several tokens in another order than one; Triton's kernels never do."""
+    return 0.0 if isinstance(kernels, CudaKernels) else 1e-6
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_rejected_drafts_leave_nothing(kernels, width, device):
+    decoder = Decoder(kernels, 2, SIZES[0], device)
+    assert difference(decoder, width) <= rounding(kernels)
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_convolutions(taps, device):
+    assert difference(Decoder(CudaKernels(), 2, SIZES[1], device, taps=taps), 3) == 0.0
+
+
+def test_a_rounded_state(device):
+    decoder = Decoder(CudaKernels(), 2, SIZES[1], device, state_dtype=torch.float16)
+    assert difference(decoder, 3) == 0.0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decodes_agree_with_fp64(kernels, size, device):
+    decoder = Decoder(kernels, 3, size, device)
+    exact = decoder.copy(NaiveKernels(), widened=True)
+    for _ in range(4):
+        tokens = [x[0] for x in decoder.tokens(1)]
+        indices = decoder.indices.clone()
+        indices[-1] = -1
+        out = decoder.decode(tokens, indices)
+        expected = exact.decode([x.double() for x in tokens], indices)
+        assert error_ratio(out[:-1], expected[:-1]) < 5e-6
+    for state, reference in zip(decoder.states(), exact.states(), strict=True):
+        assert error_ratio(state, reference) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["pending", "taken", "first"])
+def test_a_wrong_count_is_noticed(name, monkeypatch):
+    decode = Decoder.decode
+
+    def shifted(self, tokens, indices, stack=None):
+        if stack is not None:
+            column = {"pending": 1, "first": 3}.get(name)
+            counts = stack.taken if column is None else stack.steps[:, column]
+            counts[0] = max(int(counts[0]) - 1, 0) if counts[0] else 1
+        return decode(self, tokens, indices, stack)
+
+    monkeypatch.setattr(Decoder, "decode", shifted)
+    found = difference(Decoder(NaiveKernels(), 2, SIZES[0], "cpu"), 4, length=17)
+    assert not found <= 1e-3
+
+
+def test_drafts_need_a_journal():
+    decoder = Decoder(NaiveKernels(), 1, SIZES[0], "cpu")
+    with pytest.raises(ValueError, match="2 tokens per sequence needs a journal"):
+        decoder.decode([x[:, 0] for x in decoder.tokens(2)], decoder.indices)
+
+
+def test_the_cpu_says_that_it_runs_the_reference():
+    decisions.clear()
+    decoder = Decoder(CpuKernels(), 1, SIZES[0], "cpu")
+    decoder.decode([x[0] for x in decoder.tokens(1)], decoder.indices)
+    assert [d.chosen for d in decisions.decisions()] == ["reference in torch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 4])
+def test_compiled_at_the_models_size(width):
+    """In bf16, bit by bit with drafts, and against the reference."""
+    decoder = Decoder(CudaKernels(), 3, (32, 128, 128), "cuda", dtype=torch.bfloat16)
+    assert difference(decoder, width) == 0.0
+    problem = prefill([70, 3], [False, True], (32, 128, 128), "cuda", torch.bfloat16)
+    exact = wide(problem)
+    CudaKernels().kda_prefill(problem)
+    NaiveKernels().kda_prefill(exact)
+    assert error_ratio(problem.out, exact.out) < 5e-3
