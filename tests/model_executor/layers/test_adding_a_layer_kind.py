@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk-through of docs/adding_a_layer_kind.md, done: a recurrent mixer with its own state."""
+"""The smaller example of docs/adding_a_layer_kind.md: a recurrent mixer with its own state."""
 
 from __future__ import annotations
 
