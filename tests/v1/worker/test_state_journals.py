@@ -38,6 +38,9 @@ class Layer(KeepsJournal):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
         return SPEC
 
+    def commit(self, stack: JournalStack, entries: Tensor) -> None:
+        current_platform.kernels.gdn_commit(stack, entries)
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         return GDNAttentionBackend
 
