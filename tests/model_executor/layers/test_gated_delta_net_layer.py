@@ -81,6 +81,7 @@ def run(layer: GatedDeltaNet, config: VllmConfig, hidden: Tensor, decodes: int) 
     metadata = GDNAttentionMetadata(
         num_tokens=tokens,
         num_decodes=decodes,
+        num_decode_tokens=decodes,
         num_prefills=1,
         state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
         prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
