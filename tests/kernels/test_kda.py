@@ -232,7 +232,8 @@ def difference(decoder: Decoder, width: int, length: int = 9) -> float:
         out = plain.decode([x[t] for x in tokens], plain.indices)
         pairs += [(out[i], found[i, t]) for i in range(decoder.num_seqs)]
     pairs += zip(decoder.states(), plain.states(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    # Python's max would pass over NaN.
+    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
 
 
 def rounding(kernels: Kernels) -> float:
