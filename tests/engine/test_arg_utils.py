@@ -14,7 +14,7 @@ import torch
 
 from tests.config.checkpoints import write_config
 from vllm import decisions
-from vllm.config import CompilationConfig, KVTransferConfig, SpeculativeConfig
+from vllm.config import CompilationConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import FLAG_SPECS, AsyncEngineArgs, EngineArgs
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS
@@ -40,8 +40,8 @@ def parse(*line: str) -> EngineArgs:
     return EngineArgs.from_cli_args(parser.parse_args(list(line)))
 
 
-def record(what: str) -> decisions.Decision | None:
-    return next((d for d in decisions.decisions() if d.what == what), None)
+def record(config: VllmConfig, what: str) -> decisions.Decision | None:
+    return next((d for d in config.decisions.decisions() if d.what == what), None)
 
 
 def test_flags_and_keywords_have_the_same_defaults() -> None:
@@ -101,8 +101,8 @@ def test_objects_are_accepted_too(llama: str) -> None:
         compilation_config=compilation,
         dtype=torch.float32,
     ).create_engine_config()
-    assert config.kv_transfer_config is transfer
-    assert config.compilation_config is compilation
+    assert config.kv_transfer_config == transfer
+    assert config.compilation_config.capture_sizes_given
     assert config.speculative_config is not None and config.model_config is not None
     assert config.speculative_config.extraction_layer_ids == [1, 4]
     assert config.model_config.dtype is torch.float32
@@ -230,14 +230,14 @@ def test_prefix_caching(tmp_path: Path, family: str, given: bool | None, result:
     path = write_config(tmp_path, family)
     config = EngineArgs(model=path, enable_prefix_caching=given).create_engine_config()
     assert config.cache_config.enable_prefix_caching is result
-    assert (record("enable_prefix_caching") is not None) == (given is None)
+    assert (record(config, "enable_prefix_caching") is not None) == (given is None)
 
 
 def test_checkpoint_modes(tmp_path: Path) -> None:
     path = write_config(tmp_path, "hybrid")
     aligned = EngineArgs(model=path, mamba_cache_mode="align").create_engine_config()
     assert aligned.cache_config.checkpoint_interval is None
-    assert record("mamba_cache_mode") is not None
+    assert record(aligned, "mamba_cache_mode") is not None
     every = EngineArgs(model=path, mamba_cache_mode="all").create_engine_config()
     assert every.cache_config.checkpoint_interval == 1024
     args = EngineArgs(model=path, mamba_cache_mode="all", mamba_block_size=64)
@@ -245,8 +245,9 @@ def test_checkpoint_modes(tmp_path: Path) -> None:
 
 
 def test_async_scheduling(llama: str) -> None:
-    assert EngineArgs(model=llama).create_engine_config().scheduler_config.async_scheduling
-    assert record("async_scheduling") is not None
+    config = EngineArgs(model=llama).create_engine_config()
+    assert config.scheduler_config.async_scheduling
+    assert record(config, "async_scheduling") is not None
     off = EngineArgs(model=llama, async_scheduling=False).create_engine_config()
     assert not off.scheduler_config.async_scheduling
 

@@ -30,8 +30,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
 
 
-def record(what: str) -> decisions.Decision | None:
-    return next((d for d in decisions.decisions() if d.what == what), None)
+def record(config: VllmConfig, what: str) -> decisions.Decision | None:
+    return next((d for d in config.decisions.decisions() if d.what == what), None)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_recurrent_state_dtype(tmp_path: Path, stated: str | None, given: Any, r
     cache = CacheConfig(mamba_ssm_cache_dtype=given)
     config = resolve(VllmConfig(model_config=model, cache_config=cache))
     assert config.cache_config.mamba_ssm_cache_dtype == result
-    assert (record("mamba_ssm_cache_dtype") is not None) == (given == "auto")
+    assert (record(config, "mamba_ssm_cache_dtype") is not None) == (given == "auto")
 
 
 def test_dense_model_has_no_recurrent_dtype(llama: str) -> None:
@@ -82,7 +82,7 @@ def test_extraction_raises_the_token_budget(llama: str) -> None:
         )
     )
     assert config.scheduler_config.max_num_batched_tokens == 20
-    made = record("max_num_batched_tokens")
+    made = record(config, "max_num_batched_tokens")
     assert made is not None and (made.chosen, made.instead_of) == ("20", "15")
 
 
@@ -116,14 +116,15 @@ def test_hybrid_manager_table(
         return
     assert resolve_hybrid_manager(disable, transfer, lambda t: capable) is result
     automatic = disable is None and result
-    assert (record("hybrid_kv_cache_manager") is not None) == automatic
+    made = [decision.what for decision in decisions.decisions()]
+    assert made == ["hybrid_kv_cache_manager"] * automatic
 
 
 def test_graphs_are_off_on_the_cpu() -> None:
     config = resolve(VllmConfig())
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
     assert config.compilation_config.cudagraph_capture_sizes == []
-    made = record("cudagraph_mode")
+    made = record(config, "cudagraph_mode")
     assert made is not None and made.instead_of == "FULL_AND_PIECEWISE"
 
 
@@ -155,12 +156,12 @@ def test_graph_mode(llama: str, level: int, given: Any, eager: bool, result: str
     assert compilation.cudagraph_mode is not None
     assert compilation.cudagraph_mode.name == result
     if given not in (None, result):
-        made = record("cudagraph_mode")
+        made = record(config, "cudagraph_mode")
         assert made is not None and made.instead_of == given
     assert bool(compilation.cudagraph_capture_sizes) == (result != "NONE")
     assert bool(compilation.decode_capture_sizes) == ("FULL" in result)
     assert bool(compilation.piecewise_capture_sizes) == ("PIECEWISE" in result)
-    limit = record("piecewise graphs")
+    limit = record(config, "piecewise graphs")
     assert (limit is not None) == ("PIECEWISE" in result)
     assert limit is None or "2048 tokens" in limit.chosen
 
@@ -251,8 +252,8 @@ def test_the_largest_size_bounds_both_kinds_of_steps() -> None:
 
 
 def test_settings_of_a_compiler_are_recorded() -> None:
-    resolve(VllmConfig(compilation_config=CompilationConfig(mode=3, custom_ops=["all"])))
-    made = record("torch.compile")
+    config = resolve(VllmConfig(compilation_config=CompilationConfig(mode=3, custom_ops=["all"])))
+    made = record(config, "torch.compile")
     assert made is not None and "mode, custom_ops" in made.why
 
 
@@ -298,11 +299,11 @@ def defers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("asked", "chosen"), [(None, 6), (3, 3), (16, 16), (1, 1)])
 def test_deferred_commit(tmp_path: Path, asked: int | None, chosen: int) -> None:
     cache = CacheConfig(deferred_commit_tokens=asked)
-    resolve(
+    config = resolve(
         VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
     )
     assert cache.commit_interval == chosen
-    decision = record("deferred commit")
+    decision = record(config, "deferred commit")
     assert decision is not None
     assert decision.chosen == (f"every {chosen} tokens" if chosen > 1 else "off")
 
@@ -320,13 +321,13 @@ def test_who_forbids_deferred_commit(
 ) -> None:
     monkeypatch.setattr(type(current_platform), "defers_commit", settings.get("platform", True))
     cache = CacheConfig(deferred_commit_tokens=4, sanitize=settings.get("sanitize", False))
-    resolve(
+    config = resolve(
         VllmConfig(
             model_config=ModelConfig(write_config(tmp_path, "hybrid")),
             cache_config=cache,
         )
     )
-    decision = record("deferred commit")
+    decision = record(config, "deferred commit")
     assert cache.commit_interval == 1 and decision is not None
     assert decision.chosen == "off" and why in decision.why and decision.instead_of == "4"
 
@@ -374,10 +375,10 @@ def test_recurrent_prefill_split(
 ) -> None:
     monkeypatch.setattr(type(current_platform), "splits_scans", True)
     cache = CacheConfig(recurrent_prefill_split=asked, enable_prefix_caching=caching)
-    resolve(
+    config = resolve(
         VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
     )
-    decision = record("recurrent prefill split")
+    decision = record(config, "recurrent prefill split")
     assert cache.splits_scans == splits and decision is not None
     assert decision.chosen == ("on" if splits else "off") and why in decision.why
     assert decision.instead_of is None
@@ -385,10 +386,10 @@ def test_recurrent_prefill_split(
 
 def test_a_platform_that_cannot_split_says_so(tmp_path: Path) -> None:
     cache = CacheConfig(recurrent_prefill_split="on")
-    resolve(
+    config = resolve(
         VllmConfig(model_config=ModelConfig(write_config(tmp_path, "hybrid")), cache_config=cache)
     )
-    decision = record("recurrent prefill split")
+    decision = record(config, "recurrent prefill split")
     assert not cache.splits_scans and decision is not None
     assert (decision.chosen, decision.instead_of) == ("off", "on")
     assert "cpu kernels scan whole sequences" in decision.why
@@ -397,7 +398,7 @@ def test_a_platform_that_cannot_split_says_so(tmp_path: Path) -> None:
 def test_a_model_without_recurrent_layers_defers_nothing(tmp_path: Path) -> None:
     config = resolve(VllmConfig(model_config=ModelConfig(write_config(tmp_path))))
     assert config.cache_config.commit_interval == 1
-    assert record("deferred commit") is None
+    assert record(config, "deferred commit") is None
 
 
 def test_quantisation_comes_from_the_checkpoint_or_the_flag(tmp_path: Path, llama: str) -> None:
@@ -440,17 +441,17 @@ def test_an_engine_resolves_a_configuration_once(
     config = VllmConfig(model_config=ModelConfig(llama))
     assert not config.is_resolved
     engine.from_vllm_config(config)
-    assert config.is_resolved and record("cudagraph_mode") is not None
-    decisions.clear()
+    assert config.is_resolved and record(config, "cudagraph_mode") is not None
+    config.decisions.clear()
     engine.from_vllm_config(config)
-    assert decisions.decisions() == []
+    assert record(config, "cudagraph_mode") is None
 
 
 def test_who_takes_no_drafts_is_recorded(tmp_path: Path) -> None:
     model = ModelConfig(write_config(tmp_path))
-    resolve(VllmConfig(model_config=model))
-    assert record("requests without drafts") is None
+    config = resolve(VllmConfig(model_config=model))
+    assert record(config, "requests without drafts") is None
     drafter = SpeculativeConfig(method="replay", num_speculative_tokens=3)
-    resolve(VllmConfig(model_config=model, speculative_config=drafter))
-    decision = record("requests without drafts")
+    config = resolve(VllmConfig(model_config=model, speculative_config=drafter))
+    decision = record(config, "requests without drafts")
     assert decision is not None and "min_tokens" in decision.why

@@ -9,15 +9,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vllm.decisions import DecisionLog
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.sleep import LEVELS, check_tags
+from vllm.v1.metrics.prometheus import metrics_text
 
 SENTENCE = "Grüße from the engine! "
 CHAT_TEMPLATE = (
@@ -80,6 +83,7 @@ class FakeVllmConfig:
     model_config: FakeModelConfig
     scheduler_config: FakeSchedulerConfig = field(default_factory=FakeSchedulerConfig)
     parallel_config: FakeParallelConfig = field(default_factory=FakeParallelConfig)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,9 @@ class FakeAsyncLLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast | None:
         return self.tokenizer
+
+    def metrics_text(self) -> bytes:
+        return metrics_text(CollectorRegistry())
 
     async def check_health(self) -> None:
         if self.dead:

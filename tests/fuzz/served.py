@@ -15,7 +15,7 @@ from tests.fuzz.workload import Spec, SpecPool, Workload
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError, EngineSleepingError
-from vllm.v1.metrics.reader import Gauge, get_metrics_snapshot
+from vllm.v1.metrics.reader import Gauge
 
 #: seconds after which requests that do not end are a finding
 STUCK_S = 120.0
@@ -138,7 +138,7 @@ class ServedSession:
         for _ in range(100):
             gauges = {
                 metric.name.removeprefix("vllm:"): metric.value
-                for metric in get_metrics_snapshot()
+                for metric in self._engine.get_metrics()
                 if isinstance(metric, Gauge)
             }
             busy = {name: gauges[name] for name in _IDLE if gauges[name]}

@@ -10,7 +10,6 @@ import pytest
 from parity_checks import TP_SIZE, MakeEngine, generate, prompts
 
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.decisions import decisions
 from vllm.kernels.step import PagedGroups
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -48,7 +47,7 @@ def test_sound_runs_pass_and_change_nothing(
     settings = {"enable_prefix_caching": True, "async_scheduling": async_scheduling}
     memory = 700_000 // TP_SIZE
     llm = sanitized(make_engine, family, kv_cache_memory_bytes=memory, **settings)
-    assert any(d.what == "sanitizer" and d.chosen == "on" for d in decisions())
+    assert any(d.what == "sanitizer" and d.chosen == "on" for d in llm.explain().decisions)
     preemptions = []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_last

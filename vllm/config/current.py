@@ -17,10 +17,12 @@ _current: ContextVar[VllmConfig | None] = ContextVar("vllm_config", default=None
 
 @contextmanager
 def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
-    """Make `vllm_config` the current one on this thread, above all while a model is built."""
+    """Make `vllm_config` and its log of decisions the current ones on this thread, above all while
+    a model is built."""
     token = _current.set(vllm_config)
     try:
-        yield vllm_config
+        with vllm_config.decisions.current():
+            yield vllm_config
     finally:
         _current.reset(token)
 

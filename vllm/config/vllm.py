@@ -22,6 +22,7 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import ReplayConfig, SpeculativeConfig
+from vllm.decisions import DecisionLog
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import FlagKind, config, option
 
@@ -111,6 +112,9 @@ class VllmConfig:
     instance_id: str = option(default_factory=_short_id, flag=False, help="Name of this engine.")
     quant_config: Any = option(default=None, flag=False, help="Quantisation of the weights.")
 
+    decisions: DecisionLog = option(
+        default_factory=DecisionLog, flag=False, help="What was chosen for this engine, and why."
+    )
     is_resolved: bool = option(
         default=False,
         flag=False,

@@ -141,6 +141,13 @@ class EngineArgs(_Fields):
         from vllm.engine.resolve import resolve
 
         envs.warn_unknown_variables()
+        log = decisions.DecisionLog()
+        with log.current():
+            config = self._unresolved_config(usage_context)
+        config.decisions = log
+        return resolve(config)
+
+    def _unresolved_config(self, usage_context: UsageContext) -> VllmConfig:
         model = self.create_model_config()
         parallel = self._make(ParallelConfig)
         speculative = self._speculative_config(model, parallel)
@@ -160,7 +167,7 @@ class EngineArgs(_Fields):
             observability_config=self._make(ObservabilityConfig),
             speculative_config=speculative,
         )
-        return resolve(VllmConfig(**values))
+        return VllmConfig(**values)
 
     def _values(self, cls: type[Any]) -> dict[str, Any]:
         """The given values for the fields of `cls`; None leaves a field at its default."""
@@ -219,7 +226,7 @@ class EngineArgs(_Fields):
         shortcuts = {key: (flag_name(key), value) for key, value in values.items()}
         if isinstance(given, CompilationConfig):
             _joined(flag, vars(given), shortcuts)  # refuses them all
-            return given
+            return copy.copy(given)
         given = {"mode": given} if isinstance(given, int) else {} if given is None else given
         if isinstance(given, Mapping):
             given = _joined(flag, given, shortcuts)

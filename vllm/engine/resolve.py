@@ -44,6 +44,13 @@ def resolve(config: VllmConfig) -> VllmConfig:
 
     Raises `VLLMValidationError` for what cannot be honoured.
     """
+    with config.decisions.current():
+        _resolve(config)
+    config.is_resolved = True
+    return config
+
+
+def _resolve(config: VllmConfig) -> None:
     if config.model_config is not None:
         rules = MODELS_CONFIG_MAP.get(config.model_config.architecture)
         if rules is not None:
@@ -57,8 +64,6 @@ def resolve(config: VllmConfig) -> VllmConfig:
     _resolve_speculation(config)
     _check_hybrid_manager(config)
     _resolve_graphs(config)
-    config.is_resolved = True
-    return config
 
 
 def check_architecture(model: ModelConfig) -> None:

@@ -18,4 +18,4 @@ def raise_open_file_limit() -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    decisions.record("open file limit", wanted, "every connection is an open file", soft)
+    decisions.PROCESS.record("open file limit", wanted, "every connection is an open file", soft)

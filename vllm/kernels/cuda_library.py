@@ -41,10 +41,10 @@ class CudaOps:
         elif not CUDA_LIBRARY.exists():
             missing = f"{CUDA_LIBRARY} is not built: see VLLM_TARGET_DEVICE=cuda"
         if missing is not None:
-            decisions.record(self.what, self.instead_of, missing, instead_of="vllm_cuda")
+            decisions.PROCESS.record(self.what, self.instead_of, missing, instead_of="vllm_cuda")
             return False
         load_cuda_ops()
-        decisions.record(self.what, self.chosen, self.why, self.instead_of)
+        decisions.PROCESS.record(self.what, self.chosen, self.why, self.instead_of)
         return True
 
 

@@ -33,9 +33,9 @@ def _choose() -> Platform:
             )
         return CudaPlatform()
     if found:
-        decisions.record("platform", "cuda", f"{found} CUDA device(s) visible", "cpu")
+        decisions.PROCESS.record("platform", "cuda", f"{found} CUDA device(s) visible", "cpu")
         return CudaPlatform()
-    decisions.record("platform", "cpu", "torch finds no CUDA device", "cuda")
+    decisions.PROCESS.record("platform", "cpu", "torch finds no CUDA device", "cuda")
     return CpuPlatform()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import enum
@@ -162,9 +163,9 @@ def merged(current: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, An
 
 
 def build(cls: type[T], given: T | Mapping[str, Any], what: str) -> T:
-    """A config from an object or a mapping; errors name the flag `what`."""
+    """A config from an object, which is copied, or a mapping; errors name the flag `what`."""
     if isinstance(given, cls):
-        return given
+        return copy.copy(given)
     if not isinstance(given, Mapping):
         raise VLLMValidationError(
             f"{what} must be a JSON object or a {cls.__name__}, got {given!r}", what, given

@@ -380,9 +380,9 @@ def test_a_running_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         before = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
         config = llm.llm_engine.vllm_config
-        known = decisions.decisions()
+        known = config.decisions.decisions(), decisions.decisions()
         llm.explain()
         assert config.cache_config.block_size == 16
-        assert decisions.decisions() == known
+        assert (config.decisions.decisions(), decisions.decisions()) == known
         after = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
         assert list(after) == list(before)

@@ -26,7 +26,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.reader import Counter, Metric, get_metrics_snapshot
+from vllm.v1.metrics.reader import Counter, Metric
 from vllm.v1.sample import sampler
 from vllm.v1.worker import step_sampler
 
@@ -231,7 +231,7 @@ def test_over_a_process_too(
                 fail_for(patch, engine.input_processor, "process", lambda *_: True)
                 with pytest.raises(Injected):
                     await run_one(engine, "input", [1])
-            assert failures(get_metrics_snapshot()) == {stage: 1, "input": 1}
+            assert failures(engine.get_metrics()) == {stage: 1, "input": 1}
             assert len(await run_one(engine, "after", OTHERS[1])) == 6
         finally:
             engine.shutdown()

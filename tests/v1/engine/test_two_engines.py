@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import gc
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +16,16 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_model
-from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
-from vllm.config import CompilationConfig
+from tests.v1.engine.fakes import FakeExecutor, make_vllm_config
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt, decisions
+from vllm.config import CompilationConfig, KVTransferConfig, StructuredOutputsConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import Counter
 
 PROMPTS = [TokensPrompt(prompt_token_ids=list(range(1, 20 + i))) for i in range(4)]
@@ -75,6 +82,10 @@ def rows(outputs: list[RequestOutput]) -> list[torch.Tensor]:
     return [load_hidden_states(path)["hidden_states"] for path in paths]
 
 
+def chosen(llm: LLM) -> dict[str, str]:
+    return {decision.what: decision.chosen for decision in llm.explain().decisions}
+
+
 def test_at_the_same_time(engines: list[LLM]) -> None:
     """Layers find their own step's metadata, whichever engine computes beside them."""
     pair = [make(engines, "llama"), make(engines, "qwen3_5")]
@@ -115,6 +126,81 @@ def test_one_compilation_config_for_two_engines(engines: list[LLM]) -> None:
     second = make(engines, "llama", compilation_config=config)
     second.llm_engine.shutdown()
     assert tokens(generate(first)) == expected
+
+
+def test_what_is_resolved_stays_out_of_what_the_user_gave() -> None:
+    given = {
+        "compilation_config": CompilationConfig(max_cudagraph_capture_size=4),
+        "kv_transfer_config": KVTransferConfig(kv_connector="X", kv_role="kv_both"),
+        "structured_outputs_config": StructuredOutputsConfig(),
+    }
+    before = copy.deepcopy(given)
+    args = EngineArgs(model=str(tiny_model("llama")), disable_hybrid_kv_cache_manager=True, **given)
+    config = args.create_engine_config()
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert given == before
+    for name, value in given.items():
+        assert getattr(config, name) is not value
+
+
+def test_decisions_are_of_the_engine_asked(
+    engines: list[LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its configuration, core, worker and connector, and of the process."""
+    decisions.PROCESS.record("for all engines", "a", "a test")
+    with caplog.at_level(logging.INFO, "vllm"):
+        make(engines, "llama", tmp_path)
+        make(engines, "qwen3_5", num_gpu_blocks_override=7, enable_sleep_mode=True)
+        extracting, hybrid = map(chosen, engines)
+    assert "hidden-state file space" in extracting and "hidden-state file space" not in hybrid
+    for what in ("mamba_ssm_cache_dtype", "arena pages"):
+        assert what in hybrid and what not in extracting
+    assert extracting["state arena"] != hybrid["state arena"]
+    for what in ("for all engines", "async_scheduling", "attention backend"):
+        assert extracting[what] == hybrid[what]
+    of_process = {decision.what for decision in decisions.decisions()}
+    assert "for all engines" in of_process
+    assert not of_process & {"async_scheduling", "attention backend", "state arena"}
+    logged = [record.message for record in caplog.records if record.name == "vllm.decisions"]
+    for what in ("async_scheduling", "attention backend", "state arena"):
+        assert sum(line.startswith(f"{what}: ") for line in logged) == len(engines)
+
+    engines[1].sleep(1)
+    assert ["sleep level 1" in chosen(llm) for llm in engines] == [False, True]
+
+
+@pytest.mark.usefixtures("forking")
+def test_metrics_and_decisions_of_two_asynchronous_engines() -> None:
+    async def generated(engine: AsyncLLM) -> None:
+        async for _ in engine.generate([30, 31], SamplingParams(max_tokens=8), "r"):
+            pass
+
+    async def main() -> list[float]:
+        await generated(pair[0])
+        return [
+            metric.value
+            for engine in pair
+            for metric in engine.get_metrics()
+            if isinstance(metric, Counter) and metric.name == "vllm:generation_tokens"
+        ]
+
+    pair = []
+    try:
+        for pages in (40, 50):
+            config = make_vllm_config(num_blocks=pages)
+            pair.append(AsyncLLM(config, FakeExecutor))
+        counts = asyncio.run(main())
+        assert counts[0] > 0 and counts[1] == 0
+        for engine, count in zip(pair, counts, strict=True):
+            text = engine.metrics_text().decode()
+            assert text.count("# TYPE vllm:generation_tokens_total counter") == 1
+            assert f'_tokens_total{{engine="0",model_name="fake-model"}} {float(count)}\n' in text
+        arenas = [{d.what: d.chosen for d in e.vllm_config.decisions.decisions()} for e in pair]
+        assert arenas[0]["state arena"] != arenas[1]["state arena"]
+        assert "state arena" not in {d.what for d in decisions.decisions()}
+    finally:
+        for engine in pair:
+            engine.shutdown()
 
 
 def test_metrics_are_of_the_engine_asked(engines: list[LLM]) -> None:

@@ -93,6 +93,7 @@ def config_of(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(world_size=2),
         load_config=SimpleNamespace(use_tqdm_on_load=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        decisions=decisions.DecisionLog(),
         **{"kv_transfer_config": None, "fails": None, "farewell": None, **changes},
     )
 
@@ -139,7 +140,9 @@ def test_rank_0_answers_steps_and_all_answer_calls(start: Any) -> None:
     outputs = [future.result(20) for future in futures]
     assert [output.req_ids for output in outputs] == [["0"]] * 20
     assert [output.sampled_token_ids[0] for output in outputs] == [[n] for n in range(20)]
-    choice = {d.what: d.chosen for d in decisions.decisions()}["a choice of the worker"]
+    choice = {d.what: d.chosen for d in executor.vllm_config.decisions.decisions()}[
+        "a choice of the worker"
+    ]
     assert choice == "0"
     executor.check_health()
 

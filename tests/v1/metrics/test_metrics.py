@@ -13,6 +13,7 @@ from tests.v1.engine.fakes import make_vllm_config
 from vllm.v1.engine import FinishReason, SchedulerStats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.prometheus import metrics_text
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector, get_metrics_snapshot
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
@@ -50,7 +51,7 @@ EXPECTED = {
 
 
 class Speculative:
-    num_speculative_tokens = 1
+    num_drafts = 1
 
 
 @pytest.fixture
@@ -174,11 +175,14 @@ def test_reader(config, registry):
     assert success == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
 
-def test_a_new_engine_replaces_the_metrics_of_the_one_before(config, registry):
-    PrometheusStatLogger(config, 0, registry).record(SchedulerStats(num_drafts=4), IterationStats())
-    PrometheusStatLogger(config, 0, registry)
-    values = {m.name: m for m in get_metrics_snapshot(registry)}
-    assert values["vllm:spec_decode_num_drafts"].value == 0
+def test_text_of_an_engine_and_its_process(config, registry):
+    """As one registry with all of them would write it."""
+    EngineMetrics(config, registry, 0)
+    text = metrics_text(registry)
+    for name in (b"python_gc_objects_collected_total", b"vllm:num_requests_running"):
+        assert text.count(b"# TYPE " + name.removesuffix(b"_total")) == 1
+    families = re.findall(rb"^# TYPE (\S+)", text, re.M)
+    assert len(families) == len(set(families))
 
 
 def test_without_speculation_there_are_no_such_metrics(registry):

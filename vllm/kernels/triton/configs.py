@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vllm import envs
-from vllm.decisions import record
+from vllm import decisions, envs
 from vllm.kernels.triton.tile_files import (
     SHIPPED,
     Configs,
@@ -65,7 +64,7 @@ def choose(gpu: str, capability: tuple[int, int]) -> Configs:
         TileFileError: the user's file for this GPU cannot be used.
     """
     path, why = _best_file(gpu, capability)
-    record("launch parameters of kernels", path.name, f"{why} ({gpu})")
+    decisions.PROCESS.record("launch parameters of kernels", path.name, f"{why} ({gpu})")
     return read_tile_file(path).configs
 
 

@@ -199,7 +199,7 @@ def explain(
             if group.kv_cache_spec.is_recurrent
         ),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
-        decisions=tuple(decisions.decisions()),
+        decisions=tuple(vllm_config.decisions.decisions()),
     )
 
 
@@ -289,6 +289,7 @@ def _what_ifs(base: _Plan, budget: Budget, lengths: Sequence[int]) -> tuple[What
 def _changed(config: VllmConfig, field: str, value: Any) -> VllmConfig:
     """The configuration with one field of the cache changed; ValueError if it is refused."""
     changed = copy.copy(config)
+    changed.decisions = copy.deepcopy(config.decisions)  # nothing is decided for the engine
     changed.cache_config = replace(config.cache_config, **{field: value})
     changed.scheduler_config = copy.copy(config.scheduler_config)
     changed.compilation_config = copy.copy(config.compilation_config)

@@ -21,6 +21,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream
 from vllm.v1.engine.sleep import check_sleep, check_tags
+from vllm.v1.metrics.prometheus import metrics_text
+from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -354,6 +356,14 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         return self._front_end.sleep.is_sleeping
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
+        return self._front_end.get_metrics()
+
+    def metrics_text(self) -> bytes:
+        """This engine's metrics and those of its process, as `/metrics` shows them."""
+        return metrics_text(self._front_end.metrics)
 
     async def do_log_stats(self) -> None:
         """Log throughput now."""

@@ -96,6 +96,7 @@ class InprocClient(EngineCoreClient):
         self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
         self._setup = (vllm_config, executor_class, log_stats)
+        self._decisions = vllm_config.decisions
         self._refused: list[EngineCoreOutput] = []
         self._process = OwnProcess()
         self._finalizer: weakref.finalize[..., InprocClient] | None = None
@@ -106,7 +107,8 @@ class InprocClient(EngineCoreClient):
 
         vllm_config, executor_class, log_stats = self._setup
         executor_class = executor_class or Executor.get_class(vllm_config)
-        self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+        with self._decisions.current():
+            self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
         self._finalizer = weakref.finalize(
             self, self._process.run_if_own, self.engine_core.shutdown
         )
@@ -120,17 +122,19 @@ class InprocClient(EngineCoreClient):
         if self._refused:
             refused, self._refused = self._refused, []
             return EngineCoreOutputs(outputs=refused, timestamp=time.monotonic())
-        produced = self.engine_core.step()
+        with self._decisions.current():
+            produced = self.engine_core.step()
         if not produced and self.engine_core.only_waits:
             time.sleep(_TICK_S)
         return produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         self._process.require()
-        for child in chain.from_iterable(map(child_requests, requests)):
-            refused = self.engine_core.add_request(self.engine_core.receive(child))
-            if refused is not None:
-                self._refused.append(refused)
+        with self._decisions.current():
+            for child in chain.from_iterable(map(child_requests, requests)):
+                refused = self.engine_core.add_request(self.engine_core.receive(child))
+                if refused is not None:
+                    self._refused.append(refused)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
@@ -140,7 +144,8 @@ class InprocClient(EngineCoreClient):
 
     def call_utility(self, method: str, *args: Any) -> Any:
         self._process.require()
-        return self.engine_core.call_utility(method, args)
+        with self._decisions.current():
+            return self.engine_core.call_utility(method, args)
 
     def flush(self) -> None:
         """Nobody else steps this core: without these steps transfers would never end."""

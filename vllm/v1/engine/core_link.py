@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from vllm import decisions, envs
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
@@ -77,7 +77,8 @@ class CoreLink:
         self.dead: EngineDeadError | None = None
         try:
             # the process starts before any socket or thread exists, so that forking is safe
-            self._core = CoreProcess(vllm_config, executor_class, log_stats, addresses)
+            with vllm_config.decisions.current():
+                self._core = CoreProcess(vllm_config, executor_class, log_stats, addresses)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
@@ -100,9 +101,9 @@ class CoreLink:
             ends_itself = isinstance(error, (ValueError, RuntimeError))
             self.close(_SHUTDOWN_S if ends_itself else 0.0)
             raise
-        decisions.adopt(ready.decisions)
         startup_phases.adopt(ready.phases)
         config = self._vllm_config
+        config.decisions.adopt(ready.decisions)
         assert config.model_config is not None
         config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
         config.cache_config.capacity_tokens = ready.capacity_tokens

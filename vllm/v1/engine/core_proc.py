@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import zmq
 
-from vllm import decisions
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
@@ -242,13 +241,14 @@ def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> Non
             cache.num_gpu_blocks,
             cache.capacity_tokens,
             core.max_model_len,
-            decisions.decisions(),
+            core.vllm_config.decisions.decisions(),
             startup_phases.take_events(),
         )
     )
     ready.close()
     try:
-        proc.run()
+        with core.vllm_config.decisions.current():
+            proc.run()
     except Exception:
         logger.exception("the engine core failed")
         raise SystemExit(1) from None
@@ -273,7 +273,8 @@ def _start(setup: bytes) -> EngineCore:
     loaded: CoreSetup = unpickle_setup(setup)
     startup_phases.end("spawn engine")
     executor_class = loaded.executor_class or Executor.get_class(loaded.vllm_config)
-    return EngineCore(loaded.vllm_config, executor_class, loaded.log_stats)
+    with loaded.vllm_config.decisions.current():
+        return EngineCore(loaded.vllm_config, executor_class, loaded.log_stats)
 
 
 def _exit_during_start(signum: int, frame: FrameType | None) -> None:

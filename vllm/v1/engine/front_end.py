@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
 from vllm.tokenizers import get_tokenizer
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
@@ -12,10 +14,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.sleep import ASLEEP, FrontEndSleep
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.prometheus import REGISTRY
+from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import ModelConfig, VllmConfig
@@ -30,6 +31,8 @@ class FrontEnd:
         self.model_config: ModelConfig = vllm_config.model_config
         self.log_stats = log_stats
         self.sleep = FrontEndSleep()
+        #: of this engine alone
+        self.metrics = CollectorRegistry()
         self._loggers: StatLoggerManager | None = None
         self.tokenizer = _load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(vllm_config, self.tokenizer)
@@ -44,11 +47,17 @@ class FrontEnd:
         if self.sleep.is_sleeping:
             raise EngineSleepingError(ASLEEP)
 
-    def make_stat_loggers(self, registry: CollectorRegistry = REGISTRY) -> StatLoggerManager | None:
+    def make_stat_loggers(self) -> StatLoggerManager | None:
         """After the core has started: some metrics show what it decided."""
         if self.log_stats:
-            self._loggers = StatLoggerManager(self.vllm_config, registry=registry)
+            self._loggers = StatLoggerManager(self.vllm_config, self.metrics)
         return self._loggers
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
+        if self._loggers is None:
+            raise ValueError("metrics are off; use disable_log_stats=False")
+        return get_metrics_snapshot(self.metrics)
 
     def show_sleep(self, level: int) -> None:
         """Tell the statistics that the engine fell asleep at `level`, or woke up (0)."""

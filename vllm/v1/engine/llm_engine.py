@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
-
 from vllm import envs
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
@@ -18,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.sleep import check_sleep, check_tags
-from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
+from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -62,9 +60,7 @@ class LLMEngine:
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self.processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        #: of this engine alone: nobody scrapes the metrics of an offline engine
-        self._metrics = CollectorRegistry()
-        self._loggers = self._front_end.make_stat_loggers(self._metrics)
+        self._loggers = self._front_end.make_stat_loggers()
         startup_phases.log_ledger()
 
     @classmethod
@@ -185,9 +181,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
-        if self._loggers is None:
-            raise ValueError("metrics are off; use disable_log_stats=False")
-        return get_metrics_snapshot(self._metrics)
+        return self._front_end.get_metrics()
 
     def collective_rpc(
         self,

@@ -245,7 +245,7 @@ class MultiprocExecutor(Executor):
 
     def _take(self, process: _Process, message: bytes) -> None:
         answer: Answer = pickle.loads(message)
-        decisions.adopt(answer.decisions)
+        self.vllm_config.decisions.adopt(answer.decisions)
         startup_phases.adopt(answer.phases)
         if answer.is_fatal:
             assert answer.error is not None

@@ -17,7 +17,6 @@ import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import unpickle_setup
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.worker import Worker
 
 logger = init_logger(__name__)
@@ -144,15 +144,16 @@ class Outbox:
 class Records:
     """What a worker has decided and how long its start took, as far as it was not sent yet."""
 
-    def __init__(self, rank: int, inherited: Sequence[decisions.Decision]) -> None:
+    def __init__(self, rank: int, log: decisions.DecisionLog) -> None:
         self._rank = rank
-        self._sent = set(inherited)
+        self._log = log
+        self._sent = set(log.decisions())
 
     def added_to(self, answer: Answer) -> Answer:
         """The same on every rank, so that the first one's are enough."""
         if self._rank:
             return answer
-        new = [decision for decision in decisions.decisions() if decision not in self._sent]
+        new = [decision for decision in self._log.decisions() if decision not in self._sent]
         self._sent.update(new)
         return replace(answer, decisions=new, phases=startup_phases.take_events())
 
@@ -188,11 +189,12 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
     ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
     # A forked process begins with copies of its parent's records.
     startup_phases.take_events()
-    records = Records(setup.rank, decisions.decisions())
     inbox, outbox = Inbox(receiver), Outbox(answers)
     worker: Worker | None = None
     try:
-        worker = _start(setup, inbox)
+        config: VllmConfig = unpickle_setup(setup.config)
+        records = Records(setup.rank, config.decisions)
+        worker = _start(setup, config, inbox)
         outbox.put(records.added_to(Answer()))
         _serve(worker, setup, inbox, outbox, records)
     except CancelledError:
@@ -208,13 +210,12 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
         outbox.close()
 
 
-def _start(setup: WorkerSetup, inbox: Inbox) -> Worker:
+def _start(setup: WorkerSetup, config: VllmConfig, inbox: Inbox) -> Worker:
     from vllm.v1.worker.worker import Worker
 
     if setup.rank:
         # All ranks decide and do the same: the first one tells.
         logging.getLogger("vllm").setLevel(logging.WARNING)
-    config = unpickle_setup(setup.config)
     config.load_config.use_tqdm_on_load &= setup.rank == 0
     worker = Worker(config, setup.rank, setup.rank, setup.init_method, inbox.receive_masks)
     worker.init_device()

@@ -76,12 +76,11 @@ def _sizes_up_to(limit: int) -> list[float]:
 
 
 class EngineMetrics:
-    """The metrics of one engine, registered until `close`."""
+    """The metrics of one engine."""
 
     def __init__(self, vllm_config: VllmConfig, registry: CollectorRegistry, engine: int) -> None:
         assert vllm_config.model_config is not None
         self._registry = registry
-        self._collectors: list[MetricWrapperBase] = []
         self._values = {
             "model_name": vllm_config.model_config.served_names[0],
             "engine": str(engine),
@@ -141,30 +140,20 @@ class EngineMetrics:
 
     # ---- registration --------------------------------------------------------------------------
 
-    def _register(self, metric: M) -> M:
-        self._collectors.append(metric)
-        return metric
-
     def _gauge(self, name: str, text: str, extra: tuple[str, ...] = ()) -> Gauge:
-        return self._register(
-            Gauge(
-                f"vllm:{name}",
-                text,
-                (*_LABELS, *extra),
-                registry=self._registry,
-                multiprocess_mode="mostrecent",
-            )
+        return Gauge(
+            f"vllm:{name}",
+            text,
+            (*_LABELS, *extra),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
 
     def _counter(self, name: str, text: str, extra: tuple[str, ...] = ()) -> Counter:
-        return self._register(
-            Counter(f"vllm:{name}", text, (*_LABELS, *extra), registry=self._registry)
-        )
+        return Counter(f"vllm:{name}", text, (*_LABELS, *extra), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return self._register(
-            Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
-        )
+        return Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
 
     def _bound(self, metric: M) -> M:
         return metric.labels(**self._values)
@@ -191,14 +180,12 @@ class EngineMetrics:
 
     def _add_cache_info(self, vllm_config: VllmConfig) -> None:
         info = vllm_config.cache_config.metrics_info()
-        gauge = self._register(
-            Gauge(
-                "vllm:cache_config_info",
-                "Configuration of state memory, as labels.",
-                ("engine", "model_name", *info),
-                registry=self._registry,
-                multiprocess_mode="mostrecent",
-            )
+        gauge = Gauge(
+            "vllm:cache_config_info",
+            "Configuration of state memory, as labels.",
+            ("engine", "model_name", *info),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
         gauge.labels(**self._values, **info).set(1)
 
@@ -209,7 +196,7 @@ class EngineMetrics:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         def make(kind: type[MetricWrapperBase], *args: Any, **kwargs: Any) -> MetricWrapperBase:
-            return self._register(kind(*args, **{**kwargs, "registry": self._registry}))
+            return kind(*args, **{**kwargs, "registry": self._registry})
 
         types: dict[type, Callable[..., Any]] = {
             kind: partial(make, kind) for kind in (Gauge, Counter, Histogram)
@@ -217,12 +204,6 @@ class EngineMetrics:
         values: dict[int, list[object]] = {self._engine: list(self._values.values())}
         connector_class = KVConnectorFactory.get_connector_class(transfer)
         return connector_class.build_prom_metrics(vllm_config, types, list(_LABELS), values)
-
-    def close(self) -> None:
-        """Take the metrics out of the registry."""
-        for collector in self._collectors:
-            self._registry.unregister(collector)
-        self._collectors.clear()
 
     # ---- recording -----------------------------------------------------------------------------
 

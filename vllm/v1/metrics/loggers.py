@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
-from vllm.v1.metrics.prometheus import REGISTRY
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -89,17 +87,15 @@ class LoggingStatLogger(StatLoggerBase):
 
 
 class PrometheusStatLogger(StatLoggerBase):
-    """Feeds the metrics of one engine until it is collected or closed."""
+    """Feeds the metrics of one engine, which are in a `registry` of its own."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        engine_index: int = 0,
-        registry: CollectorRegistry = REGISTRY,
+        engine_index: int,
+        registry: CollectorRegistry,
     ) -> None:
-        _close_current(registry)
         self._metrics = EngineMetrics(vllm_config, registry, engine_index)
-        _current[registry] = self._metrics
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
@@ -112,28 +108,18 @@ class PrometheusStatLogger(StatLoggerBase):
         self._metrics.record_sleep(level)
 
 
-#: the metrics now in a registry: a new engine's replace those of the one before
-_current: weakref.WeakKeyDictionary[CollectorRegistry, EngineMetrics] = weakref.WeakKeyDictionary()
-
-
-def _close_current(registry: CollectorRegistry) -> None:
-    previous = _current.pop(registry, None)
-    if previous is not None:
-        previous.close()
-
-
 class StatLoggerManager:
     """All consumers of one front end."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
+        registry: CollectorRegistry,
         loggers: list[StatLoggerBase] | None = None,
-        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self.loggers: list[StatLoggerBase] = loggers or [
             LoggingStatLogger(),
-            PrometheusStatLogger(vllm_config, registry=registry),
+            PrometheusStatLogger(vllm_config, 0, registry),
         ]
 
     def record(

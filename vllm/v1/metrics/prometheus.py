@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry that `/metrics` shows: our own, so that several engines in one process can follow
-each other, plus the standard process metrics."""
+"""What `/metrics` shows: the metrics of this process, and those of the engine served."""
 
 from __future__ import annotations
 
 import os
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
 _MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -20,14 +25,14 @@ def _new_registry() -> CollectorRegistry:
     return registry
 
 
-#: where metrics of this process are registered
+#: metrics of this process and its HTTP server; every engine has a registry of its own
 REGISTRY = _new_registry()
 
 
-def get_prometheus_registry() -> CollectorRegistry:
-    """The registry to export: of all processes when `PROMETHEUS_MULTIPROC_DIR` is set."""
+def metrics_text(engine: CollectorRegistry) -> bytes:
+    """Of this process and an engine; of all processes when `PROMETHEUS_MULTIPROC_DIR` is set."""
     if not os.environ.get(_MULTIPROC_DIR):
-        return REGISTRY
+        return generate_latest(REGISTRY) + generate_latest(engine)
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
-    return registry
+    return generate_latest(registry)

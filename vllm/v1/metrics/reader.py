@@ -10,8 +10,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Metric as PrometheusMetric
 from prometheus_client.samples import Sample
 
-from vllm.v1.metrics.prometheus import get_prometheus_registry
-
 _PREFIX = "vllm:"
 #: counters whose `position` label becomes the index of a vector
 _VECTORS = frozenset({"vllm:spec_decode_num_accepted_tokens_per_pos"})
@@ -55,10 +53,10 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def get_metrics_snapshot(registry: CollectorRegistry | None = None) -> list[Metric]:
+def get_metrics_snapshot(registry: CollectorRegistry) -> list[Metric]:
     """All `vllm:` metrics of this process."""
     collected: list[Metric] = []
-    for metric in (registry or get_prometheus_registry()).collect():
+    for metric in registry.collect():
         if metric.name.startswith(_PREFIX):
             collected += _convert(metric)
     return collected

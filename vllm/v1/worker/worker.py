@@ -79,7 +79,7 @@ class Worker:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Make this engine's configuration and connector the current ones on this thread."""
+        """Make this engine's configuration, decisions and connector current on this thread."""
         with set_current_vllm_config(self.vllm_config), use_slot(self._connector_slot):
             yield
 
@@ -100,11 +100,12 @@ class Worker:
             # Captures need a stream of their own; everything runs there, so order is implied.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
             self._log_compilations()
-        self._share_threads()
-        self._join_world()
-        torch.manual_seed(self.model_config.seed)
-        self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
-        self.sleeper = Sleeper(self.model_runner)
+        with self.at_work():
+            self._share_threads()
+            self._join_world()
+            torch.manual_seed(self.model_config.seed)
+            self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
+            self.sleeper = Sleeper(self.model_runner)
 
     def _share_threads(self) -> None:
         """Workers on one CPU share its cores, unless OMP_NUM_THREADS says how many each uses."""
@@ -178,7 +179,11 @@ class Worker:
         if self.device.type == "cpu":
             return cache.cpu_kvcache_space_bytes
         self._await_kernels()
-        peak = profile_peak_bytes(self.model_runner)
+        with self.at_work():
+            return self._profiled_memory()
+
+    def _profiled_memory(self) -> int:
+        cache, peak = self.cache_config, profile_peak_bytes(self.model_runner)
         total = current_platform.total_memory_bytes()
         available = int(total * cache.gpu_memory_utilization) - peak
         decisions.record(

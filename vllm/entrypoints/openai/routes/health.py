@@ -5,12 +5,10 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from vllm import decisions
 from vllm.entrypoints.openai.state import server_of
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.version import __version__
 
 router = APIRouter()
@@ -41,13 +39,14 @@ async def load(request: Request) -> dict[str, int]:
 
 
 @router.get("/decisions")
-async def list_decisions() -> list[dict[str, Any]]:
+async def list_decisions(request: Request) -> list[dict[str, Any]]:
     """Every automatic choice made since the start, and why."""
-    return decisions.as_dicts()
+    return server_of(request).engine.vllm_config.decisions.as_dicts()
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    text = await server_of(request).renderer.run(generate_latest, get_prometheus_registry())
+    server = server_of(request)
+    text = await server.renderer.run(server.engine.metrics_text)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
