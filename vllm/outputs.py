@@ -13,9 +13,14 @@ from vllm.logprobs import PromptLogprobs, SampleLogprobs
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.logprobs import PendingPromptLogprobs
     from vllm.v1.metrics.stats import RequestStateStats
 
 logger = init_logger(__name__)
+
+
+def _num_entries(rows: SampleLogprobs | PromptLogprobs | None) -> int:
+    return len(rows) * len(rows[-1] or ()) if rows else 0
 
 
 @dataclass
@@ -67,7 +72,8 @@ def join_kv_transfer_params(completions: Sequence[CompletionOutput]) -> dict[str
 class RequestOutput:
     """The state of a request: its prompt and its completions.
 
-    `prompt_logprobs`: one entry per prompt token, the first None. `num_cached_tokens`: prompt
+    `prompt_logprobs`: one entry per prompt token, the first None; made from
+    `pending_prompt_logprobs`, if given, at the first look. `num_cached_tokens`: prompt
     tokens found in the prefix cache. `kv_transfer_params`: what the KV connector returned (see
     `join_kv_transfer_params`).
     Unknown keyword arguments are ignored, so that callers written for newer releases work.
@@ -89,6 +95,7 @@ class RequestOutput:
         *,
         kv_transfer_params: dict[str, Any] | None = None,
         cache_report: CacheReport | None = None,
+        pending_prompt_logprobs: PendingPromptLogprobs | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -96,7 +103,8 @@ class RequestOutput:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
-        self.prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs = prompt_logprobs
+        self._pending_prompt_logprobs = pending_prompt_logprobs
         self.outputs = outputs
         self.finished = finished
         self.metrics = metrics
@@ -107,12 +115,44 @@ class RequestOutput:
         self.kv_transfer_params = kv_transfer_params
         self.cache_report = cache_report
 
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        pending = self._pending_prompt_logprobs
+        if pending is not None:
+            self._prompt_logprobs = pending.rows()
+            self._pending_prompt_logprobs = None
+        return self._prompt_logprobs
+
+    @prompt_logprobs.setter
+    def prompt_logprobs(self, rows: PromptLogprobs | None) -> None:
+        self._prompt_logprobs, self._pending_prompt_logprobs = rows, None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Logprobs that are shown if every completion repeats those of the prompt."""
+        pending = self._pending_prompt_logprobs
+        prompt = _num_entries(self._prompt_logprobs) if pending is None else pending.num_entries
+        return sum(prompt + _num_entries(completion.logprobs) for completion in self.outputs)
+
+    def drop_logprobs(self) -> None:
+        """Free the logprobs, which takes a while where there are many."""
+        self.prompt_logprobs = None
+        for completion in self.outputs:
+            completion.logprobs = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pending needs the tokenizer, which does not travel."""
+        _ = self.prompt_logprobs
+        return self.__dict__
+
     def add(self, new: RequestOutput, aggregate: bool) -> None:
         """Merge a later output; completions are appended (`aggregate`) or replaced."""
         self.finished |= new.finished
         self.metrics = new.metrics
         self.num_cached_tokens = new.num_cached_tokens
-        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        if self._prompt_logprobs is None and self._pending_prompt_logprobs is None:
+            self._prompt_logprobs = new._prompt_logprobs
+            self._pending_prompt_logprobs = new._pending_prompt_logprobs
         self.cache_report = self.cache_report or new.cache_report
         known = {completion.index: i for i, completion in enumerate(self.outputs)}
         for completion in new.outputs:

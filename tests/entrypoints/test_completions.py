@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/completions` without streaming."""
 
+import re
+import threading
+
 import httpx
 import pytest
 
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, SENTENCE, FakeAsyncLLM, byte_ids
+from vllm.entrypoints.openai import logprobs as lp
+from vllm.entrypoints.openai import serving_engine
 from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.asyncio
@@ -178,6 +183,47 @@ async def test_echo_of_token_ids_and_output(client: httpx.AsyncClient) -> None:
     assert choice["text"] == "hiGr"
     assert choice["logprobs"]["tokens"] == ["h", "i", "G", "r"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 4}
+COMPLETION = {"prompt": ["hi", "you"], "n": 2, "max_tokens": 4, "echo": True, "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt_logprobs": 1}),
+        ("/v1/completions", {**COMPLETION, "max_tokens": 0}),
+        ("/v1/completions", {**COMPLETION, "stream": True}),
+        ("/v1/chat/completions", {**HI, "logprobs": True, "prompt_logprobs": 1}),
+        ("/v1/chat/completions", {**HI, "logprobs": True, "top_logprobs": 2, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {
+            "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "stream": True, "sampling_params": {
+            "max_tokens": 4, "logprobs": 2}}),
+    ],
+)  # fmt: skip
+async def test_many_logprobs_are_shown_in_a_thread_and_look_the_same(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
+) -> None:
+    threads = []
+    token_text = lp.token_text
+
+    def seen(*args: object) -> str:
+        threads.append(threading.current_thread())
+        return token_text(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lp, "token_text", seen)
+    replies = []
+    for few in (serving_engine._FEW_LOGPROBS, 0):
+        monkeypatch.setattr(serving_engine, "_FEW_LOGPROBS", few)
+        reply = await client.post(path, json={**body, "request_id": "r"})
+        assert reply.status_code == 200, reply.text
+        replies.append(re.sub(r'"created":\d+', "", reply.text))
+    assert replies[0] == replies[1] and "logprob" in replies[0]
+    half = len(threads) // 2
+    assert set(threads[:half]) == {threading.main_thread()}
+    assert threading.main_thread() not in threads[half:] and len(threads) == 2 * half > 0
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from benchmarks.hostile_clients import attacks
-from benchmarks.token_source import TokenExecutor, make_config
+from benchmarks.token_source import make_config
+from tests.entrypoints.scoring_executor import ScoringExecutor
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.imports import gc_paused
@@ -31,7 +32,10 @@ JSON = {"content-type": "application/json"}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+GENERATE = "/inference/v1/generate"
 USER = {"role": "user", "content": "a"}
+LONG = [i % 4000 for i in range(4000)]
+TOP = {"messages": [USER], "logprobs": True, "top_logprobs": 20}
 SHORT = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 1.0}
 BIASES = {str(token): 1.0 for token in range(1024)}
 WITHIN: dict[str, tuple[str, Any]] = {
@@ -66,6 +70,34 @@ WITHIN: dict[str, tuple[str, Any]] = {
     "wrong blocks": (MESSAGES, {"max_tokens": 1, "messages": [USER] * 3000, "tools": [1] * 99_999}),
     "connector parameters": (COMPLETIONS, {**SHORT, "vllm_xargs": {"a": [1] * 200_000}}),
 }  # fmt: skip
+#: served, not refused
+SCORED: dict[str, tuple[str, Any]] = {
+    "prompt logprobs": (COMPLETIONS, {**SHORT, "prompt": LONG, "prompt_logprobs": 20}),
+    "prompt logprobs of a chat": (CHAT, {
+        "max_tokens": 1, "messages": [{"role": "user", "content": " ".join(["the"] * 3000)}],
+        "prompt_logprobs": 20}),
+    "prompt logprobs of ids": (GENERATE, {
+        "token_ids": LONG, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}}),
+    "echo": (COMPLETIONS, {**SHORT, "prompt": LONG, "echo": True, "logprobs": 20}),
+    "streamed echo": (COMPLETIONS, {
+        **SHORT, "prompt": LONG, "echo": True, "logprobs": 20, "stream": True}),
+    "echo alone": (COMPLETIONS, {**SHORT, "prompt": LONG, "echo": True, "max_tokens": 0,
+                                 "logprobs": 20}),
+    "n logprobs": (COMPLETIONS, {**SHORT, "n": 64, "logprobs": 20, "max_tokens": 20}),
+    "streamed n logprobs": (COMPLETIONS, {
+        **SHORT, "n": 64, "logprobs": 20, "max_tokens": 20, "stream": True}),
+    "long logprobs": (CHAT, {**TOP, "max_tokens": 1000}),
+    "streamed logprobs of n chats": (CHAT, {**TOP, "n": 64, "max_tokens": 20, "stream": True}),
+    "logprobs of ids": (GENERATE, {
+        "token_ids": [1, 2], "sampling_params": {"max_tokens": 1000, "logprobs": 20}}),
+    "logprobs of a response": (RESPONSES, {
+        "input": "a", "max_output_tokens": 1000, "top_logprobs": 20,
+        "include": ["message.output_text.logprobs"]}),
+    "streamed logprobs of a response": (RESPONSES, {
+        "input": "a", "max_output_tokens": 1000, "top_logprobs": 20, "stream": True,
+        "include": ["message.output_text.logprobs"]}),
+}  # fmt: skip
+WITHIN |= SCORED
 for _attack in attacks(seed=0):
     WITHIN[f"attack: {_attack.name}"] = (_attack.path, _attack.body)
 
@@ -85,6 +117,16 @@ class Callbacks:
         monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
 
 
+class Packed(httpx.SyncByteStream):
+    """A body in the encoding that the server chose."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._parts)
+
+
 @pytest.fixture
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as running:
@@ -94,18 +136,29 @@ def runner() -> Iterator[asyncio.Runner]:
 def test_no_callback_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: asyncio.Runner
 ) -> None:
-    engine = AsyncLLM(make_config(tmp_path, max_num_seqs=64, step_s=0.001), TokenExecutor)
+    engine = AsyncLLM(make_config(tmp_path, max_num_seqs=64, step_s=0.001), ScoringExecutor)
     app = build_app(engine, FrontEndArgs())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
 
-    async def longest(client: httpx.AsyncClient, path: str, data: bytes) -> tuple[float, str]:
+    async def post(client: httpx.AsyncClient, path: str, data: bytes) -> httpx.Response:
+        """The reply as it comes: to unpack it on this loop would count, too."""
+        async with client.stream("POST", path, content=data, headers=JSON, timeout=120) as reply:
+            return httpx.Response(
+                reply.status_code,
+                headers=reply.headers,
+                stream=Packed([part async for part in reply.aiter_raw()]),
+            )
+
+    async def longest(
+        client: httpx.AsyncClient, path: str, data: bytes
+    ) -> tuple[tuple[float, str], httpx.Response]:
         with gc_paused(), monkeypatch.context() as patch:
             callbacks = Callbacks(patch)
             # In a task of its own, so that its last callback is over when we look.
-            post = client.post(path, content=data, headers=JSON, timeout=120)
-            reply = await asyncio.create_task(post)
+            reply = await asyncio.create_task(post(client, path, data))
+        reply.read()
         assert reply.status_code in (200, 400), reply.text
-        return callbacks.longest
+        return callbacks.longest, reply
 
     async def main() -> dict[str, tuple[float, str]]:
         slow = {}
@@ -115,7 +168,9 @@ def test_no_callback_takes_long(
                 data = json.dumps(body).encode()
                 # A busy machine makes the same work longer, now and then.
                 for _ in range(_ATTEMPTS):
-                    found = await longest(client, path, data)
+                    found, reply = await longest(client, path, data)
+                    if name in SCORED:
+                        assert reply.status_code == 200 and "logprob" in reply.text, reply.text
                     if found[0] <= LIMIT_S:
                         break
                 else:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from tests.v1.engine.fakes import fake_logprobs
@@ -154,6 +156,46 @@ def test_logprobs_become_dicts_with_text(tokenizer):
     assert [first[i].rank for i in (41, 42)] == [1, 2]
     assert first[41].decoded_token == tokenizer.decode([41])
     assert completion.cumulative_logprob == pytest.approx(-0.5 - 1.5)
+
+
+class Decodes:
+    """Counts what is decoded."""
+
+    def __init__(self, tokenizer):
+        self.decode, self.num_decoded = tokenizer.decode, 0
+
+    def __call__(self, token_ids, **options):
+        self.num_decoded += 1
+        return self.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_prompt_logprobs_are_made_at_the_first_look(tokenizer, monkeypatch, kind):
+    decodes = Decodes(tokenizer)
+    monkeypatch.setattr(tokenizer, "decode", decodes)
+    processor = start(tokenizer, prompt_logprobs=1, output_kind=kind)
+    wires = [logprobs_to_wire(fake_logprobs([token], 1)) for token in (2, 3)]
+    made = send(processor, [], new_prompt_logprobs=wires[0]).request_outputs
+    made += send(processor, [40], new_prompt_logprobs=wires[1]).request_outputs
+    made += send(processor, [41], finish_reason=FinishReason.LENGTH).request_outputs
+    assert len(made) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
+    first, last = made[0], made[-1]
+    assert decodes.num_decoded == 0 and first.num_logprobs == 4
+    copied = pickle.loads(pickle.dumps(first))
+    num_decoded = decodes.num_decoded
+    assert num_decoded == 3  # tokens 2, 3, 3, 4
+    rows = first.prompt_logprobs
+    assert rows is first.prompt_logprobs and copied.prompt_logprobs == rows
+    assert rows[0] is None and [list(row) for row in rows[1:]] == [[2, 3], [3, 4]]
+    if kind is RequestOutputKind.CUMULATIVE:
+        assert last.prompt_logprobs is rows
+    elif kind is RequestOutputKind.DELTA:
+        assert last.prompt_logprobs is None and last.num_logprobs == 0
+        first.add(last, aggregate=True)
+        assert first.prompt_logprobs is rows
+    assert decodes.num_decoded == num_decoded
+    first.drop_logprobs()
+    assert first.prompt_logprobs is None and first.num_logprobs == 0
 
 
 def test_the_sampled_token_appears_once_when_it_is_among_the_top(tokenizer):

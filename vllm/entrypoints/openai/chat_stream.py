@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_reply import ReplySplitter
     from vllm.outputs import CompletionOutput, RequestOutput
 
+Build = Callable[[Sequence["RequestOutput"], Callable[[], bytes]], Awaitable[bytes]]
+
 #: keys of a delta whose value is a text
 _TEXT_KEYS = ("content", "reasoning")
 
@@ -25,6 +27,7 @@ class ChatStream:
 
     `splitters`: per choice, what separates its text into reasoning, content and calls, if anything.
     `echoed`: text that every choice begins with. `logprobs`: the object for new tokens.
+    `build`: `OpenAIServing.build`.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class ChatStream:
         echoed: str,
         logprobs: Callable[[CompletionOutput], dict[str, Any] | None],
         usage: StreamUsage,
+        build: Build,
     ) -> None:
         self._request = request
         self._prompt_ids = prompt_ids
@@ -47,6 +51,7 @@ class ChatStream:
         self._echoed = echoed
         self._logprobs = logprobs
         self._usage = usage
+        self._build = build
         self._head = {
             "id": request_id,
             "object": "chat.completion.chunk",
@@ -71,20 +76,24 @@ class ChatStream:
         try:
             async for _, output in source:
                 self._usage.seen(0, output)
-                events: list[bytes] = []
-                if not started:
-                    started = True
-                    for index in range(self._request.num_choices):
-                        events += map(event, self._opening(index))
-                for completion in output.outputs:
-                    if completion.token_ids or completion.finish_reason is not None:
-                        events += self._delta(output, completion)
+                events = await self._build([output], partial(self._events, output, not started))
+                started = True
                 if events:
-                    yield b"".join(events)
+                    yield events
         finally:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def _events(self, output: RequestOutput, first: bool) -> bytes:
+        events: list[bytes] = []
+        if first:
+            for index in range(self._request.num_choices):
+                events += map(event, self._opening(index))
+        for completion in output.outputs:
+            if completion.token_ids or completion.finish_reason is not None:
+                events += self._delta(output, completion)
+        return b"".join(events)
 
     def _text_chunk(self, index: int, key: str, text: str) -> dict[str, Any]:
         return self._chunk(index, {key: text})

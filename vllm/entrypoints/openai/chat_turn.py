@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -108,7 +109,8 @@ class ChatTurn:
                     if splitter is not None:
                         delta = splitter.feed(completion.text, finished=reason is not None)
                         reason = splitter.finish_reason(reason)
-                    logprobs = self.chat.logprobs(self.request, completion)
+                    make = partial(self.chat.logprobs, self.request, completion)
+                    logprobs = await self.chat.build([output], make)
                     yield ReplyPiece(
                         delta,
                         len(completion.token_ids),

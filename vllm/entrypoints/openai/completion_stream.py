@@ -43,6 +43,7 @@ class CompletionStream:
         planned: list[Planned],
         echoed: Sequence[Echo],
     ) -> None:
+        self._serving = serving
         self._request = request
         self._num_choices = request.num_choices
         self._planned = planned
@@ -81,17 +82,20 @@ class CompletionStream:
         try:
             async for prompt_index, output in source:
                 self._usage.seen(prompt_index, output)
-                events = [
-                    encoded
-                    for completion in output.outputs
-                    for encoded in self._encoded(prompt_index, output, completion)
-                ]
-                if events:
-                    yield b"".join(events)
+                make = functools.partial(self._events, prompt_index, output)
+                if events := await self._serving.build([output], make):
+                    yield events
         finally:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        return b"".join(
+            encoded
+            for completion in output.outputs
+            for encoded in self._encoded(prompt_index, output, completion)
+        )
 
     def _encoded(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

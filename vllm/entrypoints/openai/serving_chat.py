@@ -40,7 +40,7 @@ from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.reasoning import ReasoningParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -70,8 +70,8 @@ class ServingChat(OpenAIServing):
 
     async def create(
         self, request: ChatCompletionRequest, context: RequestContext
-    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
-        """The reply, or its stream of events; raises before anything reaches the engine."""
+    ) -> bytes | AsyncGenerator[bytes, None]:
+        """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         model, planned = await self.begin(request, context)
         source = self.generate([planned], request, context)
         if request.stream:
@@ -85,10 +85,25 @@ class ServingChat(OpenAIServing):
                 echoed=self.echoed(request),
                 logprobs=partial(self.logprobs, request),
                 usage=StreamUsage(self, request, [len(planned.prompt.token_ids)]),
+                build=self.build,
             )
             return stream.events(source)
         created = now()
         *_, output = [output async for _, output in source]
+
+        def reply() -> bytes:
+            return self._reply(request, created, model, planned, output).model_dump_json().encode()
+
+        return await self.build([output], reply)
+
+    def _reply(
+        self,
+        request: ChatCompletionRequest,
+        created: int,
+        model: str,
+        planned: PlannedChat,
+        output: RequestOutput,
+    ) -> ChatCompletionResponse:
         prompt_ids = planned.prompt.token_ids
         completions = sorted(output.outputs, key=lambda one: one.index)
         asked_prompt = request.prompt_logprobs is not None

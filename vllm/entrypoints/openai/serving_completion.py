@@ -43,8 +43,8 @@ class ServingCompletion(OpenAIServing):
 
     async def create(
         self, request: CompletionRequest, context: RequestContext
-    ) -> CompletionResponse | AsyncGenerator[bytes, None]:
-        """The reply, or its stream of events; raises before anything reaches the engine."""
+    ) -> bytes | AsyncGenerator[bytes, None]:
+        """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         model = self.models.check(request.model)
         base_id = context.base_id(request.request_id)
         planned = await self.plan(request, base_id)
@@ -58,7 +58,12 @@ class ServingCompletion(OpenAIServing):
         async for index, output in source:
             finals[index] = output
         outputs = [finals[index] for index in range(len(planned))]
-        return self._reply(request, f"cmpl-{base_id}", created, model, planned, echoed, outputs)
+
+        def reply() -> bytes:
+            made = self._reply(request, f"cmpl-{base_id}", created, model, planned, echoed, outputs)
+            return made.model_dump_json().encode()
+
+        return await self.build(outputs, reply)
 
     async def plan(self, request: CompletionRequest, base_id: str) -> list[Planned]:
         """Validate, tokenise and give every prompt its parameters and engine-side id."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.entrypoints.openai.protocol.base import PromptTokensDetails, UsageInfo
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+#: logprobs that are made, shown and encoded in a few milliseconds, new texts included
+_FEW_LOGPROBS = 256
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,21 @@ class OpenAIServing:
             raise
         finally:
             await outputs.aclose()
+
+    async def build(self, outputs: Sequence[RequestOutput], make: Callable[[], T]) -> T:
+        """`make()`, which shows `outputs` to the client; in a thread if they hold many logprobs,
+        which are then freed there."""
+        size = sum(output.num_logprobs for output in outputs)
+        if size <= _FEW_LOGPROBS:
+            return make()
+
+        def work() -> T:
+            made = make()
+            for output in outputs:
+                output.drop_logprobs()
+            return made
+
+        return await self.renderer.run(work, size=size)
 
     def usage(
         self, num_prompt: int, num_completion: int, num_cached: int | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,8 +35,8 @@ class ServingTokens(OpenAIServing):
 
     async def create(
         self, request: TokenGenerateRequest, context: RequestContext
-    ) -> TokenGenerateResponse | AsyncGenerator[bytes, None]:
-        """The reply, or its stream of events; raises before anything reaches the engine."""
+    ) -> bytes | AsyncGenerator[bytes, None]:
+        """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         self.models.check(request.model)
         params = self._params(request)
         self.limits.check_sequences(1, params.n)
@@ -55,12 +56,16 @@ class ServingTokens(OpenAIServing):
             usage = StreamUsage(self, scheduling, [len(request.token_ids)])
             return self._events(request_id, params, usage, source)
         *_, output = [output async for _, output in source]
-        return TokenGenerateResponse(
+        return await self.build([output], partial(self._reply, request_id, params, output))
+
+    def _reply(self, request_id: str, params: SamplingParams, output: RequestOutput) -> bytes:
+        reply = TokenGenerateResponse(
             request_id=request_id,
             choices=[self._choice(params, one) for one in output.outputs],
             prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs),
             kv_transfer_params=output.kv_transfer_params,
         )
+        return reply.model_dump_json().encode()
 
     def _params(self, request: TokenGenerateRequest) -> SamplingParams:
         if request.features:
@@ -108,23 +113,28 @@ class ServingTokens(OpenAIServing):
             stop_reason=completion.stop_reason,
         )
 
+    def _chunk(
+        self, request_id: str, params: SamplingParams, usage: StreamUsage, output: RequestOutput
+    ) -> bytes:
+        chunk: dict[str, Any] = {
+            "request_id": request_id,
+            "choices": [self._choice(params, one).model_dump() for one in output.outputs],
+        }
+        if output.kv_transfer_params is not None:
+            chunk["kv_transfer_params"] = output.kv_transfer_params
+        if usage.on_every_chunk:
+            chunk["usage"] = usage.as_dict()
+        return event(chunk)
+
     async def _events(
         self, request_id: str, params: SamplingParams, usage: StreamUsage, source: Source
     ) -> AsyncGenerator[bytes, None]:
         try:
             async for _, output in source:
                 usage.seen(0, output)
-                choices = [self._choice(params, one) for one in output.outputs]
-                usage.generated(sum(len(choice.token_ids) for choice in choices))
-                chunk: dict[str, Any] = {
-                    "request_id": request_id,
-                    "choices": [choice.model_dump() for choice in choices],
-                }
-                if output.kv_transfer_params is not None:
-                    chunk["kv_transfer_params"] = output.kv_transfer_params
-                if usage.on_every_chunk:
-                    chunk["usage"] = usage.as_dict()
-                yield event(chunk)
+                usage.generated(sum(len(one.token_ids) for one in output.outputs))
+                make = partial(self._chunk, request_id, params, usage, output)
+                yield await self.build([output], make)
         finally:
             await source.aclose()
         if usage.at_end:

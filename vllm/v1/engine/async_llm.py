@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream
@@ -36,14 +36,32 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: outputs handled before other tasks of the event loop get a turn
+#: outputs handled before other tasks of the event loop get a turn, and logprobs that take as long
+#: as one output if their tokens' texts are new
 _CHUNK = 128
+_LOGPROBS_PER_OUTPUT = 2
 #: pause between looks at whether all requests have ended
 _TICK_S = 0.02
 
 
 #: entries of a list that are gone through without a thread, in well under a millisecond
 _SHORT_LIST = 2048
+
+
+def _turns(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+    """`outputs` in parts that are handled in one turn of the event loop."""
+    part: list[EngineCoreOutput] = []
+    weight = 0
+    for output in outputs:
+        wire = output.new_logprobs
+        own = 1 if wire is None else 1 + wire.rows * wire.width // _LOGPROBS_PER_OUTPUT
+        if part and weight + own > _CHUNK:
+            yield part
+            part, weight = [], 0
+        part.append(output)
+        weight += own
+    if part:
+        yield part
 
 
 def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
@@ -269,14 +287,13 @@ class AsyncLLM:
 
     async def _handle(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats() if self._loggers is not None else None
-        everything = outputs.outputs
-        for start in range(0, len(everything), _CHUNK):
-            outputs.outputs = everything[start : start + _CHUNK]
+        for number, part in enumerate(_turns(outputs.outputs)):
+            if number > 0:
+                await asyncio.sleep(0)
+            outputs.outputs = part
             processed = self.output_processor.process_outputs(outputs, iteration)
             self.engine_core.abort_requests(processed.aborts)
             self.engine_core.stop_requests(processed.stops)
-            if start + _CHUNK < len(everything):
-                await asyncio.sleep(0)
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration)
 

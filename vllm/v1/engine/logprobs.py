@@ -32,19 +32,51 @@ class TokenTexts:
         return text
 
 
+class PendingPromptLogprobs:
+    """A prompt's logprobs as they came: rows are made when somebody looks, in any thread, for
+    those of a long prompt take longer than the output handler has."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._wires: list[WireLogprobs] = []
+        self._rows: PromptLogprobs | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens in all rows."""
+        return sum(wire.rows * wire.width for wire in self._wires)
+
+    def add(self, wire: WireLogprobs) -> None:
+        """Rows of the next prompt positions."""
+        self._wires.append(wire)
+        self._rows = None
+
+    def rows(self) -> PromptLogprobs:
+        """All positions so far, made once."""
+        rows = self._rows
+        if rows is None:
+            rows = [None]
+            for wire in self._wires:
+                rows += _rows(wire, self._texts)
+            self._rows = rows
+        return rows
+
+
 class LogprobsCollector:
     """Gathers a request's logprobs; `sample`/`prompt` are None unless they were asked for."""
 
     def __init__(self, params: SamplingParams, texts: TokenTexts) -> None:
         self._texts = texts if params.detokenize else TokenTexts(None)
         self.sample: SampleLogprobs | None = None if params.logprobs is None else []
-        self.prompt: PromptLogprobs | None = None if params.prompt_logprobs is None else [None]
+        self.prompt: PendingPromptLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt = PendingPromptLogprobs(self._texts)
         self.cumulative: float | None = None if params.logprobs is None else 0.0
 
     def add_sample(self, wire: WireLogprobs, num_tokens: int) -> None:
         """Rows of the newest tokens, of which the first `num_tokens` count."""
         assert self.sample is not None and self.cumulative is not None
-        rows = self._rows(wire)[:num_tokens]
+        rows = _rows(wire, self._texts)[:num_tokens]
         self.sample += rows
         for row in rows:
             self.cumulative += next(iter(row.values())).logprob
@@ -52,31 +84,28 @@ class LogprobsCollector:
     def add_prompt(self, wire: WireLogprobs) -> None:
         """Rows of the next prompt positions."""
         assert self.prompt is not None
-        self.prompt += self._rows(wire)
+        self.prompt.add(wire)
 
-    def cut(self, num_tokens: int) -> None:
-        """Keep the logprobs of the first `num_tokens` tokens."""
-        if self.sample is not None and len(self.sample) > num_tokens:
-            del self.sample[num_tokens:]
-            self.cumulative = sum(next(iter(row.values())).logprob for row in self.sample)
+    def take_prompt(self) -> PendingPromptLogprobs | None:
+        """The prompt's logprobs, for somebody who frees them where they are used."""
+        prompt, self.prompt = self.prompt, None
+        return prompt
 
-    def _rows(self, wire: WireLogprobs) -> list[dict[int, Logprob]]:
-        lists = logprobs_from_wire(wire)
-        return [
-            self._row(ids, values, rank)
-            for ids, values, rank in zip(
-                lists.token_ids.tolist(),
-                lists.logprobs.tolist(),
-                lists.ranks.tolist(),
-                strict=True,
-            )
-        ]
 
-    def _row(self, ids: list[int], values: list[float], rank: int) -> dict[int, Logprob]:
-        """Column 0 is the actual token with its `rank`; column i the i-th most likely."""
-        text = self._texts.get
-        row = {ids[0]: Logprob(values[0], rank, text(ids[0]))}
-        for i in range(1, len(ids)):
-            if ids[i] not in row:
-                row[ids[i]] = Logprob(values[i], i, text(ids[i]))
-        return row
+def _rows(wire: WireLogprobs, texts: TokenTexts) -> list[dict[int, Logprob]]:
+    lists = logprobs_from_wire(wire)
+    return [
+        _row(ids, values, rank, texts)
+        for ids, values, rank in zip(
+            lists.token_ids.tolist(), lists.logprobs.tolist(), lists.ranks.tolist(), strict=True
+        )
+    ]
+
+
+def _row(ids: list[int], values: list[float], rank: int, texts: TokenTexts) -> dict[int, Logprob]:
+    """Column 0 is the actual token with its `rank`; column i the i-th most likely."""
+    row = {ids[0]: Logprob(values[0], rank, texts.get(ids[0]))}
+    for i in range(1, len(ids)):
+        if ids[i] not in row:
+            row[ids[i]] = Logprob(values[i], i, texts.get(ids[i]))
+    return row

@@ -20,7 +20,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
-from vllm.v1.engine.logprobs import LogprobsCollector
+from vllm.v1.engine.logprobs import LogprobsCollector, PendingPromptLogprobs
 from vllm.v1.engine.parallel_sampling import CacheReceipt, ParentRequest
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -70,7 +70,6 @@ class RequestState:
         self._index = index
         self._own_receipt = CacheReceipt()
         self._num_sent_tokens = 0
-        self._sent_prompt_logprobs = False
 
     @property
     def num_tokens(self) -> int:
@@ -151,9 +150,10 @@ class RequestState:
             self.external_id,
             self._prompt,
             self._prompt_token_ids,
-            self._take_prompt_logprobs(),
+            None,
             completions,
             finished,
+            pending_prompt_logprobs=self._prompt_logprobs(),
             metrics=self.stats,
             num_cached_tokens=self._receipt().num_cached_tokens,
             kv_transfer_params=join_kv_transfer_params(completions),
@@ -200,8 +200,8 @@ class RequestState:
             stop_reason,
         )
 
-    def _take_prompt_logprobs(self) -> Any:
-        if self.params.output_kind is RequestOutputKind.DELTA and self._sent_prompt_logprobs:
-            return None
-        self._sent_prompt_logprobs = True
-        return self._logprobs.prompt
+    def _prompt_logprobs(self) -> PendingPromptLogprobs | None:
+        """In every output that holds everything so far, else once."""
+        if self.params.output_kind is RequestOutputKind.CUMULATIVE:
+            return self._logprobs.prompt
+        return self._logprobs.take_prompt()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from vllm.entrypoints.openai.chat_turn import ReplyPiece
 from vllm.entrypoints.openai.reply_blocks import Block, BlockEvents, BlockKind, Event
 from vllm.entrypoints.openai.responses.translate import encode_reasoning
@@ -25,10 +27,10 @@ class ResponseEvents(BlockEvents):
         self._encrypted_reasoning = encrypted_reasoning
         self._num_events = 0
         #: entries of tokens whose text was not seen yet, and how many came with the last piece
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[msgspec.Raw] = []
         self._num_new = 0
         #: entries of the text, by block index
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        self._logprobs: dict[int, list[msgspec.Raw]] = {}
         #: of items that end from now on
         self.status = "completed"
         #: the items that have ended
@@ -42,7 +44,8 @@ class ResponseEvents(BlockEvents):
 
     def feed_piece(self, piece: ReplyPiece) -> list[Event]:
         """The events of one piece of the reply."""
-        self._pending += piece.logprobs
+        # Encoded at once: they are sent up to four times, and all together at the end.
+        self._pending += [msgspec.Raw(msgspec.json.encode(entry)) for entry in piece.logprobs]
         self._num_new = len(piece.logprobs)
         return self.feed(piece.delta)
 

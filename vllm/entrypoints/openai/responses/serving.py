@@ -35,8 +35,8 @@ class ServingResponses:
 
     async def create(
         self, request: ResponsesRequest, context: RequestContext
-    ) -> ResponseObject | EventSource:
-        """The response, or its events; raises before anything reaches the engine."""
+    ) -> bytes | EventSource:
+        """The encoded response, or its events; raises before anything reaches the engine."""
         chat_request = await self.chat.renderer.run(to_chat, request)
         turn = await ChatTurn.begin(self.chat, chat_request, context, "resp", PARAMETERS)
         reply = ResponseReply(request, turn, await self.chat.renderer.run(repeated, request))
@@ -45,7 +45,7 @@ class ServingResponses:
         async for piece in turn.pieces():
             reply.take(piece)
         await reply.finish()
-        return reply.response
+        return await self.chat.renderer.run(msgspec.json.encode, reply.response)
 
     async def count(self, request: ResponsesRequest, context: RequestContext) -> InputTokens:
         """How many tokens the prompt of `request` has."""
@@ -87,7 +87,11 @@ class ResponseReply:
         finally:
             await source.aclose()
         last = await self.finish()
-        yield b"".join(map(named_event, last)) + self._whole(f"response.{self.response.status}")
+        # Each of these holds the whole text, with its logprobs.
+        yield await self.turn.chat.renderer.run(self._ending, last)
+
+    def _ending(self, last: list[dict[str, Any]]) -> bytes:
+        return b"".join(map(named_event, last)) + self._whole(f"response.{self.response.status}")
 
     def take(self, piece: ReplyPiece) -> list[dict[str, Any]]:
         """Add `piece`; its events."""

@@ -25,7 +25,7 @@ from vllm.entrypoints.openai.streaming import (
 
 Body = TypeVar("Body", bound=RequestModel)
 Document = BaseModel | msgspec.Struct | Sequence[BaseModel]
-Reply = Document | AsyncGenerator[bytes, None] | EventSource
+Reply = bytes | Document | AsyncGenerator[bytes, None] | EventSource
 
 #: bodies above this many bytes are parsed in a thread
 _LARGE = 32 * 1024
@@ -115,7 +115,9 @@ async def respond(
         return error_response(request, error)
 
 
-def _as_json(reply: Document) -> bytes:
+def _as_json(reply: bytes | Document) -> bytes:
+    if isinstance(reply, bytes):
+        return reply
     if isinstance(reply, msgspec.Struct):
         return msgspec.json.encode(reply)
     if isinstance(reply, BaseModel):
