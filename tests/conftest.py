@@ -19,15 +19,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_start_method() -> Iterator[None]:
-    """The command line sets this for its process, which here is that of the tests after it too."""
-    name = "VLLM_WORKER_MULTIPROC_METHOD"
-    before = os.environ.get(name)
+def _own_settings() -> Iterator[None]:
+    """Commands set variables for their process, which here is that of the tests after them too."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     yield
-    if before is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = before
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

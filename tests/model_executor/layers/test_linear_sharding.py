@@ -137,7 +137,7 @@ def test_weights_of_another_shape_are_refused() -> None:
 def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot gather"):
         MergedColumnParallelLinear(4, [4, 4], gather_output=True)
-    with pytest.raises(ValueError, match="not divisible"):
+    with pytest.raises(ValueError, match="cannot be divided among 2"):
         ColumnParallelLinear(4, 5, tp_rank=0, tp_size=2)
 
 
