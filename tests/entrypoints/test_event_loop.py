@@ -88,6 +88,7 @@ SCORED: dict[str, tuple[str, Any]] = {
         **SHORT, "n": 64, "logprobs": 20, "max_tokens": 20, "stream": True}),
     "long logprobs": (CHAT, {**TOP, "max_tokens": 1000}),
     "streamed logprobs of n chats": (CHAT, {**TOP, "n": 64, "max_tokens": 20, "stream": True}),
+    "streamed logprobs of long chats": (CHAT, {**TOP, "n": 9, "max_tokens": 500, "stream": True}),
     "logprobs of ids": (GENERATE, {
         "token_ids": [1, 2], "sampling_params": {"max_tokens": 1000, "logprobs": 20}}),
     "logprobs of a response": (RESPONSES, {

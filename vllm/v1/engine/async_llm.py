@@ -287,9 +287,9 @@ class AsyncLLM:
 
     async def _handle(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats() if self._loggers is not None else None
-        for number, part in enumerate(_turns(outputs.outputs)):
-            if number > 0:
-                await asyncio.sleep(0)
+        for part in _turns(outputs.outputs):
+            # Before the first one, too: messages may be waiting in a row.
+            await asyncio.sleep(0)
             outputs.outputs = part
             processed = self.output_processor.process_outputs(outputs, iteration)
             self.engine_core.abort_requests(processed.aborts)

@@ -86,6 +86,13 @@ class LogprobsCollector:
         assert self.prompt is not None
         self.prompt.add(wire)
 
+    def take_sample(self) -> SampleLogprobs | None:
+        """Rows of the tokens since the last call; they are kept no longer."""
+        rows = self.sample
+        if rows is not None:
+            self.sample = []
+        return rows
+
     def take_prompt(self) -> PendingPromptLogprobs | None:
         """The prompt's logprobs, for somebody who frees them where they are used."""
         prompt, self.prompt = self.prompt, None

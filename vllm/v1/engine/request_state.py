@@ -180,15 +180,16 @@ class RequestState:
         self, finish_reason: FinishReason | None, stop_reason: int | str | None
     ) -> CompletionOutput:
         finished = finish_reason is not None
-        tokens, logprobs = self._token_ids, self._logprobs.sample
+        tokens = self._token_ids
         if self.params.output_kind is RequestOutputKind.DELTA:
             text = self._detokenizer.take_new_text(finished)
             tokens = tokens[self._num_sent_tokens :]
-            logprobs = logprobs[self._num_sent_tokens :] if logprobs is not None else None
+            logprobs = self._logprobs.take_sample()
         else:
             text = self._detokenizer.sendable(finished)
             tokens = list(tokens)
-            logprobs = list(logprobs) if logprobs is not None else None
+            sample = self._logprobs.sample
+            logprobs = list(sample) if sample is not None else None
         self._num_sent_tokens = len(self._token_ids)
         return CompletionOutput(
             self._index,
