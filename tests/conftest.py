@@ -2,6 +2,7 @@
 """Without a GPU the Triton kernels run in the interpreter, which is chosen before their import."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -20,13 +21,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Commands set variables for their process, which here is that of the tests after them too."""
+    """Commands set variables and the level of the log for their process, which here is that of the
+    tests after them too."""
+    level = logging.getLogger("vllm").level
     before = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     yield
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         if name not in before:
             del os.environ[name]
     os.environ.update(before)
+    logging.getLogger("vllm").setLevel(level)
 
 
 @pytest.fixture

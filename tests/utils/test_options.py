@@ -148,7 +148,8 @@ def test_defaults_are_valid() -> None:
 def test_build_takes_objects_and_mappings() -> None:
     made = build(KVTransferConfig, {"kv_connector": "X", "kv_role": "kv_both"}, "--flag")
     assert made.kv_connector == "X"
-    assert build(KVTransferConfig, made, "--flag") is made
+    again = build(KVTransferConfig, made, "--flag")
+    assert vars(again) == vars(made) and again is not made
     with pytest.raises(VLLMValidationError, match="--flag: unknown key 'kv_rol'"):
         build(KVTransferConfig, {"kv_rol": 1}, "--flag")
     with pytest.raises(VLLMValidationError, match="--flag must be a JSON object"):

@@ -256,8 +256,6 @@ def test_metrics_of_every_child() -> None:
     labels = {"model_name": "m", "engine": "0"}
     counts = [registry.get_sample_value(f"vllm:{n}_total", labels) for n in ("one", "three")]
     assert counts == [2, 6]
-    metrics.close()
-    assert registry.get_sample_value("vllm:one_total", labels) is None
     plain = MultiConnector.build_prom_metrics(multi_config(child()), {}, [], {})
     assert plain is None
 
