@@ -23,6 +23,14 @@ TEMPLATE = (
     "{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}"
     "{% endif %}{% endif %}"
 )
+#: a script of text and a call, the same after reasoning, and the arguments that understand both
+HERMES = 'Hm.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+FULL = "I think.</think>" + HERMES
+PARSERS: dict[str, Any] = {
+    "reasoning_parser": "qwen3",
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
 
 
 class ScriptedEngine(FakeAsyncLLM):

@@ -16,7 +16,7 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
-from tests.entrypoints.scripted_engine import ScriptedEngine
+from tests.entrypoints.scripted_engine import FULL, PARSERS, ScriptedEngine
 from tests.entrypoints.server_events import Events, in_process, named_events
 from vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.anthropic.translate import to_chat
@@ -30,13 +30,6 @@ SCHEMA: dict[str, Any] = {
 }
 TOOL: Any = {"name": "weather", "description": "In a city.", "input_schema": SCHEMA}
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
-HERMES = 'Hm.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-FULL = "I think.</think>" + HERMES
-PARSERS: dict[str, Any] = {
-    "reasoning_parser": "qwen3",
-    "enable_auto_tool_choice": True,
-    "tool_call_parser": "hermes",
-}
 
 MakeApi = Callable[..., anthropic.AsyncAnthropic]
 

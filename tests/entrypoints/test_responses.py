@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from tests.entrypoints.conftest import MakeClient
-from tests.entrypoints.scripted_engine import ScriptedEngine
+from tests.entrypoints.scripted_engine import FULL, PARSERS, ScriptedEngine
 from tests.entrypoints.server_events import Events, in_process, named_events
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.translate import encode_reasoning, to_chat
@@ -33,13 +33,6 @@ TOOL: dict[str, Any] = {
     "strict": True,
 }
 THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
-HERMES = 'Hm.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-FULL = "I think.</think>" + HERMES
-PARSERS: dict[str, Any] = {
-    "reasoning_parser": "qwen3",
-    "enable_auto_tool_choice": True,
-    "tool_call_parser": "hermes",
-}
 
 MakeApi = Callable[..., openai.AsyncOpenAI]
 

@@ -8,19 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.fuzz.book import Book
-from tests.fuzz.engines import draw_options, make_config
 from tests.fuzz.reference import Reference
-from tests.fuzz.workload import Spec, SpecPool, Workload
+from tests.fuzz.session import STUCK_S, Session
+from tests.fuzz.workload import Spec
 from vllm.v1.engine.llm_engine import LLMEngine
 
-#: how much else happens: parts of what may
-DISTURBANCE = (0.1, 0.4, 1.0)
-#: seconds after which requests that do not end are a finding
-STUCK_S = 120.0
 
-
-class OfflineSession:
+class OfflineSession(Session):
     """One engine and what happens to it; `tick` does one random thing."""
 
     def __init__(
@@ -32,18 +26,9 @@ class OfflineSession:
         storage: Path | None,
         num_requests: int,
     ) -> None:
-        self._rng = rng
-        self._storage = storage
+        super().__init__(name, rng, family, reference, storage, num_requests)
         self._left = num_requests
-        self._count = 0
-        self._disturbance = rng.choice(DISTURBANCE)
-        options = draw_options(rng, family, storage is not None)
-        self._width = int(options["max_num_seqs"])
-        self._work = Workload(rng, storage is not None, options["scheduling_policy"] == "priority")
-        self._pool = SpecPool(rng, self._work, reference, 3 + num_requests // 4)
-        self.book = Book(f"{name} {family} {options}", reference)
-        config = make_config(family, storage, **options)
-        self._engine = LLMEngine(config, log_stats=False, multiprocess=False)
+        self._engine = LLMEngine(self._config, log_stats=False, multiprocess=False)
 
     @property
     def done(self) -> bool:
@@ -82,10 +67,7 @@ class OfflineSession:
     # ---- what can happen -----------------------------------------------------------------------
 
     def _submit(self, spec: Spec) -> None:
-        self._count += 1
-        request_id = f"r{self._count}"
-        conditions = self._work.conditions(spec)
-        self.book.begin(request_id, spec, conditions)
+        request_id, conditions = self._begin(spec)
         self._engine.add_request(
             request_id,
             conditions.prompt(spec),

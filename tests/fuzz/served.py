@@ -7,45 +7,21 @@ import asyncio
 import random
 from pathlib import Path
 
-from tests.fuzz.book import Book, Tally
-from tests.fuzz.engines import draw_options, make_config
-from tests.fuzz.offline import DISTURBANCE
+from tests.fuzz.book import Tally
 from tests.fuzz.reference import Reference
-from tests.fuzz.workload import Spec, SpecPool, Workload
+from tests.fuzz.session import STUCK_S, Session
+from tests.fuzz.workload import Spec
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError, EngineSleepingError
 from vllm.v1.metrics.reader import Gauge
 
-#: seconds after which requests that do not end are a finding
-STUCK_S = 120.0
 #: gauges of a core without requests, pins included once their time is over
 _IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
-class ServedSession:
+class ServedSession(Session):
     """One engine, its clients, and somebody who disturbs them."""
-
-    def __init__(
-        self,
-        name: str,
-        rng: random.Random,
-        family: str,
-        reference: Reference,
-        storage: Path | None,
-        num_requests: int,
-    ) -> None:
-        self._rng = rng
-        self._storage = storage
-        self._num_requests = num_requests
-        self._disturbance = rng.choice(DISTURBANCE)
-        options = draw_options(rng, family, storage is not None)
-        self._width = int(options["max_num_seqs"])
-        self._work = Workload(rng, storage is not None, options["scheduling_policy"] == "priority")
-        self._pool = SpecPool(rng, self._work, reference, 3 + num_requests // 4)
-        self.book = Book(f"{name} {family} {options}", reference)
-        self._config = make_config(family, storage, **options)
-        self._num_sent = 0
 
     async def run(self) -> None:
         engine = self._engine = AsyncLLM(self._config)
@@ -92,10 +68,7 @@ class ServedSession:
                     task.result()
 
     async def _client(self, spec: Spec) -> None:
-        self._num_sent += 1
-        request_id = f"r{self._num_sent}"
-        conditions = self._work.conditions(spec)
-        self.book.begin(request_id, spec, conditions)
+        request_id, conditions = self._begin(spec)
         stream = self._engine.generate(
             conditions.prompt(spec),
             conditions.params(spec),

@@ -12,10 +12,10 @@ from unittest import mock
 from tests.fuzz.book import Book, Tally
 from tests.fuzz.engines import draw_options, make_arguments
 from tests.fuzz.reference import Reference
+from tests.fuzz.session import STUCK_S
 from tests.fuzz.workload import Conditions, Spec, SpecPool, Workload
 from vllm import LLM, RequestOutput
 
-STUCK_S = 120.0
 NUM_THREADS = 3
 
 Asked = tuple[str, Spec, Conditions]
