@@ -19,7 +19,7 @@ SCRIPT = """
 import json, sys
 import torch
 from tiny_models import tiny_model
-from vllm import LLM, SamplingParams, decisions
+from vllm import LLM, SamplingParams
 from vllm.kernels.triton import compile_log
 
 llm = LLM(str(tiny_model("qwen3_5", torch.bfloat16)), dtype="bfloat16", max_model_len=4000,
@@ -30,7 +30,7 @@ prompt = [(7 * i + i // 90) % 250 for i in range(3900)]
 params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
 [result] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
 [top] = result.outputs[0].logprobs
-[chosen] = [d.chosen for d in decisions.decisions() if d.what == "recurrent prefill split"]
+[chosen] = [d.chosen for d in llm.explain().decisions if d.what == "recurrent prefill split"]
 print(json.dumps({"chosen": chosen, "compiled": compile_log.compiled(),
                   "late": compile_log.compiled()[started:],
                   "top": {token: entry.logprob for token, entry in top.items()}}))

@@ -462,11 +462,11 @@ def test_one_graph_serves_every_step():
             step = graph.replay
         for name, value in zip(("ssm_state", "conv_state"), before, strict=True):
             case[name].copy_(value)
-        pending = torch.arange(4, dtype=torch.int32)
+        # Row i commits when i tokens are pending.
+        rows, pending = torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
         found = []
         for _ in range(9):
-            commits = (pending == SLOTS).int()
-            rows = torch.arange(4, dtype=torch.int32)
+            commits = (pending == rows).int()
             stack.steps.copy_(torch.stack([rows, pending, commits, rows * 0], dim=1))
             step()
             found.append(case["out"].clone())
