@@ -24,6 +24,7 @@ from tests.distributed.kv_transfer.toy_connectors import (
 )
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import (
+    connector_acts_on_every_layer,
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
@@ -91,6 +92,7 @@ def test_defaults(connector: KVConnectorBase_V1) -> None:
     assert connector.prefer_cross_layer_blocks is False
     assert PlainConnector.requires_piecewise_for_cudagraph({}) is False
     assert PlainConnector.reads_recurrent_state({}) is True
+    assert PlainConnector.acts_on_every_layer({}) is True
     assert connector.will_read_recurrent_state(KVConnectorMetadata()) is True
     assert PlainConnector.get_required_kvcache_layout(VllmConfig()) is None
     with pytest.raises(TypeError):
@@ -226,10 +228,11 @@ def test_connector_outside_of_workers(no_group: None) -> None:
     ensure_kv_transfer_initialized(VllmConfig(kv_transfer_config=plain()), cache_config(16, None))
     made = get_kv_transfer_group()
     assert made.role is KVConnectorRole.WORKER and is_v1_kv_transfer_group()
+    assert connector_acts_on_every_layer()
     ensure_kv_transfer_initialized(VllmConfig(kv_transfer_config=plain()), cache_config(16, None))
     assert get_kv_transfer_group() is made
     ensure_kv_transfer_shutdown()
-    assert not has_kv_transfer_group()
+    assert not has_kv_transfer_group() and not connector_acts_on_every_layer()
 
 
 def test_real_out_of_tree_connectors_import() -> None:

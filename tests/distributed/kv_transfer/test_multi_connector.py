@@ -300,6 +300,7 @@ def test_common_demands() -> None:
     hidden = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     for children, expected in (([hidden], False), ([hidden, child()], True)):
         assert MultiConnector.reads_recurrent_state({"connectors": children}) is expected
+        assert MultiConnector.acts_on_every_layer({"connectors": children}) is expected
     assert make(child(), child()).get_finished_count() is None
     assert make(child(count=2), child(count=2)).get_finished_count() == 2
     with pytest.raises(ValueError, match="different numbers"):

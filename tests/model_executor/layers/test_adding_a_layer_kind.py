@@ -12,58 +12,51 @@ from torch import Tensor, nn
 from tests.model_executor.harness import MAX_MODEL_LEN, Chunk, Harness
 from tests.tiny_models import tiny_model
 from vllm import ModelRegistry
-from vllm.compilation.graph_break import graph_break
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.resolve import resolve
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaAttentionBackendEnum, MambaSpec
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 DECAY = 0.9
 
 
-class MovingAverage(nn.Module, AttentionLayerBase):
+class MovingAverage(RecurrentMixer):
     """`h_t = 0.9 h_(t-1) + 0.1 x_t` per channel; keeps `h [hidden]` of each sequence."""
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
 
     def __init__(self, hidden_size: int, prefix: str) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.layer_name = prefix
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        return MambaSpec(
-            block_size=vllm_config.model_config.max_model_len,
-            shapes=((self.hidden_size,),),
-            dtypes=(torch.float32,),
-            mamba_type=MambaAttentionBackendEnum.LINEAR,
-        )
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.hidden_size,),)
 
-    def get_attn_backend(self) -> type[GDNAttentionBackend]:
-        return GDNAttentionBackend
+    def state_dtypes(self, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return (torch.float32,)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
         out = torch.empty_like(x)
-        self.average(x, out)
+        self.mix(out, x)
         return out
 
-    @graph_break
-    def average(self, x: Tensor, out: Tensor) -> None:
-        """Decodes come first, then prefills; rows of `out` past them are padding."""
-        metadata: GDNAttentionMetadata = self.metadata()
-        (state,) = self.kv_cache
-        decodes = metadata.num_decodes
-        carried = state[metadata.state_indices[:decodes].long()]
-        decoded = DECAY * carried + (1 - DECAY) * x[:decodes]
-        state[metadata.state_indices[:decodes].long()] = decoded
-        out[:decodes] = decoded
-        starts = decodes + metadata.prefill_query_start_loc
-        for i, index in enumerate(metadata.prefill_state_indices.tolist()):
-            h = state[index] if metadata.has_initial_state[i] else torch.zeros_like(state[index])
-            for t in range(int(starts[i]), int(starts[i + 1])):
+    def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> None:
+        (x,), (state,) = tokens, self.kv_cache
+        out[:] = DECAY * state[blocks.long()] + (1 - DECAY) * x
+        state[blocks.long()] = out
+
+    def prefill(self, batch: PrefillBatch, out: Tensor, *tokens: Tensor) -> None:
+        (x,), (state,) = tokens, self.kv_cache
+        starts = batch.query_start_loc.tolist()
+        for i, index in enumerate(batch.state_indices.tolist()):
+            h = state[index] if batch.has_initial_state[i] else torch.zeros_like(state[index])
+            for t in range(starts[i], starts[i + 1]):
                 h = DECAY * h + (1 - DECAY) * x[t]
                 out[t] = h
             state[index] = h

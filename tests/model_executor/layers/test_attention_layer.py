@@ -78,11 +78,12 @@ def test_tied_and_biased_llama() -> None:
     assert model.lm_head is model.model.embed_tokens
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [None, "stores rows", "acts on every layer"])
 def test_graphs_hold_rotation_unless_a_connector_loads_first(
-    config: VllmConfig, connected: bool, monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, connected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay without a connector rotates in a graph and attends between two."""
+    acts = connected == "acts on every layer"
     tape, calls = Tape(), []
     slots, query = torch.arange(3), torch.zeros(3, 4, 32)
     qkv = torch.arange(3.0 * 4 * 64 + 3 * 4 * 32).view(3, -1)
@@ -102,9 +103,9 @@ def test_graphs_hold_rotation_unless_a_connector_loads_first(
         wait_for_layer_load=lambda name: calls.append("wait"),
         save_kv_layer=lambda *_: calls.append("save"),
     )
-    monkeypatch.setattr(
-        kv_transfer_state.current_slot(), "connector", connector if connected else None
-    )
+    slot = kv_transfer_state.current_slot()
+    monkeypatch.setattr(slot, "connector", connector if connected else None)
+    monkeypatch.setattr(slot, "acts_on_every_layer", acts)
     kernels = SimpleNamespace(qk_norm_rope_cache=rotate)
     monkeypatch.setitem(vars(current_platform), "kernels", kernels)
     layer = Attention(4, 32, 1.0, 2, prefix="layer")
@@ -119,5 +120,5 @@ def test_graphs_hold_rotation_unless_a_connector_loads_first(
         calls.clear()
         pieces.replay()
     assert out.shape == (3, 4, 32)
-    assert calls == (["wait", "rotate", "attend", "save"] if connected else ["rotate", "attend"])
-    assert [len(graph.calls) for graph in tape.graphs] == ([0, 0] if connected else [1, 0])
+    assert calls == (["wait", "rotate", "attend", "save"] if acts else ["rotate", "attend"])
+    assert [len(graph.calls) for graph in tape.graphs] == ([0, 0] if acts else [1, 0])

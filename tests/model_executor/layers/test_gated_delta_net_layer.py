@@ -141,11 +141,12 @@ def test_state_dtypes() -> None:
         choose(torch.bfloat16, "auto", "int8")
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [None, "stores rows", "acts on every layer"])
 def test_graphs_hold_the_layer_unless_a_connector_loads_first(
-    config: VllmConfig, connected: bool, monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, connected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes over all rows that may be some, prefills over all rows, then the norm."""
+    acts = connected == "acts on every layer"
     tape, calls = Tape(), []
 
     def decode(qkv: Tensor, *args: Any, **_: Any) -> None:
@@ -163,17 +164,16 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
         gdn_prefill=lambda *_, **__: None,
         gated_rms_norm=lambda x, *_: tape.launch(lambda: calls.append("norm")),
     )
-    monkeypatch.setattr(
-        kv_transfer_state.current_slot(), "connector", connector if connected else None
-    )
+    slot = kv_transfer_state.current_slot()
+    monkeypatch.setattr(slot, "connector", connector if connected else None)
+    monkeypatch.setattr(slot, "acts_on_every_layer", acts)
     layer = build("layer", 0, 1)
     layer.kv_cache = (torch.zeros(0), torch.zeros(0))
     monkeypatch.setitem(vars(current_platform), "kernels", kernels)
     one = torch.zeros(1)
     metadata = SimpleNamespace(batch=PrefillBatch(slice(0, 6), one, one, one, one, one))
     blocks = torch.tensor([3, -1], dtype=torch.int32)
-    qkv, gates = torch.zeros(6, 2 * KEY + VALUE), torch.zeros(6, 4)
-    out = torch.zeros(6, 4, 12)
+    qkv, gates, z = torch.zeros(6, 2 * KEY + VALUE), torch.zeros(6, 4), torch.zeros(6, VALUE)
 
     def captured(only_decodes: bool, split: bool) -> list[Any]:
         context = ForwardContext(
@@ -181,7 +181,7 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
         )
         with set_forward_context(context):
             pieces, _ = capture(
-                lambda: layer.mix(qkv, gates, gates, out, out),
+                lambda: layer.mixed(qkv, z, gates, gates),
                 tape.new_graph,
                 split=split,
                 alias=lambda tensor: tensor,
@@ -192,7 +192,7 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
 
     mixed = [(2, [3, -1]), 6]
     found = captured(only_decodes=False, split=True)
-    assert found == (["wait", *mixed, "save", "norm"] if connected else [*mixed, "norm"])
-    assert [len(graph.calls) for graph in tape.graphs] == ([0, 1] if connected else [3])
-    if not connected:
+    assert found == (["wait", *mixed, "save", "norm"] if acts else [*mixed, "norm"])
+    assert [len(graph.calls) for graph in tape.graphs] == ([0, 1] if acts else [3])
+    if not acts:
         assert captured(only_decodes=True, split=False) == mixed[:1]

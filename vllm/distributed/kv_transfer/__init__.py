@@ -2,6 +2,7 @@
 """Moving state in and out of the engine through connectors."""
 
 from vllm.distributed.kv_transfer.kv_transfer_state import (
+    connector_acts_on_every_layer,
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
@@ -10,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 )
 
 __all__ = [
+    "connector_acts_on_every_layer",
     "ensure_kv_transfer_initialized",
     "ensure_kv_transfer_shutdown",
     "get_kv_transfer_group",

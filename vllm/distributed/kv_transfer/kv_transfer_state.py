@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class ConnectorSlot:
-    """One engine's worker-side connector, None without; layers' hooks test it on every call."""
+    """One engine's worker-side connector, None without; layers' hooks test it on every call.
+
+    `acts_on_every_layer`: what its class says of its configuration.
+    """
 
     connector: KVConnectorBase_V1 | None = None
+    acts_on_every_layer: bool = True
 
 
 _slot: ContextVar[ConnectorSlot] = ContextVar("kv_connector_slot")
@@ -60,6 +64,12 @@ def has_kv_transfer_group() -> bool:
     return current_slot().connector is not None
 
 
+def connector_acts_on_every_layer() -> bool:
+    """Whether layers that compute with their cache tell a connector."""
+    slot = current_slot()
+    return slot.connector is not None and slot.acts_on_every_layer
+
+
 def is_v1_kv_transfer_group(group: KVConnectorBase_V1 | None = None) -> bool:
     """Whether `group` (default: the current connector) speaks the V1 interface."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -78,6 +88,10 @@ def ensure_kv_transfer_initialized(
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+    connector_class = KVConnectorFactory.get_connector_class(transfer)
+    slot.acts_on_every_layer = connector_class.acts_on_every_layer(
+        transfer.kv_connector_extra_config
+    )
     slot.connector = KVConnectorFactory.create_connector(
         config=vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
     )

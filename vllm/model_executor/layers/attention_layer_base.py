@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.compilation.graph_break import recording_piece
+from vllm.compilation.graph_break import graph_break, recording_piece
+from vllm.distributed.kv_transfer.kv_transfer_state import connector_acts_on_every_layer
+from vllm.distributed.kv_transfer.layer_hooks import (
+    maybe_save_kv_layer,
+    maybe_wait_for_layer_load,
+)
 from vllm.forward_context import get_forward_context
 
 if TYPE_CHECKING:
@@ -44,6 +50,24 @@ class AttentionLayerBase(ABC):
                 "FULL_DECODE_ONLY"
             )
         return get_forward_context().attn_metadata[self.layer_name]
+
+    def with_connector(self, run: Callable[..., None], *args: object) -> None:
+        """`run(*args)`, which touches the cache, after a connector's load and before its save.
+
+        Only where a connector acts on every layer this is a graph break; tensors among `args` then
+        have fixed addresses.
+        """
+        if connector_acts_on_every_layer():
+            self._load_run_save(run, *args)
+        else:
+            run(*args)
+
+    @graph_break
+    def _load_run_save(self, run: Callable[..., None], *args: object) -> None:
+        metadata = self.metadata()
+        maybe_wait_for_layer_load(self.layer_name)
+        run(*args)
+        maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
 
     @abstractmethod
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -4,17 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vllm.compilation.graph_break import graph_break
-from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.distributed.kv_transfer.layer_hooks import (
-    maybe_save_kv_layer,
-    maybe_wait_for_layer_load,
-)
 from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalShape, JournalStack
@@ -26,26 +19,13 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     resolve_tp,
 )
-from vllm.model_executor.layers.mamba.mamba_utils import (
-    MambaStateDtypeCalculator,
-    MambaStateShapeCalculator,
-)
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
-from vllm.model_executor.parameter import (
-    Section,
-    ShardId,
-    empty_parameter,
-    load_sections,
-    local_size,
-    sections_loader,
-)
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_parameter
+from vllm.model_executor.layers.short_convolution import ShortConvolution
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -80,24 +60,6 @@ class GatedDeltaNetShape:
         )
 
 
-class ShortConvolution(nn.Module):
-    """The depthwise convolution's `weight [channels, width]`, sharded per q, k and v section."""
-
-    def __init__(self, sections: tuple[Section, ...], width: int) -> None:
-        super().__init__()
-        self.sections = sections
-        self.weight = empty_parameter(local_size(sections), width)
-        bound = width**-0.5
-        set_weight_attrs(
-            self.weight, {"weight_loader": self.weight_loader, "dummy_range": (-bound, bound)}
-        )
-
-    def weight_loader(self, param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
-        """`loaded [channels, 1, width]` as torch's Conv1d stores it, of all sections or of one."""
-        flat = loaded.squeeze(1) if loaded.dim() == 3 else loaded
-        load_sections(param, flat, shard_id, sections=self.sections)
-
-
 def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_heads: int) -> bool:
     """Whether q, k, v, z are quantised and the gates b, a are not."""
     if quant_config is None or quant_config.is_excluded(f"{prefix}.in_proj_qkvz"):
@@ -106,7 +68,7 @@ def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_hea
     return gates_kept or quant_config.leaves_small(num_v_heads)
 
 
-class GatedDeltaNet(nn.Module, KeepsJournal):
+class GatedDeltaNet(RecurrentMixer, KeepsJournal):
     """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
 
     `in_proj` fuses q, k, v, z, b, a (shard ids 0 to 5): `CHECKPOINT_NAMES` maps the tensors of a
@@ -115,7 +77,7 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
     prefill rows the chunked form.
     """
 
-    reads_fixed_addresses = True
+    mamba_type = MambaAttentionBackendEnum.GDN_ATTN
 
     CHECKPOINT_NAMES: ClassVar[tuple[tuple[str, str, int | tuple[int, ...]], ...]] = (
         ("in_proj_ba", "in_proj_b", 0),
@@ -167,8 +129,8 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
                 tp_size=size,
             )
         self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
-        self.A_log = self._per_head_parameter(rank, size)
-        self.dt_bias = self._per_head_parameter(rank, size)
+        self.A_log = decay_parameter(shape.num_v_heads, rank, size)
+        self.dt_bias = decay_parameter(shape.num_v_heads, rank, size)
         self.norm = RMSNormGated(shape.head_v_dim, shape.eps)
         self.out_proj = RowParallelLinear(
             value_dim,
@@ -181,18 +143,9 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
         )
         self.layer_name = prefix
 
-    def _per_head_parameter(self, rank: int, size: int) -> nn.Parameter:
-        # fp32 whatever the model: a decay near 1 does not survive bf16.
-        param = empty_parameter(self.num_v_heads, dtype=torch.float32)
-        section = Section(0, self.shape.num_v_heads, size, rank)
-        set_weight_attrs(
-            param, {"weight_loader": sections_loader((section,)), "dummy_range": (-3.0, -1.0)}
-        )
-        return param
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        out: Tensor = self.out_proj(self._mixed(*self.project(hidden_states)))[0]
+        out: Tensor = self.out_proj(self.mixed(*self.project(hidden_states)))[0]
         return out
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
@@ -203,12 +156,15 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
         else:
             normed, total = norm.enter(stream)
             projections = self.project(normed)
-        return self.out_proj.add_to(total, self._mixed(*projections)), total
+        return self.out_proj.add_to(total, self.mixed(*projections)), total
 
-    def _mixed(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    def mixed(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """`[tokens, value dim]` of what `project` gives: all that touches state, gated and
+        normed."""
         heads = (self.num_v_heads, self.shape.head_v_dim)
-        gated = qkv.new_empty(len(qkv), *heads)
-        self.mix(qkv, a, b, z.unflatten(-1, heads), gated)
+        gated, z = qkv.new_empty(len(qkv), *heads), z.unflatten(-1, heads)
+        self.mix(gated, qkv, a, b, z)
+        self._norm_prefills(z, gated)
         return gated.flatten(1)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -226,41 +182,15 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
         qkv, z, b, a = parts.split(sizes, dim=-1)
         return qkv, z, b, a
 
-    def mix(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
-        """Everything that touches state, and the gated norm.
-
-        `qkv [tokens, conv_dim]`, `a, b [tokens, value heads]`; fills `out [tokens, value heads,
-        head_v_dim]`, gated by `z` of that shape.
-        """
-        if has_kv_transfer_group():
-            # What a connector loads comes before what the step computes from it.
-            self._load_and_mix(qkv, a, b, z, out)
-        else:
-            self._decode(qkv, a, b, z, out)
-            self._prefill(qkv, a, b, out)
-        self._norm_prefills(z, out)
-
-    @graph_break
-    def _load_and_mix(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
-        metadata = self.metadata()
-        maybe_wait_for_layer_load(self.layer_name)
-        self._decode(qkv, a, b, z, out)
-        self._prefill(qkv, a, b, out)
-        maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
-
-    def _decode(self, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
-        """The first tokens, as far as they are decodes. Their blocks lie at a fixed address and
-        their number follows from the step's padded size, so a graph may hold this."""
-        context = get_forward_context()
-        blocks = context.decode_blocks[self.layer_name]
-        rows = blocks.shape[0] * context.decode_width
-        if rows == 0:
-            return
+    def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> None:
+        """`tokens`: qkv `[tokens, conv_dim]`, a and b `[tokens, value heads]`, z like `out
+        [tokens, value heads, head_v_dim]`, which gets the gated norm as well."""
+        qkv, a, b, z = tokens
         conv_state, ssm_state = self.kv_cache
         current_platform.kernels.gdn_decode(
-            qkv[:rows],
-            a[:rows],
-            b[:rows],
+            qkv,
+            a,
+            b,
             self.A_log,
             self.dt_bias,
             self.conv1d.weight,
@@ -268,13 +198,13 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
             conv_state,
             ssm_state,
             blocks,
-            out=out[:rows],
+            out=out,
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
             head_k_dim=self.shape.head_k_dim,
             head_v_dim=self.shape.head_v_dim,
             journal=self.journal,
-            norm=GatedNorm(z[:rows], self.norm.weight, self.norm.eps),
+            norm=GatedNorm(z, self.norm.weight, self.norm.eps),
         )
 
     def _norm_prefills(self, z: Tensor, out: Tensor) -> None:
@@ -287,32 +217,14 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
             norm = self.norm
             current_platform.kernels.gated_rms_norm(out, z, norm.weight, norm.eps, out, done)
 
-    def _prefill(self, qkv: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """All that are no decodes. In a padded step what says which is of fixed size, and empty
-        sequences are skipped, so a graph may hold this too."""
-        if get_forward_context().only_decodes:
-            return
-        batch = self.metadata().batch
-        if batch.is_empty:
-            return
-        qkv, out = qkv[batch.rows], out[batch.rows]
+    def prefill(self, batch: PrefillBatch, out: Tensor, *tokens: Tensor) -> None:
+        """See `decode`; the norm is left to `_norm_prefills`."""
+        qkv, a, b, _ = tokens
         conv_state, ssm_state = self.kv_cache
-        kernels = current_platform.kernels
-        mixed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        kernels.causal_conv1d(
-            qkv,
-            self.conv1d.weight,
-            None,
-            conv_state,
-            batch.state_indices,
-            batch.has_initial_state,
-            batch.query_start_loc,
-            out=mixed,
-        )
-        kernels.gdn_prefill(
-            mixed,
-            a[batch.rows],
-            b[batch.rows],
+        current_platform.kernels.gdn_prefill(
+            self.conv1d(qkv, conv_state, batch),
+            a,
+            b,
             self.A_log,
             self.dt_bias,
             ssm_state,
@@ -345,17 +257,5 @@ class GatedDeltaNet(nn.Module, KeepsJournal):
     def commit(stack: JournalStack, entries: Tensor) -> None:
         current_platform.kernels.gdn_commit(stack, entries)
 
-    def get_attn_backend(self) -> type[GDNAttentionBackend]:
-        return GDNAttentionBackend
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        cache = vllm_config.cache_config
-        model = vllm_config.model_config
-        return MambaSpec(
-            block_size=model.max_model_len,
-            shapes=self.shape.state_shape(self.tp_size),
-            dtypes=MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-                model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-            ),
-            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
-        )
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.shape.state_shape(self.tp_size)

@@ -10,11 +10,6 @@ from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
 from vllm.config import get_current_vllm_config
-from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.distributed.kv_transfer.layer_hooks import (
-    maybe_save_kv_layer,
-    maybe_wait_for_layer_load,
-)
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.rotary import RotaryProblem
@@ -97,7 +92,8 @@ class Attention(nn.Module, AttentionLayerBase):
         tokens = query.shape[0]
         heads = query.reshape(tokens, self.num_heads, self.head_size)
         out = torch.empty_like(heads)
-        self._cache_and_attend(
+        self.with_connector(
+            self._cache_and_attend,
             heads,
             key.reshape(tokens, self.num_kv_heads, self.head_size),
             value.reshape(tokens, self.num_kv_heads, self.head_size),
@@ -107,13 +103,12 @@ class Attention(nn.Module, AttentionLayerBase):
 
     @graph_break
     def _cache_and_attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        metadata = self.metadata()
-        maybe_wait_for_layer_load(self.layer_name)
+        slots = self.metadata().slot_mapping
         k_scale, v_scale = self._written_scales()
         current_platform.kernels.write_kv_cache(
-            key, value, self.kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale
+            key, value, self.kv_cache, slots, k_scale=k_scale, v_scale=v_scale
         )
-        self._attend(query, out)
+        self._attend(query, None, out)
 
     def _written_scales(self) -> tuple[float, float]:
         """Of keys and values."""
@@ -136,16 +131,12 @@ class Attention(nn.Module, AttentionLayerBase):
         Returns `[tokens, heads, head_size]`, with `gated` times the gate's sigmoid.
         """
         out = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_size)
-        inputs = (qkv, positions, cos_sin, q_norm, k_norm, gated)
-        if has_kv_transfer_group():
-            # What a connector loads comes before what the step writes into the same block.
-            self._load_and_attend(*inputs, out)
-        else:
-            self._attend_apart(self._rotate_and_cache(*inputs), self._gate(qkv, gated), out)
+        self.with_connector(
+            self._rotate_and_attend, qkv, positions, cos_sin, q_norm, k_norm, gated, out
+        )
         return out
 
-    @graph_break
-    def _load_and_attend(
+    def _rotate_and_attend(
         self,
         qkv: Tensor,
         positions: Tensor,
@@ -155,13 +146,8 @@ class Attention(nn.Module, AttentionLayerBase):
         gated: bool,
         out: Tensor,
     ) -> None:
-        maybe_wait_for_layer_load(self.layer_name)
         query = self._rotate_and_cache(qkv, positions, cos_sin, q_norm, k_norm, gated)
-        self._attend(query, out, self._gate(qkv, gated))
-
-    @graph_break
-    def _attend_apart(self, query: Tensor, gate: Tensor | None, out: Tensor) -> None:
-        self._attend(query, out, gate)
+        self._attend(query, self._gate(qkv, gated), out)
 
     def _gate(self, qkv: Tensor, gated: bool) -> Tensor | None:
         """`[tokens, heads, head_size]`: each query head of `qkv` is `[q | gate]`."""
@@ -201,10 +187,9 @@ class Attention(nn.Module, AttentionLayerBase):
         )
         return current_platform.kernels.qk_norm_rope_cache(problem)
 
-    def _attend(self, query: Tensor, out: Tensor, gate: Tensor | None = None) -> None:
-        metadata = self.metadata()
-        self.impl.forward(query, self.kv_cache, metadata, out, gate)
-        maybe_save_kv_layer(self.layer_name, self.kv_cache, metadata)
+    @graph_break
+    def _attend(self, query: Tensor, gate: Tensor | None, out: Tensor) -> None:
+        self.impl.forward(query, self.kv_cache, self.metadata(), out, gate)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend

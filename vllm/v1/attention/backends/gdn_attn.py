@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaAttentionBackendEnum, MambaSpec
 from vllm.v1.worker.staging import StagedArray, Uploads
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         splits = vllm_config.cache_config.splits_scans
-        self._cuts = _cuts_for(kv_cache_spec, device) if splits else None
+        self._cuts = _cuts_for(MambaSpec.expect(kv_cache_spec), device) if splits else None
         scheduler = vllm_config.scheduler_config
         rows = max(scheduler.max_num_seqs, MAX_PREFILLS + 1)
         chunks = scheduler.max_num_batched_tokens // CHUNK + rows
@@ -176,10 +176,13 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         starts[prefills + 1 :] = starts[prefills]
 
 
-def _cuts_for(spec: KVCacheSpec, device: torch.device) -> ScanCuts:
+def _cuts_for(spec: MambaSpec, device: torch.device) -> ScanCuts | None:
+    """None for a kind whose kernels scan sequences whole."""
+    if spec.mamba_type is not MambaAttentionBackendEnum.GDN_ATTN:
+        return None
     from vllm.kernels.triton.configs import device_configs
 
-    _, (heads, head_v_dim, _) = MambaSpec.expect(spec).shapes
+    _, (heads, head_v_dim, _) = spec.shapes
     return ScanCuts(heads, head_v_dim, device_configs(device).multiprocessors)
 
 

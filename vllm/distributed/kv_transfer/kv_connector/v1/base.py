@@ -117,6 +117,14 @@ class KVConnectorBase_V1(ABC):
         return False
 
     @classmethod
+    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the per-layer calls do anything for layers that compute with their cache.
+
+        False: only layers that keep captured hidden states make them, and graphs hold the others.
+        """
+        return True
+
+    @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         """Whether it reads state blocks of running requests on recurrent layers, in any step."""
         return True

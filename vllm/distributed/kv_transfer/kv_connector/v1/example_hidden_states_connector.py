@@ -142,6 +142,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._saver: HiddenStatesSaver | None = None
 
     @classmethod
+    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
+    @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         return False
 

@@ -148,6 +148,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     @classmethod
+    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
+        return any(
+            KVConnectorFactory.get_connector_class(child).acts_on_every_layer(
+                child.kv_connector_extra_config
+            )
+            for child in child_configs(extra_config)
+        )
+
+    @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         return any(
             KVConnectorFactory.get_connector_class(child).reads_recurrent_state(

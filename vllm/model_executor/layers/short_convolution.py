@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short depthwise convolution in front of a recurrence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.parameter import (
+    Section,
+    ShardId,
+    empty_parameter,
+    load_sections,
+    local_size,
+)
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
+
+
+class ShortConvolution(nn.Module):
+    """A depthwise convolution: `weight [channels, width]`, sharded by sections such as q, k, v."""
+
+    def __init__(self, sections: tuple[Section, ...], width: int) -> None:
+        super().__init__()
+        self.sections = sections
+        self.weight = empty_parameter(local_size(sections), width)
+        bound = width**-0.5
+        set_weight_attrs(
+            self.weight, {"weight_loader": self.weight_loader, "dummy_range": (-bound, bound)}
+        )
+
+    def weight_loader(self, param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
+        """`loaded [channels, 1, width]` as torch's Conv1d stores it, of all sections or of one."""
+        flat = loaded.squeeze(1) if loaded.dim() == 3 else loaded
+        load_sections(param, flat, shard_id, sections=self.sections)
+
+    def forward(self, x: Tensor, conv_state: Tensor, batch: PrefillBatch) -> Tensor:
+        """Of prefills: `x [tokens, channels]`, any token stride, to a dense tensor of its shape;
+        `conv_state [num_blocks, width - 1, channels]` goes on with `batch` (`causal_conv1d`)."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        current_platform.kernels.causal_conv1d(
+            x,
+            self.weight,
+            None,
+            conv_state,
+            batch.state_indices,
+            batch.has_initial_state,
+            batch.query_start_loc,
+            out=out,
+        )
+        return out
