@@ -95,7 +95,7 @@ class Scheduler(SchedulerResults):
         if num_tokens == 0:
             return True
         enough = True
-        lookahead = max(self.width - num_tokens, 0)
+        lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
         while (
             blocks := self.kv_cache_manager.allocate_slots(
                 request, num_tokens, num_lookahead_tokens=lookahead
@@ -112,7 +112,7 @@ class Scheduler(SchedulerResults):
         if num_tokens > 1:
             step.drafts[request.request_id] = num_tokens
         if num_tokens == self.width:
-            quiet = self.kv_cache_manager.quiet_until(request)
+            quiet = self.kv_cache_manager.quiet_until(request) - self.draft_lookahead
             request.quiet_until = min(quiet, request.length_limit - 1)
         else:
             step.only_decodes = False
@@ -256,13 +256,14 @@ class Scheduler(SchedulerResults):
             return 0, None
         if prefix.load_async:
             num_tokens = 0
+        lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
         return num_tokens, self.kv_cache_manager.allocate_slots(
             request,
             num_tokens,
             num_new_computed_tokens=prefix.num_local,
             new_computed_blocks=prefix.blocks,
             num_external_computed_tokens=prefix.num_external,
-            num_lookahead_tokens=max(self.width - num_tokens, 0) if num_tokens else 0,
+            num_lookahead_tokens=lookahead if num_tokens else 0,
             delay_cache_blocks=prefix.load_async,
         )
 
@@ -369,6 +370,7 @@ class Scheduler(SchedulerResults):
             copies_before=copies_before,
             copies_after=copies_after,
             block_log=self.kv_cache_manager.take_block_log(),
+            num_next_drafts=self.width - 1,
         )
         self.finished_req_ids = set()
         self.preempted_req_ids = set()

@@ -115,6 +115,9 @@ class SchedulerState(SchedulerInterface):
         speculative = vllm_config.speculative_config
         #: tokens of a request that verifies drafts in one step
         self.width = vllm_config.tokens_to_verify
+        drafter = vllm_config.drafter
+        #: tokens past a step's whose slots the drafter's own layers write
+        self.draft_lookahead = drafter.lookahead_tokens if drafter else 0
         self.counts_drafts = self.width == 1 and speculative is not None
 
         self.connector = create_scheduler_connector(vllm_config, kv_cache_config)
