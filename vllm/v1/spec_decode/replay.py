@@ -66,4 +66,4 @@ class ReplayDrafter(Drafter[ReplaySettings]):
         told = self._script.gather(1, positions).long()
         follows = (told != _UNKNOWN) & self._kept[positions]
         progress.tokens[:, 1:] = torch.where(follows, told, self._random[positions])
-        progress.num_drafts.fill_(progress.width - 1)
+        progress.num_drafts.fill_(min(step.num_drafts, progress.width - 1))

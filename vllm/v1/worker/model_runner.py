@@ -100,7 +100,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.model_config.max_model_len,
         )
         self.scorer = PromptScorer(self.vocab_size)
-        self.sampler = StepSampler(self.vocab_size, device)
+        self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress)
         self._receive_masks = receive_masks
         self._prompts: dict[str, Prompt] = {}
         #: every layer that keeps state, by name
@@ -387,21 +387,24 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         counts = tokens = None
         if sampled is not None:
             tokens = sampled.sampled_token_ids
-            counts = self.inputs.accept(inputs, tokens)
+            verified = self.inputs.accept(inputs, tokens)
+            counts = verified[0]
+            self.sampler.observe(tokens, counts)
             if order.width > 1:
-                sampled.num_accepted = counts
+                sampled.verified = verified
         if self.drafter is not None:
             self.drafter.propose(DraftStep(order, inputs, tokens, counts, num_drafts))
 
     # ---- the persistent batch ------------------------------------------------------------------
 
     def _update_states(self, output: SchedulerOutput) -> None:
+        kept = output.kept_states
         for req_id in output.finished_req_ids:
-            self._remove(req_id)
+            self._remove(req_id, kept.get(req_id))
             self.scorer.forget(req_id)
             self._prompts.pop(req_id, None)
         for req_id in output.preempted_req_ids:
-            self._remove(req_id)
+            self._remove(req_id, kept.get(req_id))
         for new in output.scheduled_new_reqs:
             assert new.sampling_params is not None
             prompt = Prompt(new.sampling_params, len(new.prompt_token_ids))
@@ -446,12 +449,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.block_tables.set_row(state.row, block_ids)
         self.sampler.add(state)
         if self.drafter is not None:
+            self.inputs.set_stops(state)
             self.drafter.add(state)
 
-    def _remove(self, req_id: str) -> None:
+    def _remove(self, req_id: str, num_kept_tokens: int | None) -> None:
         state = self.batch.remove(req_id)
         if state is not None and self.journals is not None:
-            self.journals.leave(state.row)
+            self.journals.leave(state.row, num_kept_tokens)
         if state is not None and self.drafter is not None:
             self.drafter.remove(state)
         self.sampler.remove(req_id)

@@ -86,7 +86,7 @@ def _sample_full_batch(runner: ModelRunner) -> None:
     logits = runner.compute_logits(hidden)
     metadata = SamplingMetadata.build([params] * rows, runner.vocab_size, runner.device)
     positions = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-    sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
+    sample(logits, metadata, positions, None, TokenMasks.dummy(logits))
 
 
 def find_kernels(runner: ModelRunner, plan: KernelPlan | None) -> list[Variant]:

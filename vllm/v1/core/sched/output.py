@@ -116,6 +116,9 @@ class SchedulerOutput:
     only the device knows them. They are among the tokens of `num_scheduled_tokens`, and the request
     samples one token after each and one more.
 
+    `kept_states`: of requests that leave while drafts of theirs are in flight, after how many
+    tokens the recurrent state is kept; others leave it as their steps end.
+
     `num_next_drafts`: draft tokens that may be verified of each request after this step: drafters
     propose as many.
 
@@ -141,6 +144,7 @@ class SchedulerOutput:
     block_log: list[BlockOperation] | None = None
     kv_connector_metadata: KVConnectorMetadata | None = None
     masked_req_ids: list[str] = field(default_factory=list)
+    kept_states: dict[str, int] = field(default_factory=dict)
     num_next_drafts: int = 0
 
     @classmethod
