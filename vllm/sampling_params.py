@@ -189,6 +189,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return {*(self.stop_token_ids or ()), *(self.eos_token_ids or ())}
 
     @property
+    def ending_token_ids(self) -> set[int]:
+        """The ids that end this request's text: without the end-of-sequence ids if those are
+        ignored."""
+        return set(self.stop_token_ids or ()) if self.ignore_eos else self.all_stop_token_ids
+
+    @property
     def penalises(self) -> bool:
         """Whether tokens seen before count for or against a token."""
         return (

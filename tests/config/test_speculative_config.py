@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpeculativeConfig: the rules of hidden-state extraction."""
+"""SpeculativeConfig: the rules of hidden-state extraction and of drafters."""
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from typing import Any
 
 import pytest
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.config.draft_methods import DRAFT_METHODS
+from vllm.config.draft_methods.base import DraftSettings
+from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.class_registry import resolve_class
+from vllm.v1.spec_decode.drafter import Drafter
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -21,6 +27,10 @@ def given(ids: Any = (1, 3), **changes: Any) -> dict[str, Any]:
         "draft_model_config": {"hf_config": {KEY: ids}},
         **changes,
     }
+
+
+def ngram(**changes: Any) -> dict[str, Any]:
+    return {"method": "ngram", "num_speculative_tokens": 3, **changes}
 
 
 def make(model: ModelConfig, values: dict[str, Any]) -> SpeculativeConfig:
@@ -82,10 +92,30 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (given(model="x"), "there is no draft model"),
     (given(disable_padded_drafter_batch=True), "disable_padded_drafter_batch"),
     (given(draft_tensor_parallel_size=2), "draft_tensor_parallel_size must be 1"),
-    ({"method": "ngram"}, "ngram is not supported yet; supported: extract_hidden_states"),
-    ({"method": "eagle3", "model": "x"}, "eagle3 is not supported yet"),
-    ({"model": "draft"}, "drafting with model 'draft' is not supported yet"),
-    ({}, "none is not supported yet"),
+    (given(prompt_lookup_max=3), "prompt_lookup_max does not go with method extract"),
+    (given(drafter={"method": "replay"}), "num_speculative_tokens must be given"),
+    (given(drafter={"method": "replay", "width": 3}), "unknown key 'width'"),
+    (given(drafter=given()), "drafter must have another method"),
+    ({"method": "medusa"}, "medusa is not supported; supported: extract_hidden_states, "),
+    ({"method": "suffix", "model": "x"}, "suffix is not supported"),
+    ({}, "none is not supported"),
+    ({"method": "replay"}, "num_speculative_tokens must be given with method replay"),
+    ({"method": "replay", "num_speculative_tokens": 0}, "must be 1 to 15, got 0"),
+    ({"method": "replay", "num_speculative_tokens": 16}, "must be 1 to 15, got 16"),
+    (
+        {"method": "replay", "num_speculative_tokens": 2, "model": "x"},
+        "model does not go with method replay, which has num_speculative_tokens, acceptance, seed",
+    ),
+    ({"method": "replay", "num_speculative_tokens": 2, "acceptance": 2}, "must be 0 to 1, got 2"),
+    ({"method": "ngram"}, "num_speculative_tokens must be given with method ngram"),
+    (ngram(model="draft"), "model must be absent with method ngram"),
+    (ngram(prompt_lookup_max=2, prompt_lookup_min=3), "must be at most prompt_lookup_max, 2; got"),
+    (ngram(prompt_lookup_max=0), "prompt_lookup_max must be 1 to 64, got 0"),
+    (ngram(draft_tensor_parallel_size=1), "draft_tensor_parallel_size does not go with"),
+    (
+        {"method": "replay", "num_speculative_tokens": 2, "disable_padded_drafter_batch": True},
+        "disable_padded_drafter_batch is not allowed with method replay",
+    ),
 ]
 
 
@@ -93,4 +123,48 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_refused(llama: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(VLLMValidationError, match=message) as caught:
         make(ModelConfig(llama), values)
-    assert (caught.value.parameter or "").startswith("speculative_config")
+    parameter = caught.value.parameter or ""
+    assert parameter.startswith("speculative_config") or parameter in (values["drafter"] or {})
+
+
+def test_a_drafter_has_its_own_settings() -> None:
+    speculative = SpeculativeConfig(method="replay", num_speculative_tokens=3, seed=5)
+    assert speculative.draft_settings == ReplaySettings(num_speculative_tokens=3, seed=5)
+    assert speculative.tokens_per_request == 4 and not speculative.uses_draft_model()
+    assert pickle.loads(pickle.dumps(speculative)).draft_settings == speculative.draft_settings
+
+
+def test_extraction_with_a_drafter(llama: str) -> None:
+    beside = {"method": "replay", "num_speculative_tokens": 4}
+    speculative = make(ModelConfig(llama), given(drafter=beside))
+    assert speculative.num_speculative_tokens == 1 and speculative.num_drafts == 4
+    assert speculative.draft_settings == ReplaySettings(num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize("method", DRAFT_METHODS)
+def test_every_method_names_its_classes(method: str) -> None:
+    named = DRAFT_METHODS[method]
+    settings = resolve_class(named.settings)
+    assert issubclass(settings, DraftSettings) and settings.method == method
+    assert issubclass(resolve_class(named.drafter), Drafter)
+    allowed = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert {field.name for field in dataclasses.fields(settings)} <= allowed
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_lengths_that_ngram_looks_up(keys: dict[str, int], lengths: tuple[int, int]) -> None:
+    assert SpeculativeConfig(**ngram(**keys)).draft_settings.lengths == lengths
+
+
+@pytest.mark.parametrize("keys", [{"method": "ngram_gpu"}, {"model": "ngram"}])
+def test_other_names_of_ngram(keys: dict[str, str]) -> None:
+    speculative = SpeculativeConfig(num_speculative_tokens=3, **keys)
+    assert speculative.method == "ngram" and speculative.use_ngram_gpu()

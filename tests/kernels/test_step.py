@@ -175,6 +175,17 @@ def test_prepare_without_a_request_is_all_padding(step, device):
     check(Case(empty, []), on(empty.progress, torch.device("cpu")))
 
 
+def test_accept_takes_nothing_that_ends_the_output(step, device):
+    progress = Progress.create(ROWS, 4, device)
+    progress.tokens[3] = torch.tensor([1, 5, 6, 7], device=device)
+    progress.num_drafts[3] = 3
+    progress.stops[3, :2] = torch.tensor([9, 6], device=device)
+    counts = int32([[-1], [-1]]).to(device)
+    sampled = torch.tensor([5, 6, 7, 8], device=device)
+    step.accept(AcceptProblem(progress, int32([[3, 0, 4, 0]]).to(device), sampled, counts))
+    assert counts.tolist() == [[2], [3]] and int(progress.tokens[3, 0]) == 6
+
+
 def test_accept_takes_drafts_up_to_the_first_that_differs(step, device):
     width = 4
     #: drafts of the row, samples, samples that count -> accepted
@@ -200,10 +211,11 @@ def test_accept_takes_drafts_up_to_the_first_that_differs(step, device):
             progress.tokens[row, 1 + j] = draft
         table.append([row, len(sampled), count, i % 2])
         sampled += samples[: max(count, 1)]
-    counts = torch.full((len(cases),), -1, dtype=torch.int32, device=device)
+    counts = torch.full((2, len(cases)), -1, dtype=torch.int32, device=device)
     ids = torch.tensor(sampled, device=device)
     step.accept(AcceptProblem(progress, int32(table).to(device), ids, counts))
-    assert counts.tolist() == [case[3] for case in cases]
+    assert counts[0].tolist() == [case[3] for case in cases]
+    assert counts[1].tolist() == [min(len(drafts), count - 1) for drafts, _, count, _ in cases]
     for i, (_, samples, _, accepted) in enumerate(cases):
         row = ROWS - 1 - i
         assert int(progress.tokens[row, 0]) == samples[accepted - 1]

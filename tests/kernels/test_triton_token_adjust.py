@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.hostile_ids import NEAR, OUTPUT, PROMPT, VOCAB, filtered, hostile
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.adjusted_rows import DeviceRows, HostRows
+from vllm.v1.sample.adjusted_rows import AdjustedRow, DeviceRows, HostRows
 from vllm.v1.sample.adjustments import Adjustments
 
 NINF = float("-inf")
@@ -20,10 +20,12 @@ def barred(row: torch.Tensor) -> list[int]:
 
 
 def test_ids_outside_the_vocabulary_change_no_other_row(device):
-    rows = DeviceRows.upload([(2, hostile(NEAR, torch.device(device)), 2)], torch.device(device))
+    rows = DeviceRows.upload(
+        [AdjustedRow(2, hostile(NEAR, torch.device(device)), 2)], torch.device(device)
+    )
     logits = torch.zeros(5, VOCAB, device=device)
     rows = DeviceRows(rows.rows, rows.vocab_size, rows.descriptors, False, True, True)
-    changed = rows.change(logits, False)
+    changed = rows.change(logits, torch.full((5,), 2, device=device), False)
     assert changed is logits
     assert barred(logits[2]) == [3, 9]
     assert not torch.isinf(logits[[0, 1, 3, 4]]).any(), "rows of other requests"
@@ -37,19 +39,21 @@ def test_a_token_outside_the_vocabulary_is_counted_nowhere(device, token):
     guarded[VOCAB : 2 * VOCAB] = adjustments.marks
     adjustments.marks = guarded[VOCAB : 2 * VOCAB]
     before = guarded.clone()
-    rows = DeviceRows.upload([(1, adjustments, 2)], torch.device(device))
-    rows.observe(torch.tensor([7, token, 8], device=device))
+    rows = DeviceRows.upload([AdjustedRow(1, adjustments, 2)], torch.device(device))
+    once = torch.ones(1, dtype=torch.int32, device=device)
+    rows.observe(torch.tensor([7, token, 8], device=device), once)
     assert torch.equal(guarded, before)
     assert adjustments.words.recent.tolist() == [OUTPUT[-1], token]
-    rows.observe(torch.tensor([7, 4, 8], device=device))
+    rows.observe(torch.tensor([7, 4, 8], device=device), once)
     assert guarded.nonzero().flatten().tolist() == sorted({VOCAB + t for t in [*PROMPT, 4]})
     assert adjustments.words.recent.tolist() == [token, 4]
 
 
 def test_unchecked_ids_are_left_out(device):
-    rows = [(1, filtered(NEAR, torch.device(device)), 2)]
+    rows = [AdjustedRow(1, filtered(NEAR, torch.device(device)), 2)]
     make = HostRows if device == "cpu" else lambda r: DeviceRows.upload(r, torch.device(device))
-    logits = make(rows).change(torch.zeros(3, VOCAB, device=device), True)
+    positions = torch.full((3,), len(PROMPT) + 2, device=device)
+    logits = make(rows).change(torch.zeros(3, VOCAB, device=device), positions, True)
     assert torch.nonzero(logits[1] > NINF).flatten().tolist() == [4, 11]
     assert logits[1, 4] == 2.0 and not logits[[0, 2]].any()
 
@@ -63,8 +67,9 @@ def test_words_of_any_lengths_cost_their_tokens(device):
     made = Adjustments(params, tokens, 1, VOCAB, torch.device(device))
     assert made.words is not None and len(made.words.ids) == 2 * num_words + len(long) + 1
     logits = torch.zeros(1, VOCAB, device=device)
-    rows = DeviceRows.upload([(0, made, len(long) + 1)], torch.device(device))
-    assert barred(rows.change(logits, True)[0]) == [3950]
+    positions = torch.full((1,), len(tokens), device=device)
+    rows = DeviceRows.upload([AdjustedRow(0, made, len(long) + 1)], torch.device(device))
+    assert barred(rows.change(logits, positions, True)[0]) == [3950]
     resumed = Adjustments(params, tokens[:-1], 1, VOCAB, torch.device(device))
-    rows = DeviceRows.upload([(0, resumed, len(long))], torch.device(device))
-    assert barred(rows.change(logits, True)[0]) == [7]
+    rows = DeviceRows.upload([AdjustedRow(0, resumed, len(long))], torch.device(device))
+    assert barred(rows.change(logits, positions, True)[0]) == [7]

@@ -251,7 +251,7 @@ def test_hidden_states_have_no_row_of_a_rejected_draft(
 def _accept_all(problem: AcceptProblem) -> None:
     accept(problem)
     counts = problem.requests[:, 2].clamp(max=problem.progress.width)
-    problem.counts.copy_(torch.maximum(problem.counts, counts))
+    problem.counts[0].copy_(torch.maximum(problem.counts[0], counts))
 
 
 def _forget_the_inputs(problem: AcceptProblem) -> None:

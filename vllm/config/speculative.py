@@ -8,130 +8,148 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.draft_methods import resolve_method, settings_of
+from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.model import ModelConfig
-from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option
+from vllm.utils.options import check_keys, config, option
 
 EXTRACT = "extract_hidden_states"
-REPLAY = "replay"
-SUPPORTED_METHODS = (EXTRACT, REPLAY)
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 #: key of `SamplingParams.extra_args`: output tokens that `replay` proposes
 DRAFTS_KEY = "draft_token_ids"
-#: what one step verifies per request
-MOST_DRAFTS = 15
 #: fields filled in by the engine, never by the user
-FILLED_BY_ENGINE = ("target_model_config", "target_parallel_config", "draft_parallel_config")
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayConfig:
-    """A drafter that proposes what requests bring: `num_speculative_tokens` per step, each of them
-    the request's with probability `acceptance` and a random one else, drawn by `seed`."""
-
-    num_speculative_tokens: int
-    acceptance: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_speculative_tokens <= MOST_DRAFTS:
-            _fail(
-                "num_speculative_tokens",
-                f"must be 1 to {MOST_DRAFTS}, got {self.num_speculative_tokens}",
-                self.num_speculative_tokens,
-            )
-        if not 0 <= self.acceptance <= 1:
-            _fail("acceptance", f"must be 0 to 1, got {self.acceptance}", self.acceptance)
+FILLED_BY_ENGINE = (
+    "target_model_config",
+    "target_parallel_config",
+    "draft_parallel_config",
+    "draft_settings",
+)
+#: keys that are no settings of a method
+_NOT_SETTINGS = ("method", "drafter", "disable_padded_drafter_batch", *FILLED_BY_ENGINE)
 
 
 @config
 class SpeculativeConfig:
-    """`method` and its settings: `extract_hidden_states`, or `replay`, which verifies draft tokens
-    that requests bring in `extra_args["draft_token_ids"]` (tests and measurements). Extraction may
-    have a drafter beside it.
+    """`method` and its settings: a drafter of `vllm.config.draft_methods`, or
+    `extract_hidden_states`, which may have a drafter beside it.
 
-    `draft_model_config` is given as `{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`
-    and becomes a `ModelConfig`: the target's with an `ExtractHiddenStatesConfig` as `hf_config`.
+    The keys of all methods are fields here; those that a method has no use for are refused.
+    `draft_settings` becomes the drafter's own, typed and checked.
+
+    For extraction `draft_model_config` is given as `{"hf_config":
+    {"eagle_aux_hidden_state_layer_ids": [...]}}` and becomes a `ModelConfig`: the target's with an
+    `ExtractHiddenStatesConfig` as `hf_config`.
     """
 
-    method: str | None = option(default=None, help="`extract_hidden_states` or `replay`.")
+    method: str | None = option(
+        default=None, help="`ngram`, `replay` or `extract_hidden_states`; see the documentation."
+    )
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."
     )
-    acceptance: float = option(
-        default=1.0, help="Share of the draft tokens that `replay` leaves as they are."
+    prompt_lookup_max: int | None = option(
+        default=None, help="Most tokens that `ngram` looks up; 5 if neither is given."
     )
-    seed: int = option(default=0, help="Of the draft tokens that `replay` replaces.")
+    prompt_lookup_min: int | None = option(
+        default=None, help="Fewest tokens that `ngram` looks up; prompt_lookup_max if not given."
+    )
+    acceptance: float | None = option(
+        default=None, help="Share of the draft tokens that `replay` leaves as they are (1)."
+    )
+    seed: int | None = option(default=None, help="Of the draft tokens that `replay` replaces (0).")
     drafter: dict[str, Any] | None = option(
         default=None,
-        help='A drafter beside extraction: `{"method": "replay", "num_speculative_tokens": 3}`.',
+        help='A drafter beside extraction: `{"method": "ngram", "num_speculative_tokens": 3}`.',
     )
-    model: str | None = option(default=None, help="Draft model; extraction has none.")
+    model: str | None = option(default=None, help="Draft model, or the word `ngram`.")
     draft_model_config: Any = option(
         default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
     )
     draft_tensor_parallel_size: int | None = option(
         default=None, help="Devices of the drafter: 1 or --tensor-parallel-size."
     )
+    draft_sample_method: str | None = option(
+        default=None, help="How a draft model chooses tokens: `greedy` or `probabilistic`."
+    )
     disable_padded_drafter_batch: bool = option(
-        default=False, help="Not allowed with extraction; only false is accepted."
+        default=False, help="Only false is accepted: drafters run on padded batches."
     )
     target_model_config: Any = option(default=None, flag=False, help="The served model.")
     target_parallel_config: Any = option(default=None, flag=False, help="Its parallel sizes.")
     draft_parallel_config: Any = option(default=None, flag=False, help="The drafter's.")
+    draft_settings: Any = option(default=None, flag=False, help="Of the drafter, if there is one.")
 
     def __post_init__(self) -> None:
-        if self.method not in SUPPORTED_METHODS:
-            named = self.method or (f"drafting with model {self.model!r}" if self.model else "none")
-            raise VLLMValidationError(
-                f"speculative_config: method {named} is not supported yet; supported: "
-                + ", ".join(SUPPORTED_METHODS),
-                parameter="speculative_config.method",
-                value=self.method,
+        self.method = resolve_method(self.method, self.model, others=(EXTRACT,))
+        if self.disable_padded_drafter_batch:
+            refuse(
+                "disable_padded_drafter_batch", f"is not allowed with method {self.method}", True
             )
-        self.replay  # noqa: B018 (its errors are the configuration's)
         if self.method == EXTRACT:
             self._check_extraction()
+            self.draft_settings = self._settings_beside_extraction()
             if self.target_model_config is not None:
                 self._build_draft(self.target_model_config)
+            return
+        if self.drafter is not None:
+            refuse("drafter", f"goes with method {EXTRACT}", self.drafter)
+        settings = settings_of(self.method, self._given())
+        if self.target_model_config is not None:
+            settings = settings.resolved(self.target_model_config, self.target_parallel_config)
+        self.draft_settings = settings
+        self.num_speculative_tokens = settings.num_speculative_tokens
 
-    @property
-    def replay(self) -> ReplayConfig | None:
-        """The drafter, if there is one."""
-        if self.method == REPLAY:
-            if self.drafter is not None:
-                _fail("drafter", f"goes with method {EXTRACT}", self.drafter)
-            tokens = self.num_speculative_tokens or 0
-            return ReplayConfig(tokens, self.acceptance, self.seed)
+    def _given(self) -> dict[str, Any]:
+        """The keys of the method's settings that have a value."""
+        names = (field.name for field in dataclasses.fields(self))
+        values = {name: getattr(self, name) for name in names if name not in _NOT_SETTINGS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _settings_beside_extraction(self) -> DraftSettings | None:
         if self.drafter is None:
             return None
         given = dict(self.drafter)
-        known = {field.name for field in dataclasses.fields(ReplayConfig)}
-        if given.pop("method", None) != REPLAY or set(given) - known:
-            _fail("drafter", f"must have method {REPLAY} and keys of {sorted(known)}", self.drafter)
-        return ReplayConfig(**given)
+        check_keys(SpeculativeConfig, given, "speculative_config.drafter", hidden=FILLED_BY_ENGINE)
+        if given.get("method") == EXTRACT:
+            refuse("drafter", f"must have another method than {EXTRACT}", self.drafter)
+        beside = SpeculativeConfig(
+            **given,
+            target_model_config=self.target_model_config,
+            target_parallel_config=self.target_parallel_config,
+        )
+        settings: DraftSettings = beside.draft_settings
+        if settings.reads_target:
+            refuse(
+                "drafter",
+                f"must not read the target's hidden states beside {EXTRACT}, and {beside.method} "
+                "does; run the extraction without it, or with ngram",
+                self.drafter,
+            )
+        return settings
 
     def _check_extraction(self) -> None:
         if self.num_speculative_tokens != 1:
-            _fail(
+            refuse(
                 "num_speculative_tokens",
                 f"must be 1 with method {EXTRACT}, got {self.num_speculative_tokens}",
                 self.num_speculative_tokens,
             )
         if self.model is not None:
-            _fail(
+            refuse(
                 "model",
                 f"must be absent with method {EXTRACT}: there is no draft model",
                 self.model,
             )
-        if self.disable_padded_drafter_batch:
-            _fail("disable_padded_drafter_batch", f"is not allowed with method {EXTRACT}", True)
         if self.draft_tensor_parallel_size not in (None, 1):
-            _fail(
+            refuse(
                 "draft_tensor_parallel_size",
                 f"must be 1, got {self.draft_tensor_parallel_size}",
                 self.draft_tensor_parallel_size,
             )
+        used = ("num_speculative_tokens", "draft_model_config", "draft_tensor_parallel_size")
+        for key, value in self._given().items():
+            if key not in used:
+                refuse(key, f"does not go with method {EXTRACT}; write it into drafter", value)
 
     def _build_draft(self, target: ModelConfig) -> None:
         from vllm.transformers_utils.configs.extract_hidden_states import ExtractHiddenStatesConfig
@@ -157,10 +175,10 @@ class SpeculativeConfig:
             ids = getattr(given.hf_config, LAYER_IDS_KEY, None)
             return {} if ids is None else {LAYER_IDS_KEY: ids}
         if not isinstance(given, Mapping) or set(given) - {"hf_config"}:
-            _fail("draft_model_config", f'must be {{"hf_config": {{...}}}}, got {given!r}', given)
+            refuse("draft_model_config", f'must be {{"hf_config": {{...}}}}, got {given!r}', given)
         inner = given.get("hf_config", {})
         if not isinstance(inner, Mapping):
-            _fail("draft_model_config.hf_config", f"must be an object, got {inner!r}", inner)
+            refuse("draft_model_config.hf_config", f"must be an object, got {inner!r}", inner)
         return dict(inner)
 
     @property
@@ -176,21 +194,22 @@ class SpeculativeConfig:
     @property
     def num_drafts(self) -> int:
         """Draft tokens that a step verifies, or of extraction counts as if it did."""
-        replay = self.replay
-        return replay.num_speculative_tokens if replay else self.num_speculative_tokens or 0
+        settings: DraftSettings | None = self.draft_settings
+        return settings.num_speculative_tokens if settings else self.num_speculative_tokens or 0
 
     def use_eagle(self) -> bool:
         """Whether a drafter reads the target's hidden states (eagle, eagle3, mtp, dflash)."""
-        return False
+        return self.draft_settings is not None and self.draft_settings.reads_target
 
     def use_dflash(self) -> bool:
-        return False
+        return self.method == "dflash"
 
     def use_ngram_gpu(self) -> bool:
-        return False
+        """Whether drafts are looked up on the device, as `ngram` always does."""
+        return self.method == "ngram"
 
     def uses_draft_model(self) -> bool:
-        return False
+        return self.draft_settings is not None and self.draft_settings.is_draft_model
 
     def uses_extract_hidden_states(self) -> bool:
         return self.method == EXTRACT
@@ -200,21 +219,15 @@ def check_layer_ids(ids: Any, num_layers: int) -> None:
     """Raise `VLLMValidationError` unless `ids` is a non-empty list of layer ids of the model."""
     key = f"draft_model_config.hf_config.{LAYER_IDS_KEY}"
     if ids is None:
-        _fail(key, f"must be set with method {EXTRACT}: the list of layers to capture", None)
+        refuse(key, f"must be set with method {EXTRACT}: the list of layers to capture", None)
     is_list = isinstance(ids, list | tuple) and len(ids) > 0
     if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        _fail(key, f"must be a non-empty list of integers, got {ids!r}", ids)
+        refuse(key, f"must be a non-empty list of integers, got {ids!r}", ids)
     bad = [i for i in ids if not 0 <= i <= num_layers]
     if bad:
-        _fail(
+        refuse(
             key,
             f"has ids out of range: {bad}; this model has {num_layers} layers, so ids are 0 "
             f"(embeddings) to {num_layers} (output of the last layer)",
             ids,
         )
-
-
-def _fail(key: str, rule: str, value: Any) -> None:
-    raise VLLMValidationError(
-        f"speculative_config.{key} {rule}", parameter=f"speculative_config.{key}", value=value
-    )

@@ -17,11 +17,12 @@ from vllm.config.areas import (
 )
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
+from vllm.config.draft_methods.base import DraftSettings
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
-from vllm.config.speculative import ReplayConfig, SpeculativeConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.decisions import DecisionLog
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import FlagKind, config, option
@@ -137,9 +138,9 @@ class VllmConfig:
                 self.cache_config.sliding_window = self.model_config.get_sliding_window()
 
     @property
-    def drafter(self) -> ReplayConfig | None:
-        """The configured drafter, if any."""
-        return None if self.speculative_config is None else self.speculative_config.replay
+    def drafter(self) -> DraftSettings | None:
+        """The settings of the configured drafter, if there is one."""
+        return None if self.speculative_config is None else self.speculative_config.draft_settings
 
     @property
     def tokens_to_verify(self) -> int:

@@ -221,9 +221,9 @@ def _resolve_speculation(config: VllmConfig) -> None:
     if config.drafter is not None:
         decisions.record(
             "requests without drafts",
-            "those with output rules",
-            "a grammar, logit_bias, allowed_token_ids, bad_words, min_tokens and penalties depend "
-            "on the tokens before; such requests decode one token per step beside the others",
+            "those with structured outputs",
+            "the host advances their grammar and learns of drafts later than the device verifies "
+            "them; such requests decode one token per step beside the others",
         )
 
 

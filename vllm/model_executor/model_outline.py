@@ -13,10 +13,12 @@ from torch import nn
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.kernels.journal import JournalSize
+from vllm.kernels.step import Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.spec_decode.create import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
 if TYPE_CHECKING:
@@ -57,8 +59,14 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
             proposer = ExtractHiddenStatesProposer(config, meta)
             proposer.load_model(model)
             drafters = [proposer.model] if proposer.model else []
+        progress = Progress.create(1, config.tokens_to_verify, meta)
+        drafter = create_drafter(config, progress)
+        if drafter is not None:
+            drafters += attach_drafter(drafter, model)
     layers = collect_layers(config, model, *drafters)
-    tensors = [*model.parameters(), *model.buffers()]
+    models = [model, *drafters]
+    # Drafters may share modules with the target.
+    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     return ModelOutline(
         specs=specs,

@@ -19,12 +19,12 @@ NO_TOKEN = -1
 @dataclass
 class SamplerOutput:
     """Device-side result: `sampled_token_ids [n]` int64 (`NO_TOKEN` where there was none to
-    sample); logprobs tensors or None. Of a request that verifies drafts the first `num_accepted
-    [requests]` int32 tokens are output."""
+    sample); logprobs tensors or None. `verified [2, requests]` int32 where drafts were verified:
+    how many of each request's tokens, from its first on, are output; how many drafts it had."""
 
     sampled_token_ids: Tensor
     logprobs: LogprobsTensors | None = None
-    num_accepted: Tensor | None = None
+    verified: Tensor | None = None
 
 
 @dataclass
@@ -82,6 +82,7 @@ class ModelRunnerOutput:
     """A finished step on the host.
 
     `sampled_token_ids[i]`: tokens sampled for `req_ids[i]` (empty list while prefilling).
+    `num_verified[i]`: draft tokens of it that were verified (empty: of nobody).
     `logprobs[req_id]`: one row per sampled token. `prompt_logprobs[req_id]`: rows for the prompt
     positions scored in this step (position p scores token p + 1), to be concatenated over chunks.
     `failed_req_ids`: request id -> reason, requests the worker could not serve correctly.
@@ -93,6 +94,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     failed_req_ids: dict[str, RequestError] = field(default_factory=dict)
+    num_verified: list[int] = field(default_factory=list)
 
     @property
     def req_id_to_index(self) -> dict[str, int]:

@@ -121,6 +121,11 @@ class Request:
         #: tokens of steps in flight that count as computed and may turn out to be rejected
         self.num_drafts_in_flight = 0
         self.discard_outputs = 0
+        #: drafts that were verified so far, and those accepted of them
+        self.num_verified_drafts = 0
+        self.num_accepted_drafts = 0
+        #: mean drafts accepted by its last steps; None before the first (see `DraftPolicy`)
+        self.draft_yield: float | None = None
         #: monotonic seconds: entered the waiting queue, first scheduled
         self.queued_time = 0.0
         self.first_scheduled_time = 0.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.config.speculative import ReplayConfig
+from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.v1.attention import selector
@@ -174,7 +174,7 @@ def test_a_backend_that_plans_on_the_host_runs_without_a_drafter_only(
     config = SimpleNamespace(attention_backend="FLASHINFER", drafter=None)
     monkeypatch.setattr(selector, "get_current_vllm_config", lambda: config)
     assert selector.get_attn_backend(128, torch.bfloat16).name == "FLASHINFER"
-    config.drafter = ReplayConfig(num_speculative_tokens=3)
+    config.drafter = ReplaySettings(num_speculative_tokens=3)
     with pytest.raises(ValueError, match="FLASHINFER plans.*with a drafter.*use PAGED"):
         selector.get_attn_backend(128, torch.bfloat16)
     config.attention_backend = "PAGED"

@@ -27,7 +27,6 @@ from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Metric
-from vllm.v1.sample import sampler
 from vllm.v1.worker import step_sampler
 
 #: the prompt of the request that meets the fault begins with this, the others' do not
@@ -85,10 +84,9 @@ def fail_sample(patch: pytest.MonkeyPatch) -> None:
             victims.append(self)
 
     def includes_victim(rows: Any, *more: Any) -> bool:
-        return any(adjustments is victim for _, adjustments, _ in rows for victim in victims)
+        return any(row.adjustments is victim for row in rows for victim in victims)
 
     patch.setattr(step_sampler.Adjustments, "__init__", watched)
-    fail_for(patch, sampler, "adjusted_rows", includes_victim)
     fail_for(patch, step_sampler, "adjusted_rows", includes_victim)
 
 

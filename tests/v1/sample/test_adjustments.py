@@ -22,7 +22,7 @@ def _make(params: SamplingParams, prompt: list[int], output: list[int]) -> Adjus
 
 def _applied(adjustments: Adjustments, logits: torch.Tensor, num_output: int) -> torch.Tensor:
     changed = logits.clone()
-    adjustments.apply(changed, num_output)
+    adjustments.apply(changed, adjustments.num_prompt_tokens + num_output)
     return changed
 
 

@@ -78,7 +78,6 @@ def test_greedy_rows_among_random_ones() -> None:
         logits.clone(),
         _metadata(greedy, SamplingParams(temperature=2.0, seed=1), greedy),
         torch.tensor([5, 5, 5]),
-        [],
     ).sampled_token_ids
     assert drawn[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
 
@@ -86,7 +85,7 @@ def test_greedy_rows_among_random_ones() -> None:
 def test_temperature_sharpens() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(400, 3)
     cold = [SamplingParams(temperature=0.05, seed=i) for i in range(400)]
-    drawn = sample(logits.clone(), _metadata(*cold, vocab=3), torch.arange(400), [])
+    drawn = sample(logits.clone(), _metadata(*cold, vocab=3), torch.arange(400))
     assert drawn.sampled_token_ids.eq(0).all()
 
 
@@ -142,7 +141,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         SamplingParams(temperature=2.0, top_k=1, seed=0, logprobs=4),
         SamplingParams(temperature=0.0, logprobs=0),
     )
-    output = sample(logits.clone(), metadata, torch.tensor([0, 0]), [])
+    output = sample(logits.clone(), metadata, torch.tensor([0, 0]))
     expected = logits.log_softmax(-1)
     assert output.logprobs is not None
     assert output.logprobs.token_ids.shape == (2, 5)

@@ -8,6 +8,7 @@ import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import NO_TOKEN
+from vllm.v1.sample.adjusted_rows import AdjustedRow, HostRows
 from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import gather_logprobs, sample
@@ -57,10 +58,10 @@ def test_only_allowed_tokens_are_sampled(temperature: float, logprobs: int | Non
     logits = torch.randn(n, vocab)
     raw = logits.clone()
     rows = {row: [row % vocab, (row + 7) % vocab] for row in range(0, n, 2)}
-    result = sample(logits, metadata, torch.arange(n), [], masks_for(rows, vocab))
+    result = sample(logits, metadata, torch.arange(n), None, masks_for(rows, vocab))
     tokens = result.sampled_token_ids.tolist()
     assert all(tokens[row] in allowed for row, allowed in rows.items())
-    free = sample(raw.clone(), metadata, torch.arange(n), []).sampled_token_ids.tolist()
+    free = sample(raw.clone(), metadata, torch.arange(n)).sampled_token_ids.tolist()
     assert [tokens[row] for row in range(1, n, 2)] == free[1::2]
     if logprobs is not None:
         assert result.logprobs is not None
@@ -74,7 +75,9 @@ def test_adjustments_do_not_lift_a_mask() -> None:
     metadata = SamplingMetadata.build([params], 10, CPU)
     logits = torch.zeros(1, 10)
     masks = masks_for({0: [2, 3]}, 10)
-    result = sample(logits, metadata, torch.tensor([0]), [(0, adjustment, 0)], masks)
+    result = sample(
+        logits, metadata, torch.tensor([0]), HostRows([AdjustedRow(0, adjustment, 0)]), masks
+    )
     assert result.sampled_token_ids.item() in (2, 3)
 
 
@@ -88,7 +91,9 @@ def test_a_mask_does_not_lift_a_ban(temperature: float, top_k: int) -> None:
     adjustment = Adjustments(params, torch.tensor([1]).numpy(), 1, 10, CPU)
     metadata = SamplingMetadata.build([params], 10, CPU)
     positions, masks = torch.tensor([0]), masks_for({0: banned}, 10)
-    result = sample(torch.randn(1, 10), metadata, positions, [(0, adjustment, 0)], masks)
+    result = sample(
+        torch.randn(1, 10), metadata, positions, HostRows([AdjustedRow(0, adjustment, 0)]), masks
+    )
     assert result.sampled_token_ids.item() == NO_TOKEN
 
 
@@ -103,5 +108,5 @@ def test_a_grammar_decides_about_stop_tokens_below_min_tokens() -> None:
     )
     adjustment = Adjustments(params, torch.tensor([1]).numpy(), 1, 10, CPU)
     logits = torch.zeros(10)
-    adjustment.apply(logits, 0)
+    adjustment.apply(logits, 1)
     assert logits[3] == 0

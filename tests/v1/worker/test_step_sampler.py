@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm.kernels.step import Progress
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import step_sampler
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.step_sampler import StepSampler
 
-VOCAB = 8
+VOCAB, CPU = 8, torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 #: of three requests, the second may only give 5
 PARAMS = {"a": GREEDY, "b": SamplingParams(temperature=0.0, logit_bias={5: 50.0}), "c": GREEDY}
@@ -23,7 +24,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.batch = InputBatch(4)
-        self.sampler = StepSampler(VOCAB, torch.device("cpu"))
+        self.sampler = StepSampler(VOCAB, CPU, Progress.create(4, 1, CPU))
         for req_id, params in PARAMS.items():
             self.add(req_id, params)
 
@@ -43,7 +44,10 @@ class Steps:
         logits[:, 1] = 1.0
         positions = torch.full((len(sampling),), 2)
         sampled = self.sampler.sample(order, logits, positions, None)
-        return None if sampled is None else sampled.sampled_token_ids.flatten().tolist()
+        if sampled is None:
+            return None
+        self.sampler.observe(sampled.sampled_token_ids, torch.ones(len(sampling)).int())
+        return sampled.sampled_token_ids.flatten().tolist()
 
 
 def test_a_step_that_samples_nothing() -> None:

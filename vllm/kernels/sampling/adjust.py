@@ -30,6 +30,11 @@ _STARTS = tl.constexpr(Field.STARTS.value)
 _NUM_WORDS = tl.constexpr(Field.NUM_WORDS.value)
 _RECENT = tl.constexpr(Field.RECENT.value)
 _NUM_RECENT = tl.constexpr(Field.NUM_RECENT.value)
+_NUM_PROMPT = tl.constexpr(Field.NUM_PROMPT.value)
+_MIN_TOKENS = tl.constexpr(Field.MIN_TOKENS.value)
+_DRAFTS = tl.constexpr(Field.DRAFTS.value)
+_NUM_BEFORE = tl.constexpr(Field.NUM_BEFORE.value)
+_REQUEST = tl.constexpr(Field.REQUEST.value)
 
 
 @triton.jit
@@ -57,6 +62,9 @@ def _change_kernel(
         marks = tl.load(own + _MARKS)
         if marks != 0:
             mark = tl.load(marks.to(tl.pointer_type(tl.int32)) + index, mask=inside, other=0)
+            drafts = tl.load(own + _DRAFTS).to(tl.pointer_type(tl.int64))
+            for j in range(tl.load(own + _NUM_BEFORE)):
+                mark += tl.where(index == tl.load(drafts + j), 2, 0)
             repetition = _number(own + _REPETITION)
             scaled = tl.where(x > 0, x / repetition, x * repetition)
             x = tl.where(mark > 0, scaled, x)
@@ -67,7 +75,10 @@ def _change_kernel(
 
 
 @triton.jit
-def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _ban_kernel(
+    logits_ptr, descriptor_ptr, position_ptr, stride_row,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (descriptors): banned tokens, and last tokens of words that else stand complete.
 
     Ids outside the vocabulary are left alone: their place in memory is another request's row.
@@ -76,7 +87,9 @@ def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLO
     logits = logits_ptr + tl.load(own) * stride_row
     i = tl.arange(0, BLOCK)
     banned = tl.load(own + _BANNED).to(tl.pointer_type(tl.int64))
-    num_banned = tl.load(own + _NUM_BANNED)
+    num_output = tl.load(position_ptr + tl.load(own)) - tl.load(own + _NUM_PROMPT)
+    too_short = num_output < tl.load(own + _MIN_TOKENS)
+    num_banned = tl.where(too_short, tl.load(own + _NUM_BANNED), 0)
     for start in range(0, num_banned, BLOCK):
         token = tl.load(banned + start + i, mask=start + i < num_banned, other=-1)
         tl.store(logits + token, float("-inf"), mask=(token >= 0) & (token < VOCAB))
@@ -84,7 +97,10 @@ def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLO
     starts = tl.load(own + _STARTS).to(tl.pointer_type(tl.int64))
     num_words = tl.load(own + _NUM_WORDS)
     num_recent = tl.load(own + _NUM_RECENT)
-    recent_end = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64)) + num_recent
+    # The newest tokens are the drafts before this row; before them come the recent ones.
+    num_before = tl.load(own + _NUM_BEFORE)
+    drafts_end = tl.load(own + _DRAFTS).to(tl.pointer_type(tl.int64)) + num_before
+    recent_end = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64)) + num_recent + num_before
     for start in range(0, num_words, BLOCK):
         there = start + i < num_words
         begin = tl.load(starts + start + i, mask=there, other=0)
@@ -96,7 +112,10 @@ def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLO
         while back <= length:
             compared = matched & (begin + back <= last)
             token = tl.load(words + last - back, mask=compared, other=0)
-            newest = tl.load(recent_end - back, mask=back <= num_recent, other=-1)
+            drafted = back <= num_before
+            known = (back > num_before) & (back <= num_recent + num_before)
+            newest = tl.load(recent_end - back, mask=known, other=-1)
+            newest = tl.where(drafted, tl.load(drafts_end - back, mask=drafted, other=-1), newest)
             matched &= (begin + back > last) | (token == newest)
             length = tl.max(tl.where(matched, last - begin, 0), axis=0)
             back += 1
@@ -105,25 +124,33 @@ def _ban_kernel(logits_ptr, descriptor_ptr, stride_row, VOCAB: tl.constexpr, BLO
 
 
 @triton.jit
-def _observe_kernel(token_ptr, descriptor_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (descriptors): count the sampled token and append it to the recent ones."""
+def _observe_kernel(token_ptr, count_ptr, descriptor_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (descriptors): count a request's output tokens and append them to the recent ones."""
     own = descriptor_ptr + tl.program_id(0).to(tl.int64) * NUM_FIELDS
-    token = tl.load(token_ptr + tl.load(own))
+    if tl.load(own + _NUM_BEFORE) > 0:
+        return
+    first = tl.load(own)
+    num_tokens = tl.load(count_ptr + tl.load(own + _REQUEST))
     marks = tl.load(own + _MARKS)
     if marks != 0:
-        known = (token >= 0) & (token < VOCAB)
-        mark_ptr = marks.to(tl.pointer_type(tl.int32)) + token
-        tl.store(mark_ptr, tl.load(mark_ptr, mask=known, other=0) + 2, mask=known)
+        for j in range(num_tokens):
+            token = tl.load(token_ptr + first + j)
+            known = (token >= 0) & (token < VOCAB)
+            mark_ptr = marks.to(tl.pointer_type(tl.int32)) + token
+            tl.store(mark_ptr, tl.load(mark_ptr, mask=known, other=0) + 2, mask=known)
+            tl.debug_barrier()
     recent = tl.load(own + _RECENT).to(tl.pointer_type(tl.int64))
     length = tl.load(own + _NUM_RECENT)
     i = tl.arange(0, BLOCK)
-    # A block reads what only it overwrites, and one place of the next, before it writes.
+    # A block reads what it and later blocks overwrite, before it writes.
     for start in range(0, length, BLOCK):
         place = start + i
-        newer = tl.load(recent + place + 1, mask=place + 1 < length, other=0)
-        newer = tl.where(place + 1 == length, token, newer)
+        old = tl.load(recent + place + num_tokens, mask=place + num_tokens < length, other=0)
+        new = (place < length) & (place + num_tokens >= length)
+        token = tl.load(token_ptr + first + place + num_tokens - length, mask=new, other=0)
         tl.debug_barrier()
-        tl.store(recent + place, newer, mask=place < length)
+        tl.store(recent + place, tl.where(new, token, old), mask=place < length)
+        tl.debug_barrier()
 
 
 def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
@@ -140,18 +167,26 @@ def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
     return out
 
 
-def ban_tokens(logits: Tensor, descriptors: Tensor) -> None:
-    """Set what the descriptors ban to -inf, in place; `logits [n, vocab]`."""
+def ban_tokens(logits: Tensor, descriptors: Tensor, positions: Tensor) -> None:
+    """Set what the descriptors ban to -inf, in place; `logits [n, vocab]`, `positions [n]` int64 of
+    the tokens to sample."""
     _ban_kernel[(len(descriptors),)](
-        logits, descriptors, logits.stride(0), VOCAB=logits.shape[1], BLOCK=WORDS, num_warps=1
+        logits,
+        descriptors,
+        positions,
+        logits.stride(0),
+        VOCAB=logits.shape[1],
+        BLOCK=WORDS,
+        num_warps=1,
     )
 
 
-def observe_tokens(token_ids: Tensor, descriptors: Tensor, vocab_size: int) -> None:
-    """Add the sampled `token_ids [n]` int64 to the counts and recent tokens.
+def observe_tokens(token_ids: Tensor, counts: Tensor, descriptors: Tensor, vocab_size: int) -> None:
+    """Add what was output of the sampled `token_ids [n]` int64 to the counts and recent tokens:
+    `counts [k]` int32 of each request that sampled, from its first row on.
 
     A row that had no token to sample has -1, which no count and no word contains.
     """
     _observe_kernel[(len(descriptors),)](
-        token_ids, descriptors, VOCAB=vocab_size, BLOCK=WORDS, num_warps=1
+        token_ids, counts, descriptors, VOCAB=vocab_size, BLOCK=WORDS, num_warps=1
     )

@@ -83,13 +83,16 @@ def accept(problem: AcceptProblem) -> None:
     tokens, sampled = progress.tokens.numpy(), problem.sampled.numpy()
     rows, first = table[:, ACCEPT_ROW], table[:, ACCEPT_FIRST]
     most = np.minimum(table[:, ACCEPT_COUNT], 1 + progress.num_drafts.numpy()[rows])
+    stops = progress.stops.numpy()[rows]
     accepted = np.ones(len(rows), dtype=np.int32)
     follows = np.ones(len(rows), dtype=bool)
     for j in range(1, progress.width):
         follows &= j < most
         follows &= sampled[np.where(follows, first + j - 1, 0)] == tokens[rows, j]
+        follows &= (stops != tokens[rows, j, None]).all(axis=1)
         accepted += follows
-    problem.counts.numpy()[:] = accepted
+    problem.counts.numpy()[0] = accepted
+    problem.counts.numpy()[1] = most - 1
     # A request without a token to sample is at its end: what its next step computes nobody reads.
     tokens[rows, 0] = np.maximum(sampled[first + accepted - 1], 0)
     if progress.width > 1:

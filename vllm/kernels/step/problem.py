@@ -20,6 +20,8 @@ ROW, START, COUNT, FIRST_TOKEN = range(4)
 ACCEPT_ROW, ACCEPT_FIRST, ACCEPT_COUNT, ACCEPT_JOURNALS = range(4)
 #: `START` of a request whose count of computed tokens is in `Progress`
 ON_DEVICE = -1
+#: tokens of a row that end its output and that the device knows
+STOPS = 8
 #: columns of both tables, and of `PrepareProblem.journal_steps`
 COLUMNS = 4
 
@@ -33,6 +35,7 @@ class Progress:
     of them. Of recurrent layers' journals (`vllm.kernels.journal`), all `[rows]` int32: `pending`
     tokens that are not in the state's block, in places from `first` on, and `taken` drafts of the
     row's last step that were accepted, whose inputs the convolution's state has not taken in.
+    `stops [rows, STOPS]` int64: tokens that end the row's output, -1 for none.
     """
 
     computed: Tensor
@@ -41,6 +44,7 @@ class Progress:
     pending: Tensor
     first: Tensor
     taken: Tensor
+    stops: Tensor
 
     @classmethod
     def create(cls, rows: int, width: int, device: torch.device) -> Progress:
@@ -50,7 +54,8 @@ class Progress:
             return torch.zeros(rows, dtype=torch.int32, device=device)
 
         tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        return cls(counts(), tokens, counts(), counts(), counts(), counts())
+        stops = torch.full((rows, STOPS), -1, dtype=torch.int64, device=device)
+        return cls(counts(), tokens, counts(), counts(), counts(), counts(), stops)
 
     @property
     def width(self) -> int:
@@ -145,9 +150,12 @@ class AcceptProblem:
 
     `requests [requests, 4]` int32: batch row, place of the first of its samples in `sampled
     [samples]` int64, samples that count, and whether the row keeps a journal. Sample `i` follows
-    token `i` of the row in this step; draft `i + 1` is accepted if it is that sample and all
-    drafts before it are. `counts [requests]` int32 becomes the number of samples that are output:
-    the accepted drafts and the token after them.
+    token `i` of the row in this step; draft `i + 1` is accepted if it is that sample, all drafts
+    before it are, and it does not end the output: what follows would be dropped by the host, and
+    the state at the end could not be kept.
+
+    `counts [2, requests]` int32 becomes, of each request, the number of samples that are output
+    (the accepted drafts and the token after them), and the number of drafts that were verified.
     """
 
     progress: Progress

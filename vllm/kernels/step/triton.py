@@ -6,7 +6,7 @@ it writes it."""
 import triton
 import triton.language as tl
 
-from vllm.kernels.step.problem import AcceptProblem, PrepareProblem
+from vllm.kernels.step.problem import STOPS, AcceptProblem, PrepareProblem
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import next_power_of_2
 
@@ -174,17 +174,20 @@ def prepare(problem: PrepareProblem) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_counts"])
 def _accept_kernel(
     requests_ptr,
     sampled_ptr,
     counts_ptr,
+    stride_counts,
     computed_ptr,
     tokens_ptr,
     drafts_ptr,
     pending_ptr,
     taken_ptr,
+    stops_ptr,
     WIDTH: tl.constexpr,
+    STOPS: tl.constexpr,
 ):
     """Grid (requests)."""
     i = tl.program_id(0)
@@ -192,13 +195,16 @@ def _accept_kernel(
     first = tl.load(requests_ptr + i * 4 + 1)
     most = tl.load(requests_ptr + i * 4 + 2)
     most = tl.minimum(most, 1 + tl.load(drafts_ptr + row))
+    stops = tl.load(stops_ptr + row * STOPS + tl.arange(0, STOPS))
     extra = 0
     follows = True
     for j in tl.static_range(1, WIDTH):
         sample = tl.load(sampled_ptr + first + j - 1, mask=j < most, other=-1)
         follows = follows & (j < most) & (sample == tl.load(tokens_ptr + row * WIDTH + j))
+        follows = follows & (tl.sum((stops == sample).to(tl.int32), 0) == 0)
         extra += follows.to(tl.int32)
     tl.store(counts_ptr + i, 1 + extra)
+    tl.store(counts_ptr + stride_counts + i, most - 1)
     # A request without a token to sample is at its end: what its next step computes nobody reads.
     newest = tl.load(sampled_ptr + first + extra)
     tl.store(tokens_ptr + row * WIDTH, tl.where(newest < 0, 0, newest))
@@ -219,10 +225,13 @@ def accept(problem: AcceptProblem) -> None:
         problem.requests,
         problem.sampled,
         problem.counts,
+        problem.counts.stride(0),
         progress.computed,
         progress.tokens,
         progress.num_drafts,
         progress.pending,
         progress.taken,
+        progress.stops,
         WIDTH=progress.width,
+        STOPS=STOPS,
     )

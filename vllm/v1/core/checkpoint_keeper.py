@@ -58,6 +58,7 @@ class CheckpointKeeper:
         self._taken: dict[str, list[int]] = {}
         #: the token count from which every running request computes
         self._starts: dict[str, int] = {}
+        self._kept: dict[str, int] = {}
 
     # ---- around a step -------------------------------------------------------------------------
 
@@ -74,6 +75,11 @@ class CheckpointKeeper:
         copies = self._before, self._after
         self._before, self._after = [], []
         return copies
+
+    def take_kept(self) -> dict[str, int]:
+        """`SchedulerOutput.kept_states` of the requests that left since the last step."""
+        kept, self._kept = self._kept, {}
+        return kept
 
     # ---- a request -----------------------------------------------------------------------------
 
@@ -158,13 +164,20 @@ class CheckpointKeeper:
 
     def leave(self, request: Request) -> None:
         """The request is about to give its blocks back: its running state becomes a checkpoint if
-        all tokens it covers are known."""
-        request_id = request.request_id
-        position, request.num_state_tokens = request.num_state_tokens, 0
+        all tokens it covers are known. Drafts in flight are none of them: the workers leave them
+        out of the state, but for those of a step before the last."""
+        request_id, drafts = request.request_id, request.num_drafts_in_flight
+        computed, request.num_state_tokens = request.num_state_tokens, 0
+        position = computed - drafts
         start = self._starts.pop(request_id, 0)
         self.plans.drop(request_id)
         self._taken.pop(request_id, None)
-        if 0 < position == request.num_computed_tokens <= request.num_tokens:
+        if drafts and request.discard_outputs:
+            # These are of steps before it lost its blocks.
+            return
+        if computed == request.num_computed_tokens and 0 < position <= request.num_tokens:
+            if drafts:
+                self._kept[request_id] = position
             for manager in self._managers:
                 block = manager.block_at(request_id, position)
                 if block is not None:

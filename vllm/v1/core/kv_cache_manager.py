@@ -106,6 +106,10 @@ class KVCacheManager:
         """Block copies to make before and after the step just scheduled."""
         return self.checkpoints.take_copies() if self.checkpoints is not None else ([], [])
 
+    def take_kept_states(self) -> dict[str, int]:
+        """See `SchedulerOutput.kept_states`."""
+        return self.checkpoints.take_kept() if self.checkpoints is not None else {}
+
     def take_block_log(self) -> list[BlockOperation] | None:
         """What happened to blocks since the last call; None unless the engine sanitizes."""
         journal = self.block_pool.pages.journal

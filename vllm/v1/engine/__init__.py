@@ -122,6 +122,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     cache_report: CacheReport | None = None
     #: the request reached its own end, and its last message follows the front end's `StopRequest`
     awaits_stop: bool = False
+    #: drafts that were accepted and rejected; with the last message, where there were any
+    num_drafts: tuple[int, int] | None = None
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
@@ -156,6 +158,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     connector: dict[str, Any] | None = None
     #: of the waiting ones, those that wait for something else than room
     num_deferred: int = 0
+    #: draft tokens that the next step may verify of each request
+    num_drafts_allowed: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.config.speculative import DRAFTS_KEY, REPLAY
+from vllm.config.speculative import DRAFTS_KEY
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest, check_no_lora
@@ -242,10 +242,11 @@ class InputProcessor:
         drafts = (params.extra_args or {}).get(DRAFTS_KEY)
         if drafts is None:
             return
-        if self.vllm_config.drafter is None:
+        drafter = self.vllm_config.drafter
+        if drafter is None or not drafter.brought_by_requests:
             raise VLLMValidationError(
-                f"{DRAFTS_KEY} are for a drafter, and the engine runs without one; start it with "
-                f"--speculative-config method {REPLAY} or leave them out",
+                f"{DRAFTS_KEY} are for a drafter that takes them, and the engine runs without one; "
+                "start it with --speculative-config method replay or leave them out",
                 DRAFTS_KEY,
             )
         if not isinstance(drafts, list) or any(type(token) is not int for token in drafts):

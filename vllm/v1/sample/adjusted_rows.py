@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,25 +15,40 @@ from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.utils.torch_utils import to_device
 from vllm.v1.sample.adjustments import Adjustments
 
-#: (row of the logits, its adjustments, output tokens so far)
-AdjustedRow = tuple[int, Adjustments, int]
+
+class AdjustedRow(NamedTuple):
+    """A row of the logits of a request with adjustments.
+
+    At least `num_output_tokens` of the request were sampled before this step; `request` counts
+    the requests that sample in it. A row after drafts that are verified follows the first
+    `num_before` of `drafts [n]` int64, a view of the device's that other steps will overwrite.
+    """
+
+    row: int
+    adjustments: Adjustments
+    num_output_tokens: int
+    request: int = 0
+    num_before: int = 0
+    drafts: Tensor | None = None
 
 
 class AdjustedRows(Protocol):
-    """Changes the logits of a step and notes what was sampled from them."""
+    """Changes the logits of a step and notes what was output."""
 
-    def change(self, logits: Tensor, keep: bool) -> Tensor:
-        """The changed `logits [n, vocab]`, in place unless `keep` or the dtype is too narrow."""
+    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
+        """The changed `logits [n, vocab]`, in place unless `keep` or the dtype is too narrow;
+        `positions [n]` int64 of the tokens to sample."""
         ...
 
-    def observe(self, token_ids: Tensor) -> None:
-        """Take note of the sampled `token_ids [n]` int64."""
+    def observe(self, token_ids: Tensor, counts: Tensor) -> None:
+        """Take note of what is output of the sampled `token_ids [n]` int64: `counts [k]` int32 of
+        each request that sampled."""
         ...
 
 
 def adjusted_rows(rows: Sequence[AdjustedRow], device: torch.device) -> AdjustedRows | None:
     """The `rows` that change anything in this step; None without any."""
-    acting = [row for row in rows if row[1].acts(row[2])]
+    acting = [row for row in rows if row.adjustments.acts(row.num_output_tokens)]
     if not acting:
         return None
     return DeviceRows.upload(acting, device) if device.type == "cuda" else HostRows(acting)
@@ -45,15 +60,18 @@ class HostRows:
 
     rows: list[AdjustedRow]
 
-    def change(self, logits: Tensor, keep: bool) -> Tensor:
+    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
         logits = logits.to(torch.float32, copy=keep)
-        for row, adjustments, num_output_tokens in self.rows:
-            adjustments.apply(logits[row], num_output_tokens)
+        for row in self.rows:
+            drafts = None if row.drafts is None else row.drafts[: row.num_before]
+            row.adjustments.apply(logits[row.row], int(positions[row.row]), drafts)
         return logits
 
-    def observe(self, token_ids: Tensor) -> None:
-        for row, adjustments, _ in self.rows:
-            adjustments.observe(token_ids[row : row + 1])
+    def observe(self, token_ids: Tensor, counts: Tensor) -> None:
+        for row in self.rows:
+            if row.num_before == 0:
+                output = token_ids[row.row : row.row + int(counts[row.request])]
+                row.adjustments.observe(output)
 
 
 @dataclass(frozen=True)
@@ -72,36 +90,39 @@ class DeviceRows:
 
     @classmethod
     def upload(cls, rows: list[AdjustedRow], device: torch.device) -> DeviceRows:
-        table = np.concatenate([adjustments.descriptor for _, adjustments, _ in rows])
+        table = np.concatenate([row.adjustments.descriptor for row in rows])
         table = table.reshape(len(rows), len(Field))
-        table[:, Field.ROW] = [row for row, _, _ in rows]
-        table[:, Field.NUM_BANNED] *= [a.bars_stop(count) for _, a, count in rows]
+        table[:, Field.ROW] = [row.row for row in rows]
+        table[:, Field.REQUEST] = [row.request for row in rows]
+        table[:, Field.NUM_BEFORE] = [row.num_before for row in rows]
+        table[:, Field.DRAFTS] = [0 if r.drafts is None else r.drafts.data_ptr() for r in rows]
+        table[:, Field.NUM_BANNED] *= [r.adjustments.bars_stop(r.num_output_tokens) for r in rows]
         counted, worded = table[:, Field.MARKS] != 0, table[:, Field.NUM_WORDS] > 0
         return cls(
             rows,
-            rows[0][1].vocab_size,
+            rows[0].adjustments.vocab_size,
             to_device(torch.from_numpy(table), device),
             changes_values=bool((counted | (table[:, Field.BIAS] != 0)).any()),
             bans=bool((worded | (table[:, Field.NUM_BANNED] > 0)).any()),
             observes=bool((counted | worded).any()),
         )
 
-    def change(self, logits: Tensor, keep: bool) -> Tensor:
+    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
         from vllm.kernels.sampling.adjust import ban_tokens, change_logits
 
         if self.changes_values:
             order = np.full(len(logits), -1, dtype=np.int32)
-            order[[row for row, _, _ in self.rows]] = np.arange(len(self.rows))
+            order[[row.row for row in self.rows]] = np.arange(len(self.rows))
             on_device = to_device(torch.from_numpy(order), logits.device)
             logits = change_logits(logits, self.descriptors, on_device)
         elif keep:
             logits = logits.clone()
         if self.bans:
-            ban_tokens(logits, self.descriptors)
+            ban_tokens(logits, self.descriptors, positions)
         return logits
 
-    def observe(self, token_ids: Tensor) -> None:
+    def observe(self, token_ids: Tensor, counts: Tensor) -> None:
         from vllm.kernels.sampling.adjust import observe_tokens
 
         if self.observes:
-            observe_tokens(token_ids, self.descriptors, self.vocab_size)
+            observe_tokens(token_ids, counts, self.descriptors, self.vocab_size)

@@ -41,6 +41,7 @@ class Adjustments:
         self.params = params
         self.vocab_size = vocab_size
         self.device = device
+        self.num_prompt_tokens = num_prompt_tokens
         output = token_ids[num_prompt_tokens:]
         self.bias = _bias(params, vocab_size, device)
         stop_ids = _known(sorted(params.all_stop_token_ids), vocab_size)
@@ -76,6 +77,8 @@ class Adjustments:
             Field.PRESENCE: presence,
             Field.BANNED: self.stop_ids.data_ptr(),
             Field.NUM_BANNED: len(self.stop_ids),
+            Field.NUM_PROMPT: self.num_prompt_tokens,
+            Field.MIN_TOKENS: self._stop_barred_until,
         }
         if self.words is not None:
             fields |= {
@@ -95,23 +98,33 @@ class Adjustments:
         """Whether anything changes or is counted at the token after `num_output_tokens`."""
         return self._acts_always or num_output_tokens < self._stop_barred_until
 
-    def apply(self, logits: Tensor, num_output_tokens: int) -> None:
-        """Change `logits [vocab]` in place; `num_output_tokens` were sampled before this one."""
+    def apply(self, logits: Tensor, position: int, drafts: Tensor | None = None) -> None:
+        """Change `logits [vocab]` in place, of the token to sample at `position`, which the
+        `drafts [n]` int64 stand right before (host only)."""
+        if drafts is None:
+            drafts = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.bias is not None:
             logits += self.bias
         if self.marks is not None:
-            self._penalise(logits, self.marks)
-        if self.bars_stop(num_output_tokens):
+            self._penalise(logits, self._marks_after(self.marks, drafts))
+        if self.bars_stop(position - self.num_prompt_tokens):
             logits.index_fill_(0, self.stop_ids, _NEVER)
         if self.words is not None:
-            logits.index_fill_(0, self.words.completing(), _NEVER)
+            logits.index_fill_(0, self.words.completing(drafts), _NEVER)
 
-    def observe(self, token: Tensor) -> None:
-        """Take note of the sampled `token [1]` int64, -1 where there was none."""
+    def observe(self, tokens: Tensor) -> None:
+        """Take note of the output `tokens [n]` int64, -1 where there was none (host only)."""
         if self.marks is not None:
-            self.marks[token[token >= 0]] += 2
+            self.marks = self._marks_after(self.marks, tokens)
         if self.words is not None:
-            self.words.observe(token)
+            self.words.observe(tokens)
+
+    def _marks_after(self, marks: Tensor, tokens: Tensor) -> Tensor:
+        """`marks` with the `tokens` counted as output; those outside the vocabulary are not."""
+        if not len(tokens):
+            return marks
+        known = tokens[(tokens >= 0) & (tokens < self.vocab_size)]
+        return marks.index_add(0, known, torch.full_like(known, 2, dtype=marks.dtype))
 
     def _penalise(self, logits: Tensor, marks: Tensor) -> None:
         params = self.params

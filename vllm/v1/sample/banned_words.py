@@ -44,17 +44,19 @@ class BannedWords:
     def __len__(self) -> int:
         return len(self._host_starts) - 1
 
-    def completing(self) -> Tensor:
-        """`[n]` int64: tokens that would complete a word now (host only)."""
+    def completing(self, drafts: Tensor) -> Tensor:
+        """`[n]` int64: tokens that would complete a word after the `drafts [m]` (host only)."""
         ids, words, places, last = self._prefixes
         begun = torch.ones(len(self), dtype=torch.bool)
-        begun[words[ids != self.recent[places]]] = False
+        begun[words[ids != self._recent_after(drafts)[places]]] = False
         return last[begun]
 
-    def observe(self, token: Tensor) -> None:
-        """Take note of the sampled `token [1]` int64 (host only)."""
-        if len(self.recent):
-            self.recent = torch.cat([self.recent[1:], token])
+    def observe(self, tokens: Tensor) -> None:
+        """Take note of the output `tokens [n]` int64 (host only)."""
+        self.recent = self._recent_after(tokens)
+
+    def _recent_after(self, tokens: Tensor) -> Tensor:
+        return torch.cat([self.recent, tokens])[len(tokens) :] if len(tokens) else self.recent
 
     @cached_property
     def _prefixes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

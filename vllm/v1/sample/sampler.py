@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from vllm.kernels.sampling import DrawProblem
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
+from vllm.v1.sample.adjusted_rows import AdjustedRows
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.token_masks import TokenMasks
 
@@ -19,26 +17,23 @@ def sample(
     logits: Tensor,
     metadata: SamplingMetadata,
     positions: Tensor,
-    adjustments: Sequence[AdjustedRow],
+    adjusted: AdjustedRows | None = None,
     masks: TokenMasks | None = None,
 ) -> SamplerOutput:
     """Sample one token per row of `logits [n, vocab]` (may change in place).
 
-    `positions [n]` int64: sequence position the sampled token will take. `adjustments`: (row,
-    adjustments, output tokens so far) of the rows that have any. A row of which adjustments and
-    `masks` leave nothing samples `NO_TOKEN`. Logprobs are those of the unprocessed logits.
+    `positions [n]` int64: sequence position the sampled token will take. `adjusted`: the rows that
+    have adjustments; who knows what is output tells them. A row of which adjustments and `masks`
+    leave nothing samples `NO_TOKEN`. Logprobs are those of the unprocessed logits.
     """
     raw, keep = logits, metadata.num_logprobs is not None
-    adjusted = adjusted_rows(adjustments, logits.device)
     if adjusted is not None:
-        logits = adjusted.change(logits, keep)
+        logits = adjusted.change(logits, positions, keep)
     if masks is not None:
         if keep and logits is raw:
             logits = raw.clone()
         masks.apply(logits)
     token_ids = _draw(logits, metadata, positions)
-    if adjusted is not None:
-        adjusted.observe(token_ids)
     if metadata.num_logprobs is None:
         return SamplerOutput(token_ids)
     chosen = token_ids.clamp(min=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,12 +51,13 @@ class StepOutput(AsyncModelRunnerOutput):
         self._failed = failed_req_ids
         self._ids: Tensor | None = None
         self._counts: Tensor | None = None
+        self._drafts: Tensor | None = None
         self._starts = order.sample_starts
         self._logprobs: LogprobsTensors | None = None
         if sampled is not None:
             self._ids = _to_host(sampled.sampled_token_ids)
-            if sampled.num_accepted is not None:
-                self._counts = _to_host(sampled.num_accepted)
+            if sampled.verified is not None:
+                self._counts, self._drafts = _to_host(sampled.verified)
             if sampled.logprobs is not None:
                 self._logprobs = _logprobs_to_host(sampled.logprobs)
         self._prompt = [(p.req_id, _logprobs_to_host(p.tensors)) for p in prompt_logprobs]
@@ -74,7 +76,17 @@ class StepOutput(AsyncModelRunnerOutput):
             prompt_logprobs={req_id: _to_lists(tensors) for req_id, tensors in self._prompt},
             kv_connector_output=self._kv_connector_output,
             failed_req_ids=self._failed,
+            num_verified=self._num_verified(),
         )
+
+    def _num_verified(self) -> list[int]:
+        """Drafts of each request of the step; empty without any."""
+        if self._drafts is None:
+            return []
+        drafts = np.zeros(self._order.num_reqs, dtype=np.int64)
+        drafts[self._order.sampling] = self._drafts.numpy()
+        found: list[int] = drafts.tolist()
+        return found
 
     def _tokens(self) -> list[list[int]]:
         """One list per request of the step, empty where nothing was sampled."""

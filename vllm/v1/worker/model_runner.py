@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,9 @@ from vllm.v1.outputs import (
     SamplerOutput,
 )
 from vllm.v1.sample.token_masks import TokenMasks
+from vllm.v1.spec_decode.create import attach_drafter, create_drafter
+from vllm.v1.spec_decode.drafter import Drafter, DrafterMemory, DraftStep
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.spec_decode.replay import ReplayDrafter
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
@@ -99,7 +100,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.model_config.max_model_len,
         )
         self.scorer = PromptScorer(self.vocab_size)
-        self.sampler = StepSampler(self.vocab_size, device)
+        self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress)
         self._receive_masks = receive_masks
         self._prompts: dict[str, Prompt] = {}
         #: every layer that keeps state, by name
@@ -110,12 +111,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.sanitizer: Sanitizer | None = None
         self.journals: StateJournals | None = None
-        self.drafter: ReplayDrafter | None = None
-        if vllm_config.drafter is not None:
-            limit = self.model_config.max_model_len
-            self.drafter = ReplayDrafter(
-                vllm_config.drafter, self.inputs.progress, limit, self.vocab_size
-            )
+        self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
 
     # ---- start-up ------------------------------------------------------------------------------
 
@@ -129,8 +125,12 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.proposer.load_model(self.model)
             # The draft is the token a step samples, which is known later: rows come first.
             self._no_drafts = torch.empty(0, 1, dtype=torch.int64, device=self.device)
-        drafters = [self.proposer.model] if self.proposer and self.proposer.model else []
-        self.layers = collect_layers(self.vllm_config, self.model, *drafters)
+        beside: list[nn.Module] = []
+        if self.proposer is not None and self.proposer.model is not None:
+            beside.append(self.proposer.model)
+        if self.drafter is not None:
+            beside += attach_drafter(self.drafter, self.model)
+        self.layers = collect_layers(self.vllm_config, self.model, *beside)
         hand_over_layers(self.vllm_config, self.layers)
 
     @torch.no_grad()
@@ -138,6 +138,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Fill the model's parameters; ValueError for a checkpoint that does not fit."""
         loader = get_model_loader(self.vllm_config.load_config)
         loader.fill(self.model, self.model_config)
+        if self.drafter is not None:
+            self.drafter.load_weights()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return {
@@ -180,6 +182,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.metadata = StepMetadata(
             self.groups, self.block_tables, self.layers, self.model_config.max_model_len
         )
+        if self.drafter is not None:
+            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata))
 
     def plan_graphs(self) -> None:
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
@@ -194,7 +198,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.compute_logits,
             self.brief_steps(),
         )
-        self.graphs = steps.graphs(plan)
+        self.graphs = steps.graphs(plan, self.drafter)
 
     def brief_steps(self) -> Callable[[], AbstractContextManager[None]]:
         """For blocks in which steps launch every kernel, but not for every layer: what they compute
@@ -226,7 +230,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        for name in ("model", "arena", "block_tables", "metadata", "proposer"):
+        for name in ("model", "arena", "block_tables", "metadata", "proposer", "drafter"):
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -294,8 +298,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if sanitizer is not None:
                 sanitizer.observe(hidden, logits)
             sampled = self._sample(order, inputs, logits, scheduler_output.masked_req_ids)
-            if sampled is not None:
-                self._accept(order, inputs, sampled)
+            self._accept(order, inputs, sampled, scheduler_output.num_next_drafts)
         if sanitizer is not None:
             sanitizer.end_step(order, inputs, kv_connector_output)
         # A graph that gives logits is of decodes, which score no prompt position.
@@ -345,11 +348,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states of every token; captured ones go to their cache."""
         result = self.model(inputs.input_ids, inputs.positions)
-        if isinstance(result, Tensor):
-            return result
-        hidden, aux = result
+        hidden, aux = (result, []) if isinstance(result, Tensor) else result
         if self.proposer is not None:
             self.proposer.propose(self._no_drafts, aux)
+        if self.drafter is not None:
+            self.drafter.observe(inputs, hidden, aux)
         return cast(Tensor, hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -373,23 +376,35 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             positions = inputs.next_positions.index_select(0, inputs.sample_indices)
         return self.sampler.sample(order, logits, positions, masks)
 
-    def _accept(self, order: StepOrder, inputs: StepInputs, sampled: SamplerOutput) -> None:
+    def _accept(
+        self,
+        order: StepOrder,
+        inputs: StepInputs,
+        sampled: SamplerOutput | None,
+        num_drafts: int,
+    ) -> None:
         """Advance the rows by the sampled tokens that are output; the next drafts follow them."""
-        counts = self.inputs.accept(inputs, sampled.sampled_token_ids)
-        if order.width > 1:
-            sampled.num_accepted = counts
+        counts = tokens = None
+        if sampled is not None:
+            tokens = sampled.sampled_token_ids
+            verified = self.inputs.accept(inputs, tokens)
+            counts = verified[0]
+            self.sampler.observe(tokens, counts)
+            if order.width > 1:
+                sampled.verified = verified
         if self.drafter is not None:
-            self.drafter.propose()
+            self.drafter.propose(DraftStep(order, inputs, tokens, counts, num_drafts))
 
     # ---- the persistent batch ------------------------------------------------------------------
 
     def _update_states(self, output: SchedulerOutput) -> None:
+        kept = output.kept_states
         for req_id in output.finished_req_ids:
-            self._remove(req_id)
+            self._remove(req_id, kept.get(req_id))
             self.scorer.forget(req_id)
             self._prompts.pop(req_id, None)
         for req_id in output.preempted_req_ids:
-            self._remove(req_id)
+            self._remove(req_id, kept.get(req_id))
         for new in output.scheduled_new_reqs:
             assert new.sampling_params is not None
             prompt = Prompt(new.sampling_params, len(new.prompt_token_ids))
@@ -434,10 +449,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.block_tables.set_row(state.row, block_ids)
         self.sampler.add(state)
         if self.drafter is not None:
+            self.inputs.set_stops(state)
             self.drafter.add(state)
 
-    def _remove(self, req_id: str) -> None:
+    def _remove(self, req_id: str, num_kept_tokens: int | None) -> None:
         state = self.batch.remove(req_id)
         if state is not None and self.journals is not None:
-            self.journals.leave(state.row)
+            self.journals.leave(state.row, num_kept_tokens)
+        if state is not None and self.drafter is not None:
+            self.drafter.remove(state)
         self.sampler.remove(req_id)

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.compilation.piecewise import DeviceGraph
 from vllm.forward_context import set_forward_context
+from vllm.v1.spec_decode.drafter import Drafter
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet, Prepare
@@ -58,8 +60,8 @@ class PaddedSteps:
         run = self.tokens(size * width, size, width)
         return lambda: self._head(run())
 
-    def graphs(self, plan: GraphPlan) -> StepGraphs:
-        """Graphs of these steps, none of them captured yet."""
+    def graphs(self, plan: GraphPlan, drafter: Drafter[Any] | None = None) -> StepGraphs:
+        """Graphs of these steps, none of them captured yet, and of what `drafter` runs besides."""
         if not plan.sizes:
             return StepGraphs()
         new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
@@ -68,6 +70,7 @@ class PaddedSteps:
             {w: graph_set(plan.decode_sizes, self._of_width(w), split=False) for w in plan.widths},
             {w: graph_set(plan.piecewise_sizes, self._split(w), split=True) for w in plan.widths},
             plan.max_prefills,
+            drafter.graph_sets(plan, partial(graph_set, split=False)) if drafter else (),
         )
 
     def _of_width(self, width: int) -> Prepare:

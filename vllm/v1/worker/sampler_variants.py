@@ -54,4 +54,4 @@ def _positions(logits: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata) -> None:
-    sample(logits, metadata, _positions(logits), [])
+    sample(logits, metadata, _positions(logits))

@@ -66,6 +66,8 @@ class StateJournals:
         copies = depth * _FLUSHES_PER_STEP * len(groups)
         self._entries = StagedArray((rows, 2), torch.int32, device, copies)
         self._left: list[tuple[int, list[int]]] = []
+        #: rows that left, and after how many tokens their state is kept
+        self._kept: list[tuple[int, int]] = []
         self._groups = []
         for group_id, layers, spec in groups:
             shape = layers[0].journal_shape(spec)
@@ -111,6 +113,7 @@ class StateJournals:
         """Use the states that the layers have now; nothing is pending in them."""
         self.waiting[:] = False
         self._left.clear()
+        self._kept.clear()
         progress = self._progress
         counts = (progress.pending, progress.first, progress.taken)
         for count in counts:
@@ -133,15 +136,19 @@ class StateJournals:
 
     # ---- around a step -------------------------------------------------------------------------
 
-    def leave(self, row: int) -> None:
-        """A request gives up its row; its state is flushed before anything else runs."""
+    def leave(self, row: int, num_kept_tokens: int | None = None) -> None:
+        """A request gives up its row; its state is flushed before anything else runs, with
+        `num_kept_tokens` of its tokens if given: what its last step accepted may be left out."""
         if self.waiting[row]:
+            if num_kept_tokens is not None:
+                self._kept.append((row, num_kept_tokens))
             self._left.append((row, [int(table[row, 0]) for table in self._tables]))
             self.waiting[row] = False
 
     def before_copies(self, copies: Sequence[BlockCopy]) -> None:
         """Flush the requests that left and the rows whose blocks are about to be copied."""
         left, self._left = self._left, []
+        self._leave_out_drafts()
         copied = np.zeros(len(self.waiting), dtype=bool)
         for i, group in enumerate(self._groups):
             sources = [copy.source for copy in copies if copy.group_id == group.group_id]
@@ -152,6 +159,21 @@ class StateJournals:
         if len(rows):
             # They may go on where only the device knows how far they are.
             self._forget(rows)
+
+    def _leave_out_drafts(self) -> None:
+        """Of the rows that left, what is pending past the tokens whose state is kept does not
+        count; these are accepted drafts of the row's last step."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        progress = self._progress
+        table = torch.tensor(kept, dtype=torch.int32)
+        if progress.pending.is_cuda:
+            table = table.pin_memory().to(progress.pending.device, non_blocking=True)
+        rows, ends = table.unbind(1)
+        past = (progress.computed.index_select(0, rows) - ends).clamp_(min=0)
+        for count in (progress.pending, progress.taken):
+            count.index_add_(0, rows, -past)
 
     def begin_step(self, order: StepOrder, commit_all: bool = False) -> JournalCommits:
         """Flush rows whose progress the host gives, which start anew; when the others commit: in

@@ -10,7 +10,7 @@ is safe because one stream runs them all.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,7 +41,8 @@ class StepGraphs:
     `capture_next()` captures one pending size and says whether it found one; steps use only what is
     captured, so captures may happen at start-up or between steps, in any number. `num_pending`
     sizes are left; the ones that serve every step come first. A step of more than `max_prefills`
-    prefills replays no pieces (None: there is no limit). `decodes` and `pieces` are by width.
+    prefills replays no pieces (None: there is no limit). `decodes` and `pieces` are by width;
+    `others` are captured here and replayed by their owner, the drafter.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class StepGraphs:
         decodes: Mapping[int, GraphSet] | None = None,
         pieces: Mapping[int, GraphSet] | None = None,
         max_prefills: int | None = None,
+        others: Sequence[GraphSet] = (),
     ) -> None:
         self._decodes = dict(decodes or {})
         self._pieces = dict(pieces or {})
         self._max_prefills = max_prefills
+        self._others = list(others)
 
     @property
     def sizes(self) -> list[int]:
@@ -114,5 +117,5 @@ class StepGraphs:
 
     def _sets(self) -> list[GraphSet]:
         """Fewest captures first: all sets get their coarse sizes before any is complete."""
-        found = [*self._decodes.values(), *self._pieces.values()]
+        found = [*self._decodes.values(), *self._pieces.values(), *self._others]
         return sorted(found, key=lambda graphs: len(graphs.sizes))

@@ -18,8 +18,8 @@ from vllm.kernels.step import (
     accept,
     prepare,
 )
-from vllm.kernels.step.problem import COLUMNS, ON_DEVICE
-from vllm.v1.worker.input_batch import StepOrder
+from vllm.kernels.step.problem import COLUMNS, ON_DEVICE, STOPS
+from vllm.v1.worker.input_batch import RequestState, StepOrder
 from vllm.v1.worker.staging import StagedArray, Uploads
 
 
@@ -92,7 +92,7 @@ class StepInputBuilder:
         self._positions = filled(self.max_tokens)
         self._next_positions = filled(self.max_tokens)
         self._seq_lens = filled(max_rows, torch.int32)
-        self._counts = filled(max_rows, torch.int32)
+        self._counts = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def build(
         self,
@@ -168,11 +168,19 @@ class StepInputBuilder:
         )
 
     def accept(self, inputs: StepInputs, sampled: Tensor) -> Tensor:
-        """Advance the rows by what was `sampled [samples]`; how many samples of each request are
-        output, `[k]` int32."""
-        counts = self._counts[: len(inputs.sample_requests)]
+        """Advance the rows by what was `sampled [samples]`; `[2, k]` int32: how many samples of
+        each request are output, and how many drafts were verified."""
+        counts = self._counts[:, : len(inputs.sample_requests)]
         accept(AcceptProblem(self.progress, inputs.sample_requests, sampled, counts))
         return counts
+
+    def set_stops(self, state: RequestState) -> None:
+        """Tell the device which tokens end a request's output, as many as it has room for."""
+        ids = sorted(state.sampling_params.ending_token_ids)[:STOPS]
+        stops = torch.tensor(ids + [-1] * (STOPS - len(ids)))
+        if self.progress.stops.is_cuda:
+            stops = stops.pin_memory()
+        self.progress.stops[state.row].copy_(stops, non_blocking=True)
 
     def _fill_requests(
         self, order: StepOrder, starts: np.ndarray, ends: np.ndarray, padded_reqs: int

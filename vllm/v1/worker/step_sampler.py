@@ -8,11 +8,12 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from vllm.kernels.step import Progress
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import RequestError, RequestFailure
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
+from vllm.v1.sample.adjusted_rows import AdjustedRow, AdjustedRows, adjusted_rows
 from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
@@ -26,9 +27,12 @@ class StepSampler:
     """Holds the adjustments of requests that ask for some, and the metadata of the last step's
     requests, which serves again while these stay the same."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, progress: Progress) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._progress = progress
+        #: the rows with adjustments of the step whose output is not known yet
+        self._adjusted: AdjustedRows | None = None
         self._adjustments: dict[str, Adjustments] = {}
         self._key: tuple[int, list[str]] | None = None
         self._metadata: SamplingMetadata | None = None
@@ -66,21 +70,14 @@ class StepSampler:
         masks: TokenMasks | None,
     ) -> SamplerOutput | None:
         """Tokens of the requests that sample, from `logits [n, vocab]` for `positions [n]`; None if
-        there are none. Those with adjustments, which follow from the tokens before, have no drafts:
-        only the first of their rows counts.
+        there are none. The adjustments of a row after drafts are those after these drafts.
         """
+        self._adjusted = None
         if not len(order.sampling):
             return None
-        adjusted: list[AdjustedRow] = []
-        if self._adjustments:
-            rows = zip(order.sample_starts.tolist(), order.sampled.states, strict=True)
-            adjusted = [
-                (row, self._adjustments[state.req_id], state.num_output_tokens)
-                for row, state in rows
-                if state.req_id in self._adjustments
-            ]
+        adjusted = self._rows_with_adjustments(order) if self._adjustments else []
         try:
-            return sample(logits, self._metadata_of(order), positions, adjusted, masks)
+            return self._sample(logits, self._metadata_of(order), positions, adjusted, masks)
         except Exception as error:
             culprits = self._culprits(order, adjusted, error)
             if not culprits:
@@ -89,14 +86,47 @@ class StepSampler:
             metadata = SamplingMetadata.build(
                 self._params_of(order, culprits), self._vocab_size, self._device
             )
-            adjusted = [one for one in adjusted if one[0] not in culprits]
-            return sample(logits, metadata, positions, adjusted, masks)
+            starts = order.sample_starts
+            adjusted = [one for one in adjusted if int(starts[one.request]) not in culprits]
+            return self._sample(logits, metadata, positions, adjusted, masks)
+
+    def observe(self, token_ids: Tensor, counts: Tensor) -> None:
+        """What is output of the sampled `token_ids [n]`: `counts [k]` int32 of each request that
+        sampled, from its first row on."""
+        if self._adjusted is not None:
+            self._adjusted.observe(token_ids, counts)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        positions: Tensor,
+        rows: list[AdjustedRow],
+        masks: TokenMasks | None,
+    ) -> SamplerOutput:
+        self._adjusted = adjusted_rows(rows, self._device)
+        return sample(logits, metadata, positions, self._adjusted, masks)
+
+    def _rows_with_adjustments(self, order: StepOrder) -> list[AdjustedRow]:
+        rows: list[AdjustedRow] = []
+        starts, counts = order.sample_starts.tolist(), order.num_samples.tolist()
+        for i, state in enumerate(order.sampled.states):
+            adjustments = self._adjustments.get(state.req_id)
+            if adjustments is None:
+                continue
+            drafts = self._progress.tokens[state.row, 1:] if counts[i] > 1 else None
+            known = state.num_output_tokens
+            rows += [
+                AdjustedRow(starts[i] + j, adjustments, known + j, i, j, drafts)
+                for j in range(counts[i])
+            ]
+        return rows
 
     def _culprits(
         self, order: StepOrder, adjusted: list[AdjustedRow], error: Exception
     ) -> set[int]:
         """First rows of requests that cannot be sampled even alone: these fail."""
-        rows = {one[0]: [one] for one in adjusted}
+        rows = {one.row: [one] for one in adjusted}
         culprits = set()
         for row, state in zip(order.sample_starts.tolist(), order.sampled.states, strict=True):
             try:

@@ -86,7 +86,7 @@ def _sample_full_batch(runner: ModelRunner) -> None:
     logits = runner.compute_logits(hidden)
     metadata = SamplingMetadata.build([params] * rows, runner.vocab_size, runner.device)
     positions = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-    sample(logits, metadata, positions, [], TokenMasks.dummy(logits))
+    sample(logits, metadata, positions, None, TokenMasks.dummy(logits))
 
 
 def find_kernels(runner: ModelRunner, plan: KernelPlan | None) -> list[Variant]:
@@ -147,6 +147,8 @@ def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
             run_batch(runner, batch, decode_known_tokens=decode_known_tokens)
     if runner.journals is not None:
         runner.journals.rehearse()
+    if runner.drafter is not None:
+        runner.drafter.rehearse()
     run_common_samplers(runner)
 
 
@@ -198,8 +200,10 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
         )
         for i in range(batch.count)
     ]
-    req_ids = [request.req_id for request in requests]
-    runner.execute_dummy(_step(requests, CachedRequestData.make_empty(), req_ids, batch.length))
+    req_ids, drafts = [request.req_id for request in requests], runner.width - 1
+    runner.execute_dummy(
+        _step(requests, CachedRequestData.make_empty(), req_ids, batch.length, drafts)
+    )
     for i, width in enumerate(sorted({1, runner.width}) if batch.decode else ()):
         cached = CachedRequestData(
             req_ids=req_ids,
@@ -207,14 +211,18 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             num_computed_tokens=[end + i] * len(req_ids),
             num_output_tokens=[1 + i] * len(req_ids),
         )
-        runner.execute_dummy(_step([], cached, req_ids, width))
+        runner.execute_dummy(_step([], cached, req_ids, width, drafts))
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)
 
 
 def _step(
-    new: list[NewRequestData], cached: CachedRequestData, req_ids: list[str], length: int
+    new: list[NewRequestData],
+    cached: CachedRequestData,
+    req_ids: list[str],
+    length: int,
+    num_drafts: int,
 ) -> SchedulerOutput:
     return SchedulerOutput(
         new,
@@ -222,4 +230,5 @@ def _step(
         dict.fromkeys(req_ids, length),
         length * len(req_ids),
         sampling_req_ids=set(req_ids),
+        num_next_drafts=num_drafts,
     )

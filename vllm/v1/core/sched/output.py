@@ -116,6 +116,12 @@ class SchedulerOutput:
     only the device knows them. They are among the tokens of `num_scheduled_tokens`, and the request
     samples one token after each and one more.
 
+    `kept_states`: of requests that leave while drafts of theirs are in flight, after how many
+    tokens the recurrent state is kept; others leave it as their steps end.
+
+    `num_next_drafts`: draft tokens that may be verified of each request after this step: drafters
+    propose as many.
+
     Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
     each decodes equally many tokens and samples. Such steps share `num_scheduled_tokens`,
     `sampling_req_ids` and `scheduled_cached_reqs.req_ids`, which nobody changes.
@@ -138,6 +144,8 @@ class SchedulerOutput:
     block_log: list[BlockOperation] | None = None
     kv_connector_metadata: KVConnectorMetadata | None = None
     masked_req_ids: list[str] = field(default_factory=list)
+    kept_states: dict[str, int] = field(default_factory=dict)
+    num_next_drafts: int = 0
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

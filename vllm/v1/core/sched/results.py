@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Result = tuple[Request, list[int]]
+T = TypeVar("T")
 
 #: later statuses are final; compared directly because every request of a step is
 _LAST_UNFINISHED = RequestStatus.PREEMPTED
@@ -83,9 +84,12 @@ class SchedulerResults(SchedulerState):
         special = failed.keys() | prompt_logprobs.keys() | runner_output.logprobs.keys()
         sampled = _tokens_in_order(scheduler_output, runner_output)
         results = list(zip(requests, sampled, strict=True))
-        verified = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        if runner_output.num_verified:
+            verified = _in_order(scheduler_output, runner_output, runner_output.num_verified, 0)
+            self._count_drafts(results, scheduled, verified)
         if not self.counts_drafts:
-            results = self._take_plain(results, special, verified, outputs)
+            results = self._take_plain(results, special, scheduled, outputs)
         ended: list[Request] = []
         for request, tokens in results:
             if request.status > _LAST_UNFINISHED:
@@ -98,7 +102,7 @@ class SchedulerResults(SchedulerState):
                     request.status = RequestStatus.FINISHED_ERROR
                     request.error = failed[request_id]
                 elif request_id in scheduler_output.sampling_req_ids:
-                    drafts = len(verified.get(request_id, ()))
+                    drafts = len(scheduled.get(request_id, ()))
                     new_tokens = self._take_tokens(request, tokens, drafts)
                 logprobs = _Logprobs.of(request_id, runner_output)
             except Exception as error:
@@ -117,7 +121,7 @@ class SchedulerResults(SchedulerState):
         self,
         results: list[Result],
         special: Set[str],
-        verified: Mapping[str, Sequence[int]],
+        scheduled: Mapping[str, Sequence[int]],
         outputs: ClientOutputs,
     ) -> list[Result]:
         """Append the tokens of every request that just goes on; returns the others, untouched."""
@@ -138,8 +142,8 @@ class SchedulerResults(SchedulerState):
             ):
                 others.append(result)
                 continue
-            if request_id in verified:
-                self._settle(request, len(verified[request_id]), len(tokens))
+            if request_id in scheduled:
+                self._settle(request, len(scheduled[request_id]), len(tokens))
             else:
                 request.num_output_placeholders -= 1
             request.output_token_ids.extend(tokens)
@@ -155,7 +159,25 @@ class SchedulerResults(SchedulerState):
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens -= rejected
             request.num_state_tokens -= rejected
-        self._counters.add_drafts(num_drafts, num_tokens - 1)
+
+    def _count_drafts(
+        self,
+        results: list[Result],
+        scheduled: Mapping[str, Sequence[int]],
+        verified: Sequence[int],
+    ) -> None:
+        """Of each request whose output counts: how many drafts it had and how many held."""
+        for (request, tokens), drafts in zip(results, verified, strict=True):
+            if request.request_id not in scheduled or request.discard_outputs or not tokens:
+                continue
+            if request.status > _LAST_UNFINISHED:
+                continue
+            accepted = len(tokens) - 1
+            self.draft_policy.observe(request, accepted)
+            if drafts:
+                request.num_verified_drafts += drafts
+                request.num_accepted_drafts += accepted
+                self._counters.add_drafts(drafts, accepted)
 
     def _take_tokens(self, request: Request, tokens: list[int], num_drafts: int) -> list[int]:
         """Append sampled tokens up to a stop; returns those that count."""
@@ -283,11 +305,20 @@ def nothing_to_sample(request: Request) -> str | RequestConflict:
 def _tokens_in_order(
     scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
 ) -> Sequence[list[int]]:
-    """Sampled tokens of the step's requests in the order of scheduling; workers have their own."""
-    sampled = runner_output.sampled_token_ids
+    """Sampled tokens of the step's requests in the order of scheduling."""
+    return _in_order(scheduler_output, runner_output, runner_output.sampled_token_ids, [])
+
+
+def _in_order(
+    scheduler_output: SchedulerOutput,
+    runner_output: ModelRunnerOutput,
+    values: Sequence[T],
+    missing: T,
+) -> Sequence[T]:
+    """`values` of the step's requests in the order of scheduling; workers have their own."""
     scheduled = scheduler_output.num_scheduled_tokens
     if runner_output.req_ids == list(scheduled):
-        return sampled
+        return values
     index = runner_output.req_id_to_index
     places = (index.get(request_id) for request_id in scheduled)
-    return [[] if place is None else sampled[place] for place in places]
+    return [missing if place is None else values[place] for place in places]

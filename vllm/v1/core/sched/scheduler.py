@@ -72,7 +72,7 @@ class Scheduler(SchedulerResults):
         """Continue running requests; False if blocks ran out, so that nobody new can start."""
         enough = True
         requests, counts, blocks = step.requests, step.counts, step.blocks
-        width = self.width
+        width = self.next_width
         for request in self.running:  # making room shortens the list, at its end
             if step.token_budget == 0:
                 break
@@ -95,7 +95,7 @@ class Scheduler(SchedulerResults):
         if num_tokens == 0:
             return True
         enough = True
-        lookahead = max(self.width - num_tokens, 0)
+        lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
         while (
             blocks := self.kv_cache_manager.allocate_slots(
                 request, num_tokens, num_lookahead_tokens=lookahead
@@ -111,8 +111,8 @@ class Scheduler(SchedulerResults):
             return enough
         if num_tokens > 1:
             step.drafts[request.request_id] = num_tokens
-        if num_tokens == self.width:
-            quiet = self.kv_cache_manager.quiet_until(request)
+        if num_tokens == self.next_width:
+            quiet = self.kv_cache_manager.quiet_until(request) - self.draft_lookahead
             request.quiet_until = min(quiet, request.length_limit - 1)
         else:
             step.only_decodes = False
@@ -126,18 +126,15 @@ class Scheduler(SchedulerResults):
             return 0, False
         computed = request.num_computed_tokens
         decodes = known - computed == 1
-        if decodes and self.width > 1 and self._drafts(request):
-            return min(self.width, request.length_limit - known, token_budget), True
+        if decodes and self.next_width > 1 and self._drafts(request):
+            return min(self.next_width, request.length_limit - known, token_budget), True
         return self._chunk(request, computed, known - computed, token_budget), decodes
 
     @staticmethod
     def _drafts(request: Request) -> bool:
         """Whether drafts may follow the request's newest token: it was sampled where they are, and
-        no rule on the output makes a token's choice depend on those before it."""
-        if request.num_computed_tokens < request.num_told_tokens or request.grammar is not None:
-            return False
-        params = request.sampling_params
-        return params is not None and not params.adjusts_logits
+        no grammar, which the host advances, has to know them."""
+        return request.num_computed_tokens >= request.num_told_tokens and request.grammar is None
 
     def _chunk(self, request: Request, computed: int, num_tokens: int, token_budget: int) -> int:
         """How many of the next `num_tokens` tokens to compute at once."""
@@ -256,13 +253,14 @@ class Scheduler(SchedulerResults):
             return 0, None
         if prefix.load_async:
             num_tokens = 0
+        lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
         return num_tokens, self.kv_cache_manager.allocate_slots(
             request,
             num_tokens,
             num_new_computed_tokens=prefix.num_local,
             new_computed_blocks=prefix.blocks,
             num_external_computed_tokens=prefix.num_external,
-            num_lookahead_tokens=max(self.width - num_tokens, 0) if num_tokens else 0,
+            num_lookahead_tokens=lookahead if num_tokens else 0,
             delay_cache_blocks=prefix.load_async,
         )
 
@@ -353,6 +351,7 @@ class Scheduler(SchedulerResults):
 
     def _make_output(self, step: StepPlan) -> SchedulerOutput:
         decodes = self._decodes = self._decode_set(step)
+        drafts = self.draft_policy.choose(step.requests) if self.width > 1 else 0
         copies_before, copies_after = self.kv_cache_manager.take_copies()
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
@@ -369,7 +368,10 @@ class Scheduler(SchedulerResults):
             copies_before=copies_before,
             copies_after=copies_after,
             block_log=self.kv_cache_manager.take_block_log(),
+            kept_states=self.kv_cache_manager.take_kept_states(),
+            num_next_drafts=drafts,
         )
+        self.next_width = 1 + drafts
         self.finished_req_ids = set()
         self.preempted_req_ids = set()
         return output
@@ -378,10 +380,11 @@ class Scheduler(SchedulerResults):
         """What a step of decodes only shares with others like it; None for another step."""
         if not step.only_decodes or not step.requests:
             return None
-        if self._decodes is not None and step.requests == self._decodes.requests:
-            return self._decodes
+        last, width = self._decodes, self.next_width
+        if last is not None and step.requests == last.requests and width == last.width:
+            return last
         self._num_decode_sets += 1
-        return DecodeSet(self._num_decode_sets, step.requests, self.width)
+        return DecodeSet(self._num_decode_sets, step.requests, self.next_width)
 
     def _advance(self, step: StepPlan, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; state who samples."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.cache_options import CacheReport
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -113,8 +114,14 @@ class SchedulerState(SchedulerInterface):
         #: grammar is being compiled, their state is on its way
         self.num_deferred = 0
         speculative = vllm_config.speculative_config
-        #: tokens of a request that verifies drafts in one step
+        #: tokens of a request that verifies drafts in one step, at most
         self.width = vllm_config.tokens_to_verify
+        drafter = vllm_config.drafter
+        self.draft_policy = DraftPolicy(self.width - 1)
+        #: tokens of such a request in the next step
+        self.next_width = self.width
+        #: tokens past a step's whose slots the drafter's own layers write
+        self.draft_lookahead = drafter.lookahead_tokens if drafter else 0
         self.counts_drafts = self.width == 1 and speculative is not None
 
         self.connector = create_scheduler_connector(vllm_config, kv_cache_config)
@@ -347,6 +354,7 @@ class SchedulerState(SchedulerInterface):
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=sum(counters.accepted),
             accepted_per_position=counters.accepted,
+            num_drafts_allowed=self.next_width - 1,
             connector=None if counters.connector is None else counters.connector.data,
         )
 
@@ -361,4 +369,11 @@ def finish_output(request: Request, kv_transfer_params: dict[str, Any] | None) -
         error=request.error,
         kv_transfer_params=kv_transfer_params,
         num_cached_tokens=max(request.num_cached_tokens, 0),
+        num_drafts=_drafts(request),
     )
+
+
+def _drafts(request: Request) -> tuple[int, int] | None:
+    """Accepted and rejected; None if there were none."""
+    verified, accepted = request.num_verified_drafts, request.num_accepted_drafts
+    return (accepted, verified - accepted) if verified else None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `speculative_config.method` may be: for each drafter its settings and its class.
+
+A new method is a settings class, a `Drafter` (`vllm.v1.spec_decode.drafter`) and a line here. Both
+are imported when the method is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm import decisions
+from vllm.config.draft_methods.base import DraftSettings, refuse
+from vllm.utils.class_registry import resolve_class
+
+
+@dataclass(frozen=True)
+class DraftMethod:
+    """Dotted paths: `settings` of a `DraftSettings`, `drafter` of a `Drafter`."""
+
+    settings: str
+    drafter: str
+
+
+DRAFT_METHODS: Mapping[str, DraftMethod] = {
+    "ngram": DraftMethod(
+        "vllm.config.draft_methods.ngram.NgramSettings", "vllm.v1.spec_decode.ngram.NgramDrafter"
+    ),
+    "replay": DraftMethod(
+        "vllm.config.draft_methods.replay.ReplaySettings",
+        "vllm.v1.spec_decode.replay.ReplayDrafter",
+    ),
+}
+
+#: other names of methods, with what they meant
+ALIASES: Mapping[str, str] = {"ngram_gpu": "ngram"}
+
+
+def resolve_method(method: str | None, model: str | None, others: tuple[str, ...] = ()) -> str:
+    """The method that is meant by `method`, or without one by `model`: a key of `DRAFT_METHODS` or
+    one of `others`. `VLLMValidationError` for any other, naming what there is."""
+    if method is None and model == "ngram":
+        return "ngram"
+    if method in ALIASES:
+        decisions.record("speculative method", ALIASES[method], "another name of it", method)
+        return ALIASES[method]
+    supported = (*others, *DRAFT_METHODS)
+    if method is None or method not in supported:
+        named = method or (f"drafting with model {model!r}" if model else "none")
+        refuse("method", f": {named} is not supported; supported: {', '.join(supported)}", method)
+    return method
+
+
+def settings_of(method: str, given: Mapping[str, Any]) -> DraftSettings:
+    """The settings of `method`, a key of `DRAFT_METHODS`, from the keys that the user gave.
+
+    `VLLMValidationError` for a key that the method does not have, and for what its settings refuse.
+    """
+    kind = resolve_class(DRAFT_METHODS[method].settings)
+    known = [field.name for field in fields(kind) if field.init]
+    for key in given:
+        if key not in known:
+            refuse(
+                key, f"does not go with method {method}, which has {', '.join(known)}", given[key]
+            )
+    if given.get("num_speculative_tokens") is None and not kind.knows_num_tokens:
+        refuse("num_speculative_tokens", f"must be given with method {method}", None)
+    settings: DraftSettings = kind(**given)
+    return settings

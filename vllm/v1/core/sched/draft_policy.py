@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the next step verifies drafts: measured acceptance against what the wider step costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm import decisions
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+#: tokens whose computation takes a step as long as reading the weights does
+BALANCE = 128
+#: weight of a request's newest verification in its yield
+_NEWEST = 0.2
+#: what drafting has to gain beyond what it costs
+_MARGIN = 1.02
+#: steps without drafts until drafting is tried again, and steps of such a trial
+_PAUSE, _TRIAL = 64, 4
+_SECONDS_BETWEEN_RECORDS = 10.0
+
+
+def step_cost(num_tokens: int) -> float:
+    """Time of a step of `num_tokens`, of which the first is nearly all: weights are read once."""
+    return 1 + num_tokens / BALANCE
+
+
+class DraftPolicy:
+    """Chooses between no drafts and `num_drafts` per request, for all decodes of a step: its
+    kernels run one width, so a request without drafts would cost as much beside others with them.
+
+    A request's *yield* is the mean number of drafts that were accepted in its last steps that
+    verified any, those for which the drafter found none included. Drafting pays while the output of
+    a step grows by more than its time does (`step_cost`). Where it does not, it is tried for a few
+    steps now and then, unless the batch is so large that not even full acceptance would pay.
+    """
+
+    def __init__(self, num_drafts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_drafts = num_drafts
+        self._clock = clock
+        #: the yield that a new request is expected to have
+        self._expected = float(num_drafts)
+        self._pays = True
+        self._steps = 0
+        self._recorded_at = float("-inf")
+        self._recorded: bool | None = None
+
+    def observe(self, request: Request, num_accepted: int) -> None:
+        """A step verified drafts of the request and accepted so many."""
+        before = self._yield_of(request)
+        request.draft_yield = before + _NEWEST * (num_accepted - before)
+        self._expected += _NEWEST / 8 * (num_accepted - self._expected)
+
+    def choose(self, decodes: Sequence[Request]) -> int:
+        """Drafts per request of the next step if it decodes these."""
+        count = len(decodes)
+        if not count or not self.num_drafts:
+            return self.num_drafts
+        ratio = step_cost(count * (1 + self.num_drafts)) / step_cost(count)
+        most = 1.0 + self.num_drafts
+        if ratio * _MARGIN >= most:
+            return self._turn(False, count, "the batch is too large for any acceptance to pay")
+        gained = sum(self._yield_of(request) for request in decodes if request.grammar is None)
+        pays = 1 + gained / count > ratio * _MARGIN
+        if pays:
+            return self._turn(True, count, "steps gain more tokens than they take longer")
+        self._steps += 1
+        if self._pays or self._steps > _PAUSE + _TRIAL:
+            self._steps = 0 if self._pays else 1
+        if self._steps > _PAUSE:
+            return self.num_drafts
+        return self._turn(False, count, "too few drafts are accepted for what verifying costs")
+
+    def _yield_of(self, request: Request) -> float:
+        return self._expected if request.draft_yield is None else request.draft_yield
+
+    def _turn(self, pays: bool, count: int, why: str) -> int:
+        self._pays = pays
+        if pays:
+            self._steps = 0
+        chosen = self.num_drafts if pays else 0
+        now = self._clock()
+        if pays != self._recorded and now - self._recorded_at >= _SECONDS_BETWEEN_RECORDS:
+            self._recorded, self._recorded_at = pays, now
+            other = 0 if pays else self.num_drafts
+            decisions.record("drafts per request", chosen, f"{count} requests decode: {why}", other)
+        return chosen
