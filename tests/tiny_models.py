@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -27,12 +28,18 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -82,10 +89,14 @@ _QWEN3_5: dict[str, Any] = {
     },
 }
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: a shared expert of the others' size
+_QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
 
-def _wrapper_config() -> Qwen3_5Config:
-    return Qwen3_5Config(
-        text_config=_QWEN3_5,
+
+def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
+    return wrapper(
+        text_config=text_config,
         vision_config={
             "depth": 1,
             "hidden_size": 32,
@@ -129,7 +140,31 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
             "rope_parameters": {**_QWEN3_5["rope_parameters"], "mrope_section": [11, 11, 10]},
         }
     ),
-    "qwen3_5_wrapper": _wrapper_config,
+    "qwen3_5_wrapper": lambda: _wrapper_config(Qwen3_5Config, _QWEN3_5),
+    "mixtral": lambda: MixtralConfig(
+        **{**_COMMON, "intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=40,
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, **_EXPERTS, mlp_only_layers=[1]),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **{**_COMMON, **_EXPERTS},
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
+    "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
+}
+
+#: architectures that `AutoModelForCausalLM` does not make of their config
+_WRAPPERS = {
+    Qwen3_5Config: Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig: Qwen3_5MoeForConditionalGeneration,
 }
 
 #: every family `make_tiny` knows
@@ -147,10 +182,17 @@ _SCALES = {
     "v_proj": 4.0,
     "o_proj": 6.0,
     "out_proj": 6.0,
+    "experts.gate_up_proj": 6.0,
+    "experts.down_proj": 12.0,
+    "mlp.gate.": 10.0,
+    "shared_expert_gate": 10.0,
+    "shared_expert.gate_proj": 6.0,
+    "shared_expert.up_proj": 6.0,
     "down_proj": 6.0,
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
 
@@ -172,7 +214,7 @@ def _tune(model: PreTrainedModel) -> None:
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:
-    return "qwen3_5" in model.config.model_type
+    return any(name in model.config.model_type for name in ("qwen3_5", "qwen3_next"))
 
 
 def _sharpen_attention(model: PreTrainedModel) -> None:
@@ -180,7 +222,9 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             offset = 1.0 if _is_one_plus(model) else 0.0
             param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
-        elif model.config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+        elif model.config.model_type in _WITHOUT_HEAD_NORMS and name.endswith(
+            ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+        ):
             param.data *= _LLAMA_SHARPNESS
 
 
@@ -199,8 +243,8 @@ def _decorrelate_head(model: PreTrainedModel) -> None:
 def _new_model(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel
-    if isinstance(config, Qwen3_5Config):
-        model = Qwen3_5ForConditionalGeneration(config)
+    if type(config) in _WRAPPERS:
+        model = _WRAPPERS[type(config)](config)
     else:
         model = AutoModelForCausalLM.from_config(config)
     return model
@@ -225,7 +269,7 @@ def make_tiny(
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     model.save_pretrained(path)
-    if isinstance(config, Qwen3_5Config):
+    if type(config) in _WRAPPERS:
         _add_mtp_tensors(path / "model.safetensors", text_config, dtype)
     _tokenizer().save_pretrained(path)
     return path
@@ -285,8 +329,10 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Path:
 def hf_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The transformers model of a checkpoint."""
     architecture: Any = AutoModelForCausalLM
-    if '"Qwen3_5ForConditionalGeneration"' in (Path(path) / "config.json").read_text():
-        architecture = Qwen3_5ForConditionalGeneration
+    (name,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    for wrapper in _WRAPPERS.values():
+        if wrapper.__name__ == name:
+            architecture = wrapper
     model: PreTrainedModel = architecture.from_pretrained(path, dtype=dtype).eval()
     return model
 

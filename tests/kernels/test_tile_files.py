@@ -59,7 +59,7 @@ def test_every_head_dimension_up_to_256_has_a_tile() -> None:
     for gpu in (None, H200):
         for field in dataclasses.fields(Configs):
             value = getattr(shipped(gpu), field.name)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not field.name.startswith("moe_"):
                 assert pick(value, 256), f"{gpu}: {field.name}"
 
 

@@ -111,6 +111,11 @@ def test_workloads_are_valid_calls(device: str, make: Any) -> None:
     assert out.isfinite().all()
 
 
+def test_workload_of_experts_is_a_valid_call(device: str) -> None:
+    made = Workloads(CudaKernels(), torch.device(device)).experts(3, num_experts=9, hidden=64)
+    assert made.func(computable(made.args[0])).isfinite().all()
+
+
 def computable(value: Any) -> Any:
     """The interpreter computes bf16 products wrongly."""
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.is_cpu:

@@ -27,6 +27,7 @@ from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
 from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.linear import naive as matmul
+from vllm.kernels.moe import naive as moe
 from vllm.kernels.norm import naive as norms
 from vllm.kernels.registry import Op, Registry, composed
 from vllm.kernels.residual_stream import Norm, ResidualStream
@@ -51,6 +52,9 @@ class Kernels(Registry):
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
+
+    route_experts = Op(moe.route_experts)
+    run_experts = Op(moe.run_experts)
 
     kda_prefill = Op(kda.kda_prefill)
     kda_decode = Op(kda.kda_decode)

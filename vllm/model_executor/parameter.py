@@ -20,6 +20,8 @@ from vllm.distributed.utils import per_rank
 
 ShardId = str | int
 WeightLoader = Callable[..., None]
+#: in a stack of experts, the one that every token goes through; the others have numbers
+SHARED_EXPERT = "shared"
 
 
 class WeightShapeError(ValueError):

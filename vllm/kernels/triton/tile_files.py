@@ -6,6 +6,8 @@ have their own rows: twice the shared memory, and no tensor cores. Attention rea
 block table, which takes every second pipeline stage: `2 n + 1` stages keep `n` key tiles in shared
 memory.
 
+Those of mixtures of experts are keyed by the rows of a block of tokens.
+
 A JSON file names the GPU it was measured on and its compute capability (null: any GPU), and gives
 one value per field of `Configs`: a number, a tile, or tiles by padded head dimension.
 """
@@ -40,6 +42,7 @@ class Configs:
 
     Attention of short queries: `attention_decode_few` where sequences share the keys' heads among
     at most one program per multiprocessor, `attention_decode_many` where they are more than two.
+    Tiles of experts are (columns of the weight at once, outputs); both tables have the same keys.
     """
 
     multiprocessors: int
@@ -55,6 +58,9 @@ class Configs:
     gdn_intra: Tile
     gdn_fp32_warps: int
     conv1d: Tile
+    moe_gate_up: Table
+    moe_down: Table
+    moe_fp32: Tile
 
 
 def pick(table: Table, head_dim: int) -> Tile:

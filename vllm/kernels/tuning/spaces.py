@@ -31,7 +31,8 @@ class Space:
 def spaces() -> list[Space]:
     """Every tile that can be tuned. fp32 tables are not: no model serves in fp32 on a GPU."""
     found = [make(width) for width in (64, 128, 256) for make in _BY_WIDTH]
-    return [*found, _DELTA_INTRA, _DELTA_DECODE, _CONVOLUTION]
+    experts = [make(rows) for make in (_gate_up, _down) for rows in _EXPERT_TOKENS]
+    return [*found, _DELTA_INTRA, _DELTA_DECODE, _CONVOLUTION, *experts]
 
 
 def _grid(*choices: tuple[int, ...]) -> tuple[Tile, ...]:
@@ -68,6 +69,23 @@ def _delta_state(width: int) -> Space:
         _grid((width,), (32, 64, 128), (4, 8), (1, 2, 3, 4)),
         lambda w: [w.delta_rule(width, s) for s in shapes],
     )
+
+
+#: rows of a block -> tokens of 256 experts, 8 of which they take, that have such blocks
+_EXPERT_TOKENS = {16: (1, 8, 64, 256), 32: (512, 1000), 64: (1024, 2000), 128: (2304, 8192)}
+
+
+def _gate_up(rows: int) -> Space:
+    return _of_experts("moe_gate_up", rows, _grid((64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)))
+
+
+def _down(rows: int) -> Space:
+    return _of_experts("moe_down", rows, _grid((64, 128), (32, 64, 128, 256), (4, 8), (2, 3, 4)))
+
+
+def _of_experts(field: str, rows: int, tiles: tuple[Tile, ...]) -> Space:
+    counts = _EXPERT_TOKENS[rows]
+    return Space(field, rows, tiles, lambda w: [w.experts(tokens) for tokens in counts])
 
 
 _BY_WIDTH: tuple[Callable[[int], Space], ...] = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs on which launch parameters are compared: bf16, head counts of a 4B hybrid model."""
+"""Inputs on which launch parameters are compared: bf16, sizes of a 4B hybrid and a 35B mixture."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
+from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
 
 #: runs one op on prepared inputs
 Run = Callable[[], object]
@@ -111,6 +112,19 @@ class Workloads:
             self._starts(lengths),
             out=torch.empty_like(x),
         )
+
+    def experts(self, tokens: int, num_experts: int = 256, hidden: int = 2048) -> Run:
+        """Eight experts of a quarter of the hidden size for every token, chosen evenly."""
+        inner = hidden // 4
+        logits = self._rows(tokens, num_experts)
+        routing = self._kernels.route_experts(RoutingProblem(logits, num_experts, RoutingRule(8)))
+        problem = ExpertsProblem(
+            self._rows(tokens, hidden),
+            self._rows(num_experts, 2 * inner, hidden),
+            self._rows(num_experts, hidden, inner),
+            routing,
+        )
+        return partial(self._kernels.run_experts, problem)
 
     def _rows(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self._device)

@@ -14,7 +14,10 @@ from vllm.platforms import current_platform
 
 
 class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`; gate and up are one matmul."""
+    """`down(act(gate(x)) * up(x))`; gate and up are one matmul.
+
+    Without `reduce_results` the output is this rank's part of a sum over the tensor-parallel group.
+    """
 
     def __init__(
         self,
@@ -24,6 +27,8 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         prefix: str = "",
         quant_config: QuantizationConfig | None = None,
+        *,
+        reduce_results: bool = True,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -37,6 +42,7 @@ class GatedMLP(nn.Module):
             intermediate_size,
             hidden_size,
             bias=bias,
+            reduce_results=reduce_results,
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of families whose every token mixer is rotary attention: Llama, Qwen3."""
+"""The layer of families whose every token mixer is rotary attention: Llama, Qwen3, Mixtral."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class AttentionDecoderLayer(DecoderLayer):
-    """Attention and gated MLP, each behind an RMS norm; families give the attention's shape."""
+    """Attention and a feed-forward network, each behind an RMS norm.
+
+    Families give the attention's shape, and `mlp` where it is not a gated MLP.
+    """
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class AttentionDecoderLayer(DecoderLayer):
         prefix: str,
         *,
         mlp_bias: bool = False,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
@@ -40,7 +44,7 @@ class AttentionDecoderLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
+        self.mlp = mlp or GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             config.hidden_act,

@@ -29,6 +29,7 @@ from vllm.model_executor.models.interfaces import (
     LeavesOutLayers,
     SupportsEagle3,
 )
+from vllm.model_executor.models.stacked_weights import StackedName
 from vllm.model_executor.models.utils import LayerFactory, make_layers, maybe_prefix
 from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
 from vllm.sequence import IntermediateTensors
@@ -136,6 +137,8 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
         ("gate_up_proj", "gate_proj", 0),
         ("gate_up_proj", "up_proj", 1),
     )
+    #: tensors of single experts: see `StackedNames`
+    stacked_names: ClassVar[tuple[StackedName, ...]] = ()
     weights_mapper: ClassVar[WeightsMapper] = WeightsMapper()
     #: checkpoint prefixes (after mapping) that are not loaded -> why
     unused_weights: ClassVar[Mapping[str, str]] = {}
@@ -203,7 +206,9 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
             names = WeightsMapper(orig_to_new_suffix=self.quant_config.suffixes)
             weights = names.apply(weights)
         weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
-        loader = AutoWeightsLoader(self, fused=self.fused_names, skip_prefixes=unused)
+        loader = AutoWeightsLoader(
+            self, fused=self.fused_names, stacked=self.stacked_names, skip_prefixes=unused
+        )
         return loader.load_weights(weights, mapper=self.weights_mapper)
 
     def repeated_layers(self) -> frozenset[int]:

@@ -55,8 +55,20 @@ def delta_net_shape(config: PretrainedConfig) -> GatedDeltaNetShape:
     )
 
 
+def gated_mlp(vllm_config: VllmConfig, prefix: str) -> GatedMLP:
+    """The dense feed-forward network."""
+    config = vllm_config.model_config.hf_text_config
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_act,
+        prefix=prefix,
+        quant_config=vllm_config.quant_config,
+    )
+
+
 class Qwen3_5DecoderLayer(DecoderLayer):
-    """Gated delta net or gated attention, then a gated MLP; norms scale by 1 + weight."""
+    """Gated delta net or gated attention, then `make_mlp`'s network; norms scale by 1 + weight."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -83,13 +95,11 @@ class Qwen3_5DecoderLayer(DecoderLayer):
                 f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
             )
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            prefix=f"{prefix}.mlp",
-            quant_config=quant_config,
-        )
+        self.mlp = self.make_mlp(vllm_config, f"{prefix}.mlp")
+
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """The feed-forward network of the layer."""
+        return gated_mlp(vllm_config, prefix)
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream

@@ -15,10 +15,17 @@ logger = init_logger(__name__)
 
 _MODELS: dict[str, str] = {
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": (
         "vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration"
+    ),
+    "Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": (
+        "vllm.model_executor.models.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),
     "ExtractHiddenStatesModel": (
         "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel"

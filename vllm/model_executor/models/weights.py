@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from vllm import decisions
+from vllm.model_executor.models.stacked_weights import StackedName, StackedNames
 from vllm.model_executor.parameter import (
     ShardId,
     WeightDtypeError,
@@ -81,9 +82,9 @@ class AutoWeightsLoader:
     """Loads a stream of tensors into `module` by name.
 
     `fused` lists `(parameter, checkpoint name, shard id)` path components: q_proj is shard "q" of
-    qkv_proj; of several places for one name the first that the model has is meant. `skip_prefixes`
-    are checkpoint prefixes the model has no use for; given as a mapping to reasons, each skip is
-    recorded as a decision.
+    qkv_proj; of several places for one name the first that the model has is meant. `stacked`
+    names the tensors of single experts: see `StackedNames`. `skip_prefixes` are checkpoint prefixes
+    the model has no use for; given as a mapping to reasons, each skip is recorded as a decision.
     """
 
     def __init__(
@@ -91,10 +92,12 @@ class AutoWeightsLoader:
         module: nn.Module,
         *,
         fused: Sequence[FusedName] = (),
+        stacked: Sequence[StackedName] = (),
         skip_prefixes: Mapping[str, str] | Sequence[str] = (),
     ) -> None:
         self._params = dict(module.named_parameters())
         self._modules = {name.rpartition(".")[0] for name in self._params}
+        self._stacked = StackedNames(stacked, self._params)
         self._fused: dict[str, list[tuple[str, ShardId | tuple[ShardId, ...]]]] = {}
         for param, name, shard_id in fused:
             self._fused.setdefault(name, []).append((param, shard_id))
@@ -143,6 +146,9 @@ class AutoWeightsLoader:
 
     def _resolve(self, name: str) -> tuple[str, ShardId | tuple[ShardId, ...] | None]:
         """The parameter that a checkpoint tensor belongs to, and its shard of it."""
+        found = self._stacked.resolve(name)
+        if found is not None:
+            return found
         parts = name.split(".")
         for i, part in enumerate(parts):
             for param, shard_id in self._fused.get(part, ()):
@@ -159,9 +165,9 @@ class AutoWeightsLoader:
             if get_weight_attr(param, "optional", False):
                 continue
             sources = loaded.get(target, set())
-            if target in sources:
-                continue
-            needed = self._sources(target) or [target]
+            needed = self._stacked.sources(target, whole=target in sources)
+            if target not in sources:
+                needed = needed or self._sources(target) or [target]
             missing += [name for name in needed if name not in sources]
         return missing
 

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts as layers: the whole against plain torch, ranks against the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers import moe
+from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
+from vllm.model_executor.model_loader.dummy_loader import initialize_dummy_weights
+from vllm.model_executor.parameter import SHARED_EXPERT, WeightShapeError
+from vllm.model_executor.utils import get_weight_attr
+
+HIDDEN, INNER, EXPERTS = 16, 12, 5
+PLAIN = MixtureShape(HIDDEN, INNER, EXPERTS, RoutingRule(2))
+SHAPES = {
+    "routed alone": PLAIN,
+    "shared in the stack": replace(PLAIN, shared_intermediate_size=INNER),
+    "gated, in the stack": replace(PLAIN, shared_intermediate_size=INNER, shared_gate=True),
+    "shared apart": replace(PLAIN, shared_intermediate_size=20),
+    "gated, apart": replace(PLAIN, shared_intermediate_size=20, shared_gate=True),
+    "bias": replace(
+        PLAIN, rule=RoutingRule(2, "sigmoid", epsilon=1e-20, scale=2.5), correction_bias=True
+    ),
+}
+
+
+def checkpoint(shape: MixtureShape) -> dict[str, Tensor]:
+    """Of the layer, under names of its own."""
+    torch.manual_seed(0)
+    shared = shape.shared_intermediate_size or 1
+    return {
+        "gate": torch.randn(EXPERTS, HIDDEN),
+        "shared_gate": torch.randn(1, HIDDEN),
+        "bias": torch.randn(EXPERTS),
+        "gate_up": torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4,
+        "down": torch.randn(EXPERTS, HIDDEN, INNER) / 4,
+        "shared_gate_up": torch.randn(2 * shared, HIDDEN) / 4,
+        "shared_down": torch.randn(HIDDEN, shared) / 4,
+    }
+
+
+def load(param: nn.Parameter, *args: object) -> None:
+    get_weight_attr(param, "weight_loader", None)(param, *args)
+
+
+def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
+    """The layer with the checkpoint's weights."""
+    layer = MixtureOfExperts(shape, "mlp", tp_rank=rank, tp_size=size)
+    tensors = checkpoint(shape)
+    load(layer.router.weight, tensors["gate"], 0)
+    if shape.shared == "gated":
+        load(layer.router.weight, tensors["shared_gate"], 1)
+    if layer.router.e_score_correction_bias is not None:
+        load(layer.router.e_score_correction_bias, tensors["bias"], 0)
+    load(layer.experts.gate_up_proj, tensors["gate_up"])
+    load(layer.experts.down_proj, tensors["down"])
+    halves = tensors["shared_gate_up"].chunk(2)
+    if shape.stacks_shared:
+        for i, half in enumerate(halves):
+            load(layer.experts.gate_up_proj, half, (SHARED_EXPERT, i))
+        load(layer.experts.down_proj, tensors["shared_down"], (SHARED_EXPERT, 0))
+    elif layer.shared_expert is not None:
+        for i, half in enumerate(halves):
+            load(layer.shared_expert.gate_up_proj.weight, half, i)
+        load(layer.shared_expert.down_proj.weight, tensors["shared_down"])
+    return layer
+
+
+def ffn(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (x @ gate_up.t()).chunk(2, -1)
+    return (nn.functional.silu(gate) * up) @ down.t()
+
+
+def expected(shape: MixtureShape, x: Tensor) -> Tensor:
+    """Every expert on every token, most of them with weight 0; in fp64."""
+    tensors = {name: tensor.double() for name, tensor in checkpoint(shape).items()}
+    x = x.double()
+    logits = x @ tensors["gate"].t()
+    scores = logits.sigmoid() if shape.rule.scores == "sigmoid" else logits.softmax(-1)
+    choice = scores + tensors["bias"] if shape.correction_bias else scores
+    chosen = choice.topk(shape.rule.top_k).indices
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    weights = weights / weights.sum(-1, keepdim=True) * shape.rule.scale
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        out += weights[:, expert, None] * ffn(
+            x, tensors["gate_up"][expert], tensors["down"][expert]
+        )
+    if shape.shared is not None:
+        gate = (x @ tensors["shared_gate"].t()).sigmoid() if shape.shared_gate else 1.0
+        out += gate * ffn(x, tensors["shared_gate_up"], tensors["shared_down"])
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_layer_is_the_sum_of_its_experts(shape: MixtureShape) -> None:
+    x = torch.randn(9, HIDDEN)
+    torch.testing.assert_close(make(shape)(x).double(), expected(shape, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has half of every expert's intermediate size."""
+    if shape.shared is not None and not shape.stacks_shared:
+        pytest.skip("the shared network's ranks are those of the process: tests/parity/test_ranks")
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x: x)
+    x = torch.randn(9, HIDDEN)
+    ranks = [make(shape, rank, 2) for rank in range(2)]
+    assert ranks[0].experts.gate_up_proj.shape[1:] == (INNER, HIDDEN)
+    assert ranks[0].experts.down_proj.shape[1:] == (HIDDEN, INNER // 2)
+    halves = [rank(x) for rank in ranks]
+    if shape.shared is None:
+        assert not torch.allclose(halves[0], halves[1], atol=1e-2)
+    torch.testing.assert_close(sum(halves), make(shape)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_one_by_one_are_experts_stacked() -> None:
+    stacked, single = make(PLAIN), MixtureOfExperts(PLAIN, "mlp")
+    tensors = checkpoint(PLAIN)
+    for expert in range(EXPERTS):
+        for i, half in enumerate(tensors["gate_up"][expert].chunk(2)):
+            load(single.experts.gate_up_proj, half, (expert, i))
+        load(single.experts.down_proj, tensors["down"][expert], (expert, 0))
+    assert torch.equal(single.experts.gate_up_proj, stacked.experts.gate_up_proj)
+    assert torch.equal(single.experts.down_proj, stacked.experts.down_proj)
+
+
+def test_wrong_shapes_say_what_was_expected() -> None:
+    layer = MixtureOfExperts(PLAIN, "mlp")
+    with pytest.raises(WeightShapeError, match=r"shape \[5, 24, 16\], found \[4, 24, 16\]"):
+        load(layer.experts.gate_up_proj, torch.zeros(4, 24, 16))
+    with pytest.raises(WeightShapeError, match=r"expected shape \[12, 16\], found \[24, 16\]"):
+        load(layer.experts.gate_up_proj, torch.zeros(24, 16), (0, 1))
+    with pytest.raises(WeightShapeError, match=r"expected shape \[5, 16\], found \[6, 16\]"):
+        load(layer.router.weight, torch.zeros(6, 16), 0)
+
+
+@pytest.mark.parametrize("config", [fp8_at_load(), Fp8Config("block")])
+def test_quantised_experts_are_refused(config: Fp8Config) -> None:
+    with pytest.raises(ValueError, match="serve the 16-bit checkpoint without --quantization"):
+        MixtureOfExperts(PLAIN, "model.layers.0.mlp", config)
+    kept = Fp8Config("block", excluded=["model.layers.0.mlp.experts"])
+    MixtureOfExperts(PLAIN, "model.layers.0.mlp", kept)
+
+
+def test_what_cannot_be_routed_or_activated_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 experts of 5"):
+        MixtureOfExperts(replace(PLAIN, rule=RoutingRule(9)), "mlp")
+    with pytest.raises(ValueError, match="'gelu' is not supported"):
+        MixtureOfExperts(replace(PLAIN, hidden_act="gelu"), "mlp")
+
+
+def test_dummy_weights_keep_a_signals_scale() -> None:
+    layer = MixtureOfExperts(replace(PLAIN, num_experts=64), "mlp")
+    initialize_dummy_weights(layer)
+    for param in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        assert float(param.std()) == pytest.approx(param.shape[-1] ** -0.5, rel=0.1)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: how tokens choose experts, and what the experts are given.
+
+A token has `slots`: the experts it is routed to, and a shared expert, if there is one, last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a family turns router logits into experts and their weights.
+
+    Scores are the softmax over all experts or a sigmoid, in fp32. The `top_k` experts of the
+    largest score, plus a correction bias where the family has one (DeepSeek-V3, arXiv 2412.19437,
+    equation 16), are chosen; of `num_groups` equal runs of experts only the `top_groups` best are
+    looked at, a group being as good as its best expert ("max") or its best two together ("top2").
+    Weights are the scores without bias, divided by their sum plus `epsilon` if `renormalize`, times
+    `scale`. A softmax over the chosen logits alone (Mixtral, gpt-oss) is "softmax", renormalised.
+
+    Raises:
+        ValueError: more groups are kept than there are.
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    epsilon: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"{self.top_groups} groups of experts of {self.num_groups}")
+
+    def check(self, num_experts: int) -> None:
+        """Raises ValueError where `num_experts` cannot be routed to by this rule."""
+        reachable = num_experts // self.num_groups * self.top_groups
+        if num_experts % self.num_groups or not 1 <= self.top_k <= reachable:
+            raise ValueError(
+                f"{self.top_k} experts of {num_experts} in {self.num_groups} groups, of which "
+                f"{self.top_groups} are looked at: groups must be equal and large enough"
+            )
+
+
+@dataclass(frozen=True)
+class RoutingProblem:
+    """`logits [tokens, columns]`: of the experts, then, if `shared` is "gated", of the shared
+    expert's gate; further columns are padding. `bias [experts]` fp32 or None.
+
+    `shared`: "added" and "gated" append a slot for expert number `num_experts`, with weight 1 or
+    the sigmoid of its logit. `counts [experts]` int64: incremented for every slot of the first
+    `num_counted [1]` int32 tokens, of all if that is None; None: nothing is counted.
+    """
+
+    logits: Tensor
+    num_experts: int
+    rule: RoutingRule
+    bias: Tensor | None = None
+    shared: Literal["added", "gated"] | None = None
+    counts: Tensor | None = None
+    num_counted: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.rule.top_k + (self.shared is not None)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """`weights [tokens, slots]` fp32 and `experts [tokens, slots]` int32, routed slots in
+    descending order of what they were chosen by."""
+
+    weights: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """`x [tokens, hidden]`; experts are stacked: `gate_up [experts, 2 * intermediate, hidden]`,
+    the gate's rows first, and `down [experts, hidden, intermediate]`, both contiguous.
+
+    `shared [tokens, hidden]` is the output of the last slot's expert where that is not one of the
+    stack.
+    """
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+    shared: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate_up)
+
+    @property
+    def intermediate(self) -> int:
+        return self.down.shape[2]
+
+    @property
+    def experts(self) -> Tensor:
+        """`[tokens, slots]` int32 of the slots that the stack computes."""
+        experts = self.routing.experts
+        return experts if self.shared is None else experts[:, :-1]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on the CPU: the experts that are hit, one after another."""
+
+import torch
+from torch import Tensor
+
+from vllm import decisions
+from vllm.kernels.activation.cpu import silu_and_mul
+from vllm.kernels.linear.cpu import linear, skinny_linear
+from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe.naive import add_slots, route_experts
+
+__all__ = ["route_experts", "run_experts"]
+
+
+def run_experts(problem: ExpertsProblem) -> Tensor:
+    """See `naive.run_experts`. In fp32 a row's bits do not depend on the other rows."""
+    decisions.record(
+        "mixtures of experts on the CPU",
+        "torch over the experts that are hit",
+        "no kernel of the CPU takes several experts at once",
+    )
+    x, experts = problem.x, problem.experts
+    # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
+    multiply = skinny_linear if x.dtype == torch.float32 else linear
+    outputs = x.new_empty(*experts.shape, x.shape[1])
+    rows = outputs.view(-1, x.shape[1])
+    order = experts.flatten().sort(dim=0, stable=True)
+    hit, counts = order.values.unique_consecutive(return_counts=True)
+    pairs = order.indices.split(counts.tolist())
+    for expert, pair in zip(hit.tolist(), pairs, strict=True):
+        token = pair // experts.shape[1]
+        gated = silu_and_mul(multiply(x[token], problem.gate_up[expert], None))
+        rows[pair] = multiply(gated, problem.down[expert], None)
+    return add_slots(problem, outputs)

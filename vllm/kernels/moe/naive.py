@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts in plain torch: what every platform computes."""
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.activation.naive import silu_and_mul
+from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
+from vllm.kernels.norm.naive import accumulation_dtype
+
+
+def route_experts(problem: RoutingProblem) -> Routing:
+    """The experts of every token by `problem.rule`; of equal ones the first. Never synchronises.
+
+    A logit that is no number counts as a score of 0, so padding is routed somewhere, too.
+    """
+    rule, tokens = problem.rule, len(problem.logits)
+    wide = problem.logits.to(accumulation_dtype(problem.logits))
+    logits = wide[:, : problem.num_experts]
+    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+    scores = scores.nan_to_num(0.0)
+    choice = scores if problem.bias is None else scores + problem.bias
+    if rule.top_groups < rule.num_groups:
+        choice = _in_best_groups(choice, problem)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(1, chosen)
+    if rule.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
+    weights = weights * rule.scale
+    if problem.counts is not None:
+        _count(problem, chosen)
+    if problem.shared is not None:
+        gate = torch.ones_like(weights[:, :1])
+        if problem.shared == "gated":
+            gate = wide[:, problem.num_experts, None].sigmoid()
+        weights = torch.cat([weights, gate], 1)
+        number = chosen.new_full((tokens, 1), problem.num_experts)
+        chosen = torch.cat([chosen, number], 1)
+    return Routing(weights, chosen.int())
+
+
+def _in_best_groups(choice: Tensor, problem: RoutingProblem) -> Tensor:
+    """`choice [tokens, experts]`, minus infinity outside the best groups."""
+    rule = problem.rule
+    groups = choice.unflatten(1, (rule.num_groups, -1))
+    best = 2 if rule.group_score == "top2" else 1
+    score = groups.topk(best, dim=-1).values.sum(-1)
+    kept = score.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    outside = torch.ones_like(score, dtype=torch.bool).scatter_(1, kept, False)
+    return groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+
+
+def _count(problem: RoutingProblem, chosen: Tensor) -> None:
+    assert problem.counts is not None
+    ones = torch.ones_like(chosen)
+    if problem.num_counted is not None:
+        row = torch.arange(len(chosen), device=chosen.device)
+        ones *= (row < problem.num_counted)[:, None]
+    problem.counts.scatter_add_(0, chosen.flatten(), ones.flatten())
+
+
+def run_experts(problem: ExpertsProblem) -> Tensor:
+    """`sum over slots of weight * down(silu(gate(x)) * up(x))`: `[tokens, hidden]`.
+
+    Each product and the activation are rounded to the dtype of `x`; the sum runs in fp32 in the
+    order of the slots and is rounded once.
+    """
+    x, wide = problem.x, accumulation_dtype(problem.x)
+    outputs = x.new_zeros(*problem.experts.shape, x.shape[1])
+    for expert in problem.experts.unique().tolist():
+        token, slot = torch.where(problem.experts == expert)
+        hidden = x[token].to(wide) @ problem.gate_up[expert].to(wide).t()
+        gated = silu_and_mul(hidden.to(x.dtype))
+        outputs[token, slot] = (gated.to(wide) @ problem.down[expert].to(wide).t()).to(x.dtype)
+    return add_slots(problem, outputs)
+
+
+def add_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:
+    """The weighted sum of the stack's `outputs [tokens, slots, hidden]` and the shared expert's."""
+    wide = accumulation_dtype(problem.x)
+    weights = problem.routing.weights.to(wide)
+    total = torch.zeros_like(problem.x, dtype=wide)
+    for slot in range(outputs.shape[1]):
+        total += weights[:, slot, None] * outputs[:, slot].to(wide)
+    if problem.shared is not None:
+        total += weights[:, -1:] * problem.shared.to(wide)
+    return total.to(problem.x.dtype)

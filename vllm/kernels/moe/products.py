@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""The experts' matrix products: a program per (block of rows, tile of outputs).
+
+Weights are the left operand, so blocks may be as narrow as 16 rows: at few tokens a product is
+bound by the bytes of the experts that are hit. Blocks that are not used leave at once.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm.kernels.triton.dependent_launch import await_previous, start_next
+from vllm.kernels.triton.launcher import Launcher
+
+
+@triton.jit
+def _block_rows(
+    pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs,
+    SORTED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A block's expert, its places, their pairs and which are used. Not SORTED: every pair is a
+    block of its own, and `block_experts` is what the router chose."""
+    expert = tl.load(block_experts_ptr + block)
+    row = tl.arange(0, ROWS)
+    place = block * ROWS + row
+    if SORTED:
+        used = place < tl.load(ends_ptr + tl.maximum(expert, 0))
+        pair = tl.load(pairs_ptr + place, mask=used, other=-1)
+        used = used & (pair >= 0) & (pair < num_pairs)
+        pair = tl.where(used, pair, 0)
+    else:
+        used = row == 0
+        pair = tl.where(used, block, 0)
+    return expert, place, pair, used
+
+
+@triton.jit
+def _load(at, exists, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of an operand; `k`, broadcastable to it, are its columns or rows along the sum."""
+    if K % BLOCK_K == 0:
+        return tl.load(at, mask=exists, other=0.0)
+    return tl.load(at, mask=exists & (k < K), other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gate_up_kernel(
+    x_ptr, weight_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs, stride_x,
+    K: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`silu(gate(x)) * up(x)`, written at a block's places: `[places, N]`."""
+    start_next(PDL)
+    await_previous(PDL)
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // tiles
+    expert, place, pair, used = _block_rows(
+        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, SORTED, ROWS
+    )
+    if (expert < 0) | (expert >= EXPERTS):
+        return
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    exists = (column < N)[:, None]
+    token = (pair // SLOTS).to(tl.int64)
+    x_at = x_ptr + token[None, :] * stride_x + kk[:, None]
+    gate_at = weight_ptr + expert.to(tl.int64) * (2 * N * K) + column[:, None] * K + kk[None, :]
+    gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + kk
+        x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
+        w = _load(gate_at + start, exists, k[None, :], K, BLOCK_K)
+        gate = tl.dot(w, x, gate, input_precision="ieee")
+        w = _load(gate_at + N * K + start, exists, k[None, :], K, BLOCK_K)
+        up = tl.dot(w, x, up, input_precision="ieee")
+    dtype = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    gated = gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
+    out_at = out_ptr + place[None, :].to(tl.int64) * N + column[:, None]
+    tl.store(out_at, gated.to(dtype), mask=exists & used[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    x_ptr, weight_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
+    K: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr,
+    SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The product of a block's places `[places, K]`, written at their pairs: `[pairs, N]`."""
+    start_next(PDL)
+    await_previous(PDL)
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // tiles
+    expert, place, pair, used = _block_rows(
+        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, SORTED, ROWS
+    )
+    if (expert < 0) | (expert >= EXPERTS):
+        return
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    exists = (column < N)[:, None]
+    x_at = x_ptr + place[None, :].to(tl.int64) * K + kk[:, None]
+    w_at = weight_ptr + expert.to(tl.int64) * (N * K) + column[:, None] * K + kk[None, :]
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + kk
+        x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
+        w = _load(w_at + start, exists, k[None, :], K, BLOCK_K)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    out_at = out_ptr + pair[None, :].to(tl.int64) * N + column[:, None]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=exists & used[None, :])
+
+
+@triton.jit
+def _add_slots_kernel(
+    outputs_ptr, weights_ptr, shared_ptr, out_ptr, stride_shared,
+    SLOTS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, columns): the weighted sum over a token's slots, in order."""
+    start_next(PDL)
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < N
+    weights = weights_ptr + token * (SLOTS + SHARED)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        at = outputs_ptr + (token * SLOTS + slot) * N + column
+        total += tl.load(weights + slot) * tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    if SHARED:
+        at = shared_ptr + token * stride_shared + column
+        total += tl.load(weights + SLOTS) * tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + column, total, mask=exists)
+
+
+gate_up = Launcher(_gate_up_kernel)
+down = Launcher(_down_kernel)
+add_slots = Launcher(_add_slots_kernel)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on GPUs: sorting, two products, one sum.
+
+Grids follow from the numbers of tokens and experts alone, and nothing reads the device, so a
+captured graph holds whatever the routing is. Memory errors cannot come from a routing: experts and
+pairs that do not exist are skipped. A row's bits follow from that row, the weights, and how many
+tokens there are.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe.blocks import Blocks, sort_into_blocks
+from vllm.kernels.moe.products import add_slots, down, gate_up
+from vllm.kernels.moe.route import route_experts
+from vllm.kernels.triton.configs import Configs, Tile, device_configs
+from vllm.kernels.triton.dependent_launch import dependent_launch
+from vllm.utils.math_utils import cdiv
+
+__all__ = ["route_experts", "run_experts"]
+
+#: columns of the result that one program sums
+_SUM_COLUMNS = 1024
+
+
+def block_rows(num_pairs: int, num_experts: int, configs: Configs) -> int:
+    """Rows of a block: the fewest that hold an expert's mean share, up to the most there are."""
+    heights = sorted(configs.moe_gate_up)
+    return next((rows for rows in heights if rows * num_experts >= num_pairs), heights[-1])
+
+
+def run_experts(problem: ExpertsProblem) -> Tensor:
+    """See `naive.run_experts`."""
+    x, experts = problem.x, problem.experts
+    tokens, slots = experts.shape
+    hidden, inner = x.shape[1], problem.intermediate
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    configs, pdl = device_configs(x.device), dependent_launch(x.device)
+    num_pairs = tokens * slots
+    rows = block_rows(num_pairs, problem.num_experts, configs)
+    if tokens == 1:
+        # Its experts differ: they are the blocks.
+        blocks = Blocks(rows, slots, experts, experts, experts)
+    else:
+        blocks = sort_into_blocks(experts, problem.num_experts, rows)
+    place = (blocks.pairs, blocks.experts, blocks.ends, num_pairs)
+    constants = {"EXPERTS": problem.num_experts, "SORTED": tokens > 1, "ROWS": rows, **pdl}
+
+    wide = x.dtype == torch.float32
+    tile = configs.moe_fp32 if wide else configs.moe_gate_up[rows]
+    gated = torch.empty(blocks.count * rows, inner, dtype=x.dtype, device=x.device)
+    gate_up[(blocks.count * cdiv(inner, tile.columns),)](
+        x, problem.gate_up, gated, *place, x.stride(0),
+        K=hidden, N=inner, SLOTS=slots, **_launch(tile), **constants,
+    )  # fmt: skip
+
+    tile = configs.moe_fp32 if wide else configs.moe_down[rows]
+    outputs = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
+    down[(blocks.count * cdiv(hidden, tile.columns),)](
+        gated, problem.down, outputs, *place, K=inner, N=hidden, **_launch(tile), **constants
+    )
+
+    shared = problem.shared
+    add_slots[(tokens, cdiv(hidden, _SUM_COLUMNS))](
+        outputs, problem.routing.weights, shared, out,
+        0 if shared is None else shared.stride(0),
+        SLOTS=slots, SHARED=shared is not None, N=hidden, BLOCK=_SUM_COLUMNS, **pdl,
+    )  # fmt: skip
+    return out
+
+
+def _launch(tile: Tile) -> dict[str, int]:
+    return {
+        "BLOCK_K": tile.rows,
+        "BLOCK_N": tile.columns,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

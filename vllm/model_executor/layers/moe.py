@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts in place of a feed-forward network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.utils import per_rank
+from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.linear import linear, resolve_tp
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
+from vllm.model_executor.parameter import (
+    SHARED_EXPERT,
+    Section,
+    ShardId,
+    empty_parameter,
+    load_sections,
+    local_size,
+    sections_loader,
+)
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+
+#: rows of the router are filled up to a multiple of it, for cuBLAS wants aligned results
+_ROUTER_ROWS = 8
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """Sizes of the whole layer before sharding, and its routing.
+
+    `shared_intermediate_size`: of an expert that every token goes through, 0 for none;
+    `shared_gate`: whether its output is multiplied by `sigmoid(shared_expert_gate(x))`.
+    `correction_bias`: whether the router has a bias that counts for the choice alone.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    rule: RoutingRule
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    correction_bias: bool = False
+    hidden_act: str = "silu"
+
+    @property
+    def shared(self) -> Literal["added", "gated"] | None:
+        """See `RoutingProblem`."""
+        if not self.shared_intermediate_size:
+            return None
+        return "gated" if self.shared_gate else "added"
+
+    @property
+    def stacks_shared(self) -> bool:
+        """Whether the shared expert has the others' size, and so is one more of the stack."""
+        return self.shared_intermediate_size == self.intermediate_size
+
+
+class Router(nn.Module):
+    """`weight [rows, hidden]`: the experts' logits, then that of the shared expert's gate (shard
+    ids 0 and 1), then padding. Every rank holds all of it; it is never quantised."""
+
+    #: names of what it fuses, for `fused_names`, without and with a gate
+    CHECKPOINT_NAMES = (("router", "gate", 0),)
+    GATED_CHECKPOINT_NAMES = (*CHECKPOINT_NAMES, ("router", "shared_expert_gate", 1))
+
+    def __init__(self, shape: MixtureShape) -> None:
+        super().__init__()
+        sections = [Section(0, shape.num_experts)]
+        if shape.shared == "gated":
+            sections.append(Section(1, 1))
+        rows = cdiv(local_size(sections), _ROUTER_ROWS) * _ROUTER_ROWS
+        self.weight = nn.Parameter(torch.zeros(rows, shape.hidden_size), requires_grad=False)
+        load = partial(_load_router, sections=tuple(sections))
+        set_weight_attrs(self.weight, {"weight_loader": load})
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if shape.correction_bias:
+            bias = empty_parameter(shape.num_experts, dtype=torch.float32)
+            set_weight_attrs(bias, {"weight_loader": sections_loader(sections[:1])})
+            self.e_score_correction_bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden] -> [tokens, rows]`."""
+        return linear(x, self.weight)
+
+
+def _load_router(
+    param: Tensor, loaded: Tensor, shard_id: ShardId, *, sections: tuple[Section, ...]
+) -> None:
+    load_sections(param[: local_size(sections)], loaded, shard_id, sections=sections)
+
+
+class Experts(nn.Module):
+    """The experts' stacked weights.
+
+    Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
+    down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size.
+
+    A checkpoint has them stacked like this, or expert by expert.
+    """
+
+    #: names of tensors expert by expert, for `stacked_names`
+    CHECKPOINT_NAMES = (
+        ("experts.gate_up_proj", "experts.*.gate_proj.weight", 0),
+        ("experts.gate_up_proj", "experts.*.up_proj.weight", 1),
+        ("experts.down_proj", "experts.*.down_proj.weight", 0),
+        ("experts.gate_up_proj", "shared_expert.gate_proj.weight", 0),
+        ("experts.gate_up_proj", "shared_expert.up_proj.weight", 1),
+        ("experts.down_proj", "shared_expert.down_proj.weight", 0),
+    )
+
+    def __init__(self, shape: MixtureShape, tp_rank: int, tp_size: int) -> None:
+        super().__init__()
+        inner = per_rank("rows of an expert", shape.intermediate_size, tp_size)
+        count = shape.num_experts + shape.stacks_shared
+        gate, up = (Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(2))
+        self.gate_up_proj = empty_parameter(count, 2 * inner, shape.hidden_size)
+        self._attach_loader(self.gate_up_proj, shape, (gate, up), dim=0)
+        self.down_proj = empty_parameter(count, shape.hidden_size, inner)
+        self._attach_loader(self.down_proj, shape, (gate,), dim=1)
+
+    @staticmethod
+    def _attach_loader(
+        param: nn.Parameter, shape: MixtureShape, sections: tuple[Section, ...], dim: int
+    ) -> None:
+        experts = (*range(shape.num_experts), *([SHARED_EXPERT] if shape.stacks_shared else []))
+        load = partial(_load_experts, num_experts=shape.num_experts, sections=sections, dim=dim)
+        set_weight_attrs(param, {"weight_loader": load, "stacked": experts})
+
+
+def _load_experts(
+    param: Tensor,
+    loaded: Tensor,
+    shard_id: tuple[ShardId, ShardId] | None = None,
+    *,
+    num_experts: int,
+    sections: tuple[Section, ...],
+    dim: int,
+) -> None:
+    """Copy this rank's part of all routed experts, or of one section of one expert.
+
+    `dim`: which dimension of an expert's matrix the sections cut. Raises WeightShapeError.
+    """
+    if shard_id is None:
+        load_sections(param[:num_experts], loaded, sections=sections, dim=dim + 1)
+        return
+    expert, section = shard_id
+    place = num_experts if expert == SHARED_EXPERT else int(expert)
+    load_sections(param[place], loaded, section, sections=sections, dim=dim)
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token goes through the experts that its router chooses, and through the shared one.
+
+    A shared expert of the same size lies in the experts' stack; another is a network of its own,
+    `shared_expert`. Raises ValueError for quantised experts.
+    """
+
+    def __init__(
+        self,
+        shape: MixtureShape,
+        prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
+        *,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        shape.rule.check(shape.num_experts)
+        get_act_and_mul_fn(shape.hidden_act)
+        if quant_config is not None and not quant_config.is_excluded(f"{prefix}.experts"):
+            raise ValueError(
+                f"{prefix}.experts: quantised experts ({quant_config.name}) are not supported; "
+                "serve the 16-bit checkpoint without --quantization"
+            )
+        rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        self.shape = shape
+        self.router = Router(shape)
+        self.experts = Experts(shape, rank, self.tp_size)
+        self.shared_expert: GatedMLP | None = None
+        if shape.shared is not None and not shape.stacks_shared:
+            self.shared_expert = GatedMLP(
+                shape.hidden_size,
+                shape.shared_intermediate_size,
+                shape.hidden_act,
+                prefix=f"{prefix}.shared_expert",
+                quant_config=quant_config,
+                reduce_results=False,
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden] -> [tokens, hidden]`."""
+        shape, kernels = self.shape, current_platform.kernels
+        bias = self.router.e_score_correction_bias
+        logits = self.router(x)
+        routing = kernels.route_experts(
+            RoutingProblem(logits, shape.num_experts, shape.rule, bias, shape.shared)
+        )
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        out = kernels.run_experts(
+            ExpertsProblem(x, self.experts.gate_up_proj, self.experts.down_proj, routing, shared)
+        )
+        return tensor_model_parallel_all_reduce(out) if self.tp_size > 1 else out

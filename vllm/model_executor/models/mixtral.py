@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral (arXiv 2401.04088): Llama's attention, and experts in every layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The attention of every layer; all of them slide, or none."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        sliding_window=config.sliding_window,
+    )
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """A softmax over the chosen logits."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_experts=config.num_local_experts,
+        rule=RoutingRule(config.num_experts_per_tok),
+        hidden_act=config.hidden_act,
+    )
+
+
+class MixtralDecoderLayer(AttentionDecoderLayer):
+    """Attention, then experts."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_text_config
+        mlp = MixtureOfExperts(mixture_shape(config), f"{prefix}.mlp", vllm_config.quant_config)
+        super().__init__(vllm_config, attention_shape(config), prefix, mlp=mlp)
+
+
+class MixtralModel(DecoderModel):
+    """Mixtral without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = MixtralDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+
+class MixtralForCausalLM(DecoderForCausalLM):
+    """Checkpoints name an expert's gate, down and up projections w1, w2 and w3."""
+
+    fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    stacked_names = (
+        ("experts.gate_up_proj", "experts.*.w1.weight", 0),
+        ("experts.gate_up_proj", "experts.*.w3.weight", 1),
+        ("experts.down_proj", "experts.*.w2.weight", 0),
+    )
+    weights_mapper = WeightsMapper(orig_to_new_substr={".block_sparse_moe.": ".mlp."})
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return MixtralModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or MixtralDecoderLayer
+        )

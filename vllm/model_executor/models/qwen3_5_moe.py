@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5 with mixtures of experts: the dense model's mixers, then routed experts and a shared one.
+
+The shared expert's output is multiplied by a gate of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5ForCausalLM,
+    Qwen3_5Model,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """Top-k of a softmax, renormalised, and a gated shared expert."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        rule=RoutingRule(config.num_experts_per_tok),
+        shared_intermediate_size=config.shared_expert_intermediate_size,
+        shared_gate=True,
+        hidden_act=config.hidden_act,
+    )
+
+
+class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
+    """Gated delta net or gated attention, then experts."""
+
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        shape = mixture_shape(vllm_config.model_config.hf_text_config)
+        return MixtureOfExperts(shape, prefix, vllm_config.quant_config)
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
+
+    fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
+    stacked_names = Experts.CHECKPOINT_NAMES
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return Qwen3_5Model(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3_5MoeDecoderLayer
+        )
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """Multimodal checkpoints, served as text: `text_config` is the model, `visual` is skipped."""

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 with mixtures of experts (arXiv 2505.09388): Qwen3's attention, routed experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.utils import extract_layer_index
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The attention of every layer; all of them slide, or none."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        qk_norm=RMSNorm,
+        sliding_window=config.sliding_window,
+    )
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """Top-k of a softmax; no shared expert."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        rule=RoutingRule(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
+        hidden_act=config.hidden_act,
+    )
+
+
+def is_sparse(config: PretrainedConfig, layer_index: int) -> bool:
+    """Whether a layer has experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    if layer_index in config.mlp_only_layers or config.num_experts == 0:
+        return False
+    return bool((layer_index + 1) % config.decoder_sparse_step == 0)
+
+
+class Qwen3MoeDecoderLayer(AttentionDecoderLayer):
+    """Attention with head norms, then experts or a gated MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_text_config
+        mlp = None
+        if is_sparse(config, extract_layer_index(prefix)):
+            shape = mixture_shape(config)
+            mlp = MixtureOfExperts(shape, f"{prefix}.mlp", vllm_config.quant_config)
+        super().__init__(vllm_config, attention_shape(config), prefix, mlp=mlp)
+
+
+class Qwen3MoeModel(DecoderModel):
+    """Qwen3-MoE without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = Qwen3MoeDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """`Qwen3MoeForCausalLM` checkpoints, experts one by one or stacked."""
+
+    fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    stacked_names = Experts.CHECKPOINT_NAMES
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return Qwen3MoeModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3MoeDecoderLayer
+        )

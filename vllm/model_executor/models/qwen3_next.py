@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next: Qwen3.5's mixers with other projection names, experts or gated MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.gated_delta_net import GatedDeltaNetShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5ForCausalLM,
+    Qwen3_5Model,
+    delta_net_shape,
+    gated_mlp,
+)
+from vllm.model_executor.models.qwen3_moe import is_sparse
+from vllm.model_executor.models.utils import extract_layer_index
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """Top-k of a softmax, and a gated shared expert."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        rule=RoutingRule(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
+        shared_intermediate_size=config.shared_expert_intermediate_size,
+        shared_gate=True,
+        hidden_act=config.hidden_act,
+    )
+
+
+def ungrouped(
+    weights: Iterable[tuple[str, Tensor]], shape: GatedDeltaNetShape
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint whose `in_proj_qkvz` and `in_proj_ba` are grouped by key head, named and ordered
+    as in Qwen3.5: `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
+
+    Per key head, rows are q, k, then v and z of its value heads; b and a of its value heads. A
+    tensor of another number of rows passes as it is, to be reported with all that does not fit.
+    """
+    heads = shape.num_k_heads
+    values = shape.num_v_heads // heads
+    sizes = [shape.head_k_dim] * 2 + [values * shape.head_v_dim] * 2
+    for name, tensor in weights:
+        layer, _, module = name.removesuffix(".weight").rpartition(".")
+        if module == "in_proj_qkvz" and len(tensor) == heads * sum(sizes):
+            by_head = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)
+            q, k, v, z = (part.flatten(0, 1) for part in by_head)
+            yield f"{layer}.in_proj_qkv.weight", torch.cat([q, k, v])
+            yield f"{layer}.in_proj_z.weight", z
+        elif module == "in_proj_ba" and len(tensor) == 2 * shape.num_v_heads:
+            b, a = tensor.unflatten(0, (heads, -1)).split(values, dim=1)
+            yield f"{layer}.in_proj_b.weight", b.flatten(0, 1)
+            yield f"{layer}.in_proj_a.weight", a.flatten(0, 1)
+        else:
+            yield name, tensor
+
+
+class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
+    """Gated delta net or gated attention, then experts or a gated MLP."""
+
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        if is_sparse(config, extract_layer_index(prefix)):
+            return MixtureOfExperts(mixture_shape(config), prefix, vllm_config.quant_config)
+        return gated_mlp(vllm_config, prefix)
+
+
+class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
+    """`Qwen3NextForCausalLM` checkpoints, experts one by one or stacked."""
+
+    fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
+    stacked_names = Experts.CHECKPOINT_NAMES
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return Qwen3_5Model(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3NextDecoderLayer
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(ungrouped(weights, delta_net_shape(self.config)))
