@@ -136,7 +136,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
         ("gate_up_proj", "gate_proj", 0),
         ("gate_up_proj", "up_proj", 1),
     )
-    weights_mapper: ClassVar[WeightsMapper] = WeightsMapper()
+    weights_mapper: WeightsMapper = WeightsMapper()
     #: checkpoint prefixes (after mapping) that are not loaded -> why
     unused_weights: ClassVar[Mapping[str, str]] = {}
 
