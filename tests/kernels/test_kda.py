@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,16 +11,16 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 
 from tests.kernels.cases import arena_cache, error_ratio, ragged, randn, strided, widen
+from tests.kernels.drafts import DraftedDecoder, difference
 from vllm import decisions
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
-from vllm.kernels.journal import JournalMemory, JournalShape, JournalSize, JournalStack
+from vllm.kernels.journal import JournalShape, JournalStack
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaGates, KdaPrefill
 
 SIZES = [(2, 16, 24), (1, 12, 8)]
-INTERVAL = 3
 
 
 def gates(tokens: int, size: tuple[int, int, int], dtype: torch.dtype, device: str) -> KdaGates:
@@ -115,7 +114,7 @@ def test_the_reference_is_that_of_transformers():
 # ---- decodes -------------------------------------------------------------------------------------
 
 
-class Decoder:
+class Decoder(DraftedDecoder):
     """One layer's sequences, which decode given tokens."""
 
     def __init__(
@@ -144,10 +143,6 @@ class Decoder:
         other.kernels = kernels or self.kernels
         return other
 
-    def states(self) -> list[Tensor]:
-        used = self.indices.long()
-        return [self.conv_state[used], self.state[used]]
-
     def tokens(self, count: int) -> list[Tensor]:
         """Projections of tokens of every sequence: `[tokens, sequences, ...]` each."""
         heads, dk, _ = self.size
@@ -174,66 +169,14 @@ class Decoder:
         self.kernels.kda_decode(problem)
         return problem.out
 
-    def stack(self, width: int) -> JournalStack:
+    def commit(self, stack: JournalStack, entries: Tensor) -> None:
+        self.kernels.kda_commit(stack, entries)
+
+    def journal_shape(self) -> JournalShape:
         heads, dk, dv = self.size
-        shape = JournalShape(
+        return JournalShape(
             heads, heads, dk, dv, self.state.dtype, self.channels, self.conv_state.dtype, True
         )
-        size = JournalSize(INTERVAL - 1 + width - 1, width)
-        memory = JournalMemory(shape, 1, self.num_seqs, size, self.device)
-        for tensor in memory.tensors:
-            tensor.fill_(torch.nan)
-        zeros = [torch.zeros(self.num_seqs, dtype=torch.int32, device=self.device) for _ in "123"]
-        steps = torch.zeros(self.num_seqs, 4, dtype=torch.int32, device=self.device)
-        return memory.stack(steps, tuple(zeros), [self.state], [self.conv_state])
-
-
-def verify(decoder: Decoder, tokens: list[Tensor], width: int) -> dict[tuple[int, int], Tensor]:
-    """Outputs by sequence and token of decoding `tokens` with drafts, of which a random number are
-    right, while rows commit at random; nothing is pending at the end."""
-    rng, stack, n = random.Random(width), decoder.stack(width), decoder.num_seqs
-    most, places = INTERVAL - 1 + width - 1, stack.keys.shape[2]
-    done, found = [0] * n, {}
-    while min(done) < len(tokens[0]):
-        now = 1 if rng.random() < 0.2 else width
-        right = [min(rng.randint(1, now), len(tokens[0]) - d) for d in done]
-        active = [count > 0 for count in right]
-        rows = [torch.randn(n * now, *x.shape[2:]).to(x) for x in tokens]
-        for i in range(n):
-            pending, first = int(stack.pending[i]), int(stack.first[i])
-            commits = int(rng.random() < 0.3 or pending + now > most)
-            if not active[i]:
-                continue
-            stack.steps[i] = torch.tensor([i, pending, commits, first])
-            stack.first[i] = (first + pending) % places if commits else first
-            stack.pending[i] = right[i] - 1 if commits else pending + right[i]
-            for mine, given in zip(rows, tokens, strict=True):
-                mine[i * now : i * now + right[i]] = given[done[i] : done[i] + right[i], i]
-        indices = torch.where(torch.tensor(active, device=decoder.device), decoder.indices, -1)
-        out = decoder.decode(rows, indices, stack)
-        for i in range(n):
-            found |= {(i, done[i] + t): out[i * now + t] for t in range(right[i])}
-            done[i] += right[i]
-            if active[i]:
-                stack.taken[i] = right[i] - 1
-    entries = [[i, int(index)] for i, index in enumerate(decoder.indices)]
-    decoder.kernels.kda_commit(
-        stack, torch.tensor(entries, dtype=torch.int32, device=decoder.device)
-    )
-    return found
-
-
-def difference(decoder: Decoder, width: int, length: int = 9) -> float:
-    """The largest that drafts make to outputs and states; NaN if anything was left unwritten."""
-    tokens, plain = decoder.tokens(length), decoder.copy()
-    found = verify(decoder, tokens, width)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for t in range(length):
-        out = plain.decode([x[t] for x in tokens], plain.indices)
-        pairs += [(out[i], found[i, t]) for i in range(decoder.num_seqs)]
-    pairs += zip(decoder.states(), plain.states(), strict=True)
-    # Python's max would pass over NaN.
-    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
 
 
 def rounding(kernels: Kernels) -> float:

@@ -35,6 +35,7 @@ from vllm.kernels.rotary import naive as rotary
 from vllm.kernels.sampling import naive as sampling
 from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.kda import naive as kda
+from vllm.model_executor.layers.mamba.ops.mamba2 import naive as mamba2
 
 
 class Kernels(Registry):
@@ -59,6 +60,10 @@ class Kernels(Registry):
     kda_prefill = Op(kda.kda_prefill)
     kda_decode = Op(kda.kda_decode)
     kda_commit = Op(kda.kda_commit)
+
+    mamba2_prefill = Op(mamba2.mamba2_prefill)
+    mamba2_decode = Op(mamba2.mamba2_decode)
+    mamba2_commit = Op(mamba2.mamba2_commit)
 
     argmax_rows = Op(sampling.argmax_rows, cpu=("naive",), cuda=("draw",))
     draw_tokens = Op(sampling.draw_tokens, cpu=("naive",), cuda=("draw",))

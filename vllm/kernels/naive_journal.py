@@ -57,15 +57,12 @@ def decode(
         if index < 0:
             continue
         row, pending, commits, first = journal.steps[seq].tolist()
-        if pending + width - commits > journal.places:
-            raise ValueError(
-                f"{pending} tokens are pending in row {row}: there is no place for {width} more"
-            )
+        check_places(journal, row, pending + width - commits)
         part = slice(seq * width, (seq + 1) * width)
         q, k, v = split_qkv(mixed[part], *heads)
         g, beta = gates(part)
         decay = g.exp()
-        stored = _replay(ssm_state[index], journal, row, first, pending)
+        stored = replay(ssm_state[index], journal, row, first, pending)
         for t in range(width):
             state = stored.mT.to(q.dtype)
             step = (q[t] * heads[2] ** -0.5, k[t], v[t], decay[t], beta[t])
@@ -87,12 +84,20 @@ def commit(stack: JournalStack, entries: Tensor) -> None:
         journal = stack.layer(i)
         for row, index in entries.tolist():
             first, pending = int(stack.first[row]), int(stack.pending[row])
-            state[index] = _replay(state[index], journal, row, first, pending)
+            state[index] = replay(state[index], journal, row, first, pending)
             taken = journal.inputs[row, : int(stack.taken[row])]
             conv_state[index] = torch.cat([conv_state[index], taken])[len(taken) :]
 
 
-def _replay(stored: Tensor, journal: Journal, row: int, first: int, pending: int) -> Tensor:
+def check_places(journal: Journal, row: int, needed: int) -> None:
+    """ValueError unless a row has so many places."""
+    if needed > journal.places:
+        raise ValueError(
+            f"row {row} has {journal.places} places: there is no place for {needed} tokens"
+        )
+
+
+def replay(stored: Tensor, journal: Journal, row: int, first: int, pending: int) -> Tensor:
     """`stored [v heads, dv, dk]` after a row's pending tokens, rounded after each as a write is."""
     group = journal.errors.shape[2] // journal.keys.shape[2]
     for i in range(pending):

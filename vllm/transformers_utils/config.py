@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.transformers_utils.overrides import apply_overrides
+from vllm.utils.class_registry import resolve_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 #: model_type -> config class, for types transformers does not know; plugins add theirs
 _CONFIG_REGISTRY: dict[str, type[PretrainedConfig]] = {}
+#: the same for our own classes, dotted path, imported on first use
+_OWN_CONFIGS = {
+    "apriel2": "vllm.transformers_utils.configs.apriel2.Apriel2Config",
+    "apriel2_text": "vllm.transformers_utils.configs.apriel2.Apriel2TextConfig",
+}
 
 HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"]
 
@@ -116,8 +122,9 @@ def _parse(
     from transformers import AutoConfig
 
     model_type = raw.get("model_type")
-    if model_type in _CONFIG_REGISTRY:
-        return _CONFIG_REGISTRY[model_type].from_pretrained(model, revision=revision or "main")
+    known = _known_config(model_type)
+    if known is not None:
+        return known.from_pretrained(model, revision=revision or "main")
     # Remote code may well import model classes.
     lean = nullcontext() if trust_remote_code else without_model_classes()
     try:
@@ -135,6 +142,13 @@ def _parse(
             f"config.json of {model!r} (model_type {model_type!r}) cannot be used: {reason}{hint}",
             model,
         ) from None
+
+
+def _known_config(model_type: Any) -> type[PretrainedConfig] | None:
+    """The config class of a type that transformers does not have; it goes before remote code."""
+    if model_type not in _CONFIG_REGISTRY and model_type in _OWN_CONFIGS:
+        _CONFIG_REGISTRY[model_type] = resolve_class(_OWN_CONFIGS[model_type])
+    return _CONFIG_REGISTRY.get(model_type)
 
 
 def _remote_code_hint(raw: dict[str, Any]) -> str:

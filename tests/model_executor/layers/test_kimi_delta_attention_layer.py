@@ -100,7 +100,7 @@ def test_decays_stay_fp32_in_a_16_bit_model(config: VllmConfig) -> None:
         torch.set_default_dtype(torch.float32)
     assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
     assert torch.equal(layer.A_log, checkpoint()["A_log"].flatten())
-    assert layer.in_proj.weight.dtype == torch.bfloat16
+    assert layer.qkvb_proj.weight.dtype == torch.bfloat16
 
 
 def test_what_it_keeps(config: VllmConfig) -> None:

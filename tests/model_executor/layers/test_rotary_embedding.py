@@ -26,7 +26,29 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 10000.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     LLAMA3,
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 0.9,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
 ]
+YARN_MSCALE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+}
 MAX_POSITION = 2048
 
 
@@ -93,7 +115,11 @@ def test_table_is_shared_while_in_use() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported.*llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported.*llama3"),
+        (
+            {"rope_parameters": YARN_MSCALE},
+            "'yarn' with mscale is not supported; give attention_factor",
+        ),
         ({"is_neox_style": False}, "interleaved"),
         ({"rope_parameters": {"mrope_section": [4, 4, 4]}}, "must sum to half"),
     ],

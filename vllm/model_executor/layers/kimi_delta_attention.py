@@ -31,13 +31,22 @@ from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
 
 @dataclass(frozen=True)
 class KimiDeltaAttentionShape:
-    """Sizes of the whole layer, before sharding."""
+    """Sizes of the whole layer, before sharding, and the function of the output's gates: sigmoid,
+    or silu. Raises ValueError for another."""
 
     hidden_size: int
     num_heads: int
     head_dim: int
     conv_kernel_size: int
     eps: float
+    gate_activation: str = "sigmoid"
+
+    def __post_init__(self) -> None:
+        if self.gate_activation not in ("sigmoid", "silu"):
+            raise ValueError(
+                f"gate activation {self.gate_activation!r} is not supported; supported: sigmoid, "
+                "silu"
+            )
 
     @property
     def width(self) -> int:
@@ -48,7 +57,7 @@ class KimiDeltaAttentionShape:
 class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
     """Recurrent token mixer; keeps the convolutions' last inputs and a matrix per head.
 
-    `in_proj` fuses q, k, v and beta, `conv1d` the convolutions of q, k and v (`CHECKPOINT_NAMES`
+    `qkvb_proj` fuses q, k, v and beta, `conv1d` the convolutions of q, k and v (`CHECKPOINT_NAMES`
     maps a checkpoint's tensors onto them). Decays come from `f_b_proj(f_a_proj(x))`, the output's
     gates from `g_b_proj(g_a_proj(x))`.
     """
@@ -56,10 +65,10 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
     mamba_type = MambaAttentionBackendEnum.KDA_ATTN
 
     CHECKPOINT_NAMES: ClassVar[tuple[tuple[str, str, int], ...]] = (
-        ("in_proj", "q_proj", 0),
-        ("in_proj", "k_proj", 1),
-        ("in_proj", "v_proj", 2),
-        ("in_proj", "b_proj", 3),
+        ("qkvb_proj", "q_proj", 0),
+        ("qkvb_proj", "k_proj", 1),
+        ("qkvb_proj", "v_proj", 2),
+        ("qkvb_proj", "b_proj", 3),
         ("conv1d", "q_conv1d", 0),
         ("conv1d", "k_conv1d", 1),
         ("conv1d", "v_conv1d", 2),
@@ -85,12 +94,12 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
 
         shard: dict[str, Any] = {"tp_rank": rank, "tp_size": size}
         sizes = [width, width, width, shape.num_heads]
-        self.in_proj = MergedColumnParallelLinear(hidden, sizes, **options("in_proj"), **shard)
+        self.qkvb_proj = MergedColumnParallelLinear(hidden, sizes, **options("qkvb_proj"), **shard)
         self.f_a_proj = ReplicatedLinear(hidden, low, **options("f_a_proj"))
         self.f_b_proj = ColumnParallelLinear(low, width, **options("f_b_proj"), **shard)
         self.g_a_proj = ReplicatedLinear(hidden, low, **options("g_a_proj"))
         self.g_b_proj = ColumnParallelLinear(low, width, **options("g_b_proj"), **shard)
-        self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
+        self.conv1d = ShortConvolution(self.qkvb_proj.sections[:3], shape.conv_kernel_size)
         self.A_log = decay_parameter(shape.num_heads, rank, size)
         self.dt_bias = decay_parameter(width, rank, size)
         self.o_norm = RMSNorm(shape.head_dim, shape.eps)
@@ -100,14 +109,20 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         """`[tokens, hidden] -> [tokens, hidden]`."""
         heads = (self.num_heads, self.shape.head_dim)
         width = self.num_heads * self.shape.head_dim
-        qkv, b = self.in_proj(hidden_states)[0].split([3 * width, self.num_heads], dim=-1)
+        qkv, b = self.qkvb_proj(hidden_states)[0].split([3 * width, self.num_heads], dim=-1)
         a = self.f_b_proj(self.f_a_proj(hidden_states)[0])[0].unflatten(-1, heads)
         gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0].unflatten(-1, heads)
         mixed = qkv.new_empty(len(qkv), *heads)
         self.mix(mixed, qkv, a, b)
-        out = current_platform.kernels.mul_sigmoid(self.o_norm.normalise(mixed), gate)
-        projected: Tensor = self.o_proj(out)[0]
+        projected: Tensor = self.o_proj(self._gated(mixed, gate))[0]
         return projected
+
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """The norm of each head times its gate, `[tokens, heads * head_dim]`."""
+        kernels, norm = current_platform.kernels, self.o_norm
+        if self.shape.gate_activation == "silu":
+            return kernels.gated_rms_norm(mixed, gate, norm.weight, norm.variance_epsilon)
+        return kernels.mul_sigmoid(norm.normalise(mixed), gate)
 
     def _gates(self, a: Tensor, b: Tensor) -> KdaGates:
         return KdaGates(a, b, self.A_log, self.dt_bias.view(self.num_heads, -1))

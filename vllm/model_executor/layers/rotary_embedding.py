@@ -35,10 +35,45 @@ def _llama3(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
     return (1 - keep) * inv_freq / factor + keep * inv_freq
 
 
+def _yarn(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn fewer than `beta_slow` times in the
+    original context are divided by `factor`, those that turn more than `beta_fast` times are kept,
+    and in between the share kept is linear in the pair's index."""
+    context, pairs = float(rope["original_max_position_embeddings"]), len(inv_freq)
+    theta = math.log(float(rope["rope_theta"]))
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(context / (turns * 2 * math.pi)) / theta
+
+    first = pair_with(float(rope.get("beta_fast") or 32))
+    last = pair_with(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = max(last - first, 0.001)
+    index = torch.arange(pairs, dtype=torch.float32, device=inv_freq.device)
+    divided = ((index - first) / width).clamp(0, 1)
+    return divided * inv_freq / float(rope["factor"]) + (1 - divided) * inv_freq
+
+
+def attention_factor(rope: RopeParameters) -> float:
+    """What cosines and sines are multiplied by: YaRN's temperature (section 3.4), else 1."""
+    if rope.get("rope_type", "default") != "yarn":
+        return 1.0
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise ValueError("rope_type 'yarn' with mscale is not supported; give attention_factor")
+    given = rope.get("attention_factor")
+    factor = float(rope["factor"])
+    if given is not None:
+        return float(given)
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 _SCALINGS: dict[str, Callable[[Tensor, RopeParameters], Tensor]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }
 
 
@@ -82,7 +117,7 @@ class RotaryEmbedding(nn.Module):
         where = device if device.type == "meta" else torch.device("cpu")
         positions = torch.arange(max_position, dtype=torch.float32, device=where)
         angles = torch.outer(positions, inv_freq.to(where))
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor(rope_parameters)
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

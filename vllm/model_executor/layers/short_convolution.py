@@ -12,6 +12,7 @@ from vllm.model_executor.parameter import (
     empty_parameter,
     load_sections,
     local_size,
+    sections_loader,
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -19,9 +20,10 @@ from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 
 
 class ShortConvolution(nn.Module):
-    """A depthwise convolution: `weight [channels, width]`, sharded by sections such as q, k, v."""
+    """A depthwise convolution: `weight [channels, width]`, sharded by sections such as q, k, v, and
+    `bias [channels]` or None."""
 
-    def __init__(self, sections: tuple[Section, ...], width: int) -> None:
+    def __init__(self, sections: tuple[Section, ...], width: int, *, bias: bool = False) -> None:
         super().__init__()
         self.sections = sections
         self.weight = empty_parameter(local_size(sections), width)
@@ -29,6 +31,13 @@ class ShortConvolution(nn.Module):
         set_weight_attrs(
             self.weight, {"weight_loader": self.weight_loader, "dummy_range": (-bound, bound)}
         )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = empty_parameter(local_size(sections))
+            set_weight_attrs(
+                self.bias,
+                {"weight_loader": sections_loader(sections), "dummy_range": (-bound, bound)},
+            )
 
     def weight_loader(self, param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
         """`loaded [channels, 1, width]` as torch's Conv1d stores it, of all sections or of one."""
@@ -42,7 +51,7 @@ class ShortConvolution(nn.Module):
         current_platform.kernels.causal_conv1d(
             x,
             self.weight,
-            None,
+            self.bias,
             conv_state,
             batch.state_indices,
             batch.has_initial_state,

@@ -139,7 +139,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
     )
     #: tensors of single experts: see `StackedNames`
     stacked_names: ClassVar[tuple[StackedName, ...]] = ()
-    weights_mapper: ClassVar[WeightsMapper] = WeightsMapper()
+    weights_mapper: WeightsMapper = WeightsMapper()
     #: checkpoint prefixes (after mapping) that are not loaded -> why
     unused_weights: ClassVar[Mapping[str, str]] = {}
 

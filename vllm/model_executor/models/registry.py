@@ -14,6 +14,10 @@ from vllm.model_executor.models import interfaces
 logger = init_logger(__name__)
 
 _MODELS: dict[str, str] = {
+    "Apriel2ForCausalLM": "vllm.model_executor.models.apriel2:Apriel2ForCausalLM",
+    "Apriel2ForConditionalGeneration": (
+        "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
+    ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba2's layer: its gated norms, shards of it, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+
+from tests.model_executor.harness import make_config
+from tests.tiny_models import tiny_model
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.exceptions import VLLMValidationError
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.kernels.chunks import chunk_metadata
+from vllm.model_executor.layers.mamba2 import GatedGroupNorm, Mamba2, Mamba2Shape
+from vllm.model_executor.models.weights import AutoWeightsLoader
+from vllm.model_executor.parameter import Section
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+SHAPE = Mamba2Shape(32, 8, 8, 12, 4, conv_kernel_size=4, eps=1e-5, norm_groups=4)
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    config = make_config(tiny_model("qwen3_5"))
+    with set_current_vllm_config(config):
+        yield config
+
+
+def checkpoint(shape: Mamba2Shape) -> dict[str, Tensor]:
+    channels = shape.width + 2 * shape.num_groups * shape.state_size
+    rows = shape.width + channels + shape.num_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj.weight": (rows, shape.hidden_size),
+        "conv1d.weight": (channels, 1, shape.conv_kernel_size),
+        "conv1d.bias": (channels,),
+        "A_log": (shape.num_heads,),
+        "dt_bias": (shape.num_heads,),
+        "D": (shape.num_heads,),
+        "norm.weight": (shape.width,),
+        "out_proj.weight": (shape.hidden_size, shape.width),
+    }
+    if shape.proj_bias:
+        shapes |= {"in_proj.bias": (rows,), "out_proj.bias": (shape.hidden_size,)}
+    if not shape.norm_groups:
+        del shapes["norm.weight"]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float32) * 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def build(shape: Mamba2Shape, prefix: str, rank: int, size: int) -> Mamba2:
+    layer = Mamba2(shape, prefix, tp_rank=rank, tp_size=size)
+    AutoWeightsLoader(layer).load_weights(checkpoint(shape).items())
+    return layer
+
+
+def run(layer: Mamba2, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
+    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
+    spec = layer.get_kv_cache_spec(config)
+    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
+    tokens = len(hidden)
+    indices, offsets = chunk_metadata([0, tokens - decodes])
+    metadata = GDNAttentionMetadata(
+        num_tokens=tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefills=1,
+        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
+        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
+        chunk_indices=indices,
+        chunk_offsets=offsets,
+    )
+    name = layer.layer_name
+    blocks = {name: metadata.state_indices[:decodes]}
+    context = ForwardContext({name: layer}, {name: metadata}, decode_blocks=blocks)
+    with torch.no_grad(), set_forward_context(context):
+        return layer(hidden)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, replace(SHAPE, norm_groups=0), replace(SHAPE, norm_before_gate=True, proj_bias=True)],
+    ids=["norm of gated", "gate alone", "gate after norm, biases"],
+)
+def test_shards_add_up_to_the_whole(shape, config):
+    hidden = torch.randn(9, SHAPE.hidden_size)
+    whole = run(build(shape, "whole", 0, 1), config, hidden, decodes=2)
+    parts = []
+    for rank in range(2):
+        layer = build(shape, f"rank{rank}", rank, 2)
+        layer.out_proj.reduce_results = False
+        parts.append(run(layer, config, hidden, decodes=2))
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_that_ranks_cannot_share_are_refused(config):
+    with pytest.raises(VLLMValidationError, match="groups of recurrent heads"):
+        build(replace(SHAPE, num_groups=1, norm_groups=1), "layer", 0, 2)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_gated_norms_are_those_of_transformers(before):
+    torch.manual_seed(0)
+    y, z, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    ours = GatedGroupNorm(Section(0, 48), 3, 1e-5, norm_before_gate=before)
+    ours.weight.data = weight
+    theirs: torch.nn.Module = NemotronHRMSNormGated(48, group_size=16, eps=1e-5)
+    if before:
+        theirs = FalconH1RMSNormGated(48, 1e-5, n_groups=3, norm_before_gate=True)
+    theirs.weight.data = weight
+    torch.testing.assert_close(ours(y, z), theirs(y[None], z[None])[0].detach())
+
+
+def test_what_it_keeps(config):
+    """Of one of two ranks: half of the heads, and of the channels."""
+    spec = build(SHAPE, "layer", 1, 2).get_kv_cache_spec(config)
+    assert spec.shapes == ((3, 32 + 2 * 2 * 12), (4, 8, 12))
+    assert spec.mamba_type.value == "mamba2"

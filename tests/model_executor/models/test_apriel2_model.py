@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apriel2: logits of every mixer and mixture against the equations in fp64, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apriel2_models import (
+    MIXERS,
+    Reference,
+    convolution,
+    delta_rule,
+    fixed,
+    gated_norm,
+    inverse_frequencies,
+    make_tensors,
+    pattern,
+    save,
+    stochastic,
+)
+
+from tests.model_executor.harness import Chunk, Harness, make_config, naive_kernels
+from vllm import decisions
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.rotary_embedding import attention_factor
+from vllm.model_executor.layers.rotary_embedding import inverse_frequencies as our_frequencies
+from vllm.model_executor.models.apriel2_mixers import rope_parameters
+from vllm.model_executor.models.weights import WeightsError
+from vllm.transformers_utils.config import get_config
+from vllm.v1.core.state_groups import get_kv_cache_groups
+
+LAYOUTS = {
+    **{name: [name] * 2 for name in MIXERS},
+    "mixture": ["attention", "gdn", "kda", "sliding_window"],
+}
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(256), k=length)
+
+
+def checkpoint(path: Path, names: list[str], **fields: Any) -> tuple[Path, Reference]:
+    decoder = pattern(names)
+    tensors = make_tensors(decoder)
+    return save(path, decoder, tensors, **fields), Reference(decoder, tensors)
+
+
+def assert_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < 2e-5, float(error)
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def model(request, tmp_path_factory) -> tuple[Path, Reference]:
+    return checkpoint(tmp_path_factory.mktemp("apriel2"), LAYOUTS[request.param])
+
+
+# ---- golden vectors ------------------------------------------------------------------------------
+
+Q, K = [[1, 0], [0.5, -0.5], [0.2, 0.9]], [[0.6, 0.8], [1, -1], [0, 2]]
+V, A, B = [[1, 2], [-1, 0.5], [0.25, -0.75]], [0, 1, -1], [0, 2, -1]
+
+
+def test_golden_vectors_of_the_delta_rules():
+    """One head, worked out elsewhere; decays of the token, then of its key channels."""
+    q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
+    softplus = torch.nn.functional.softplus
+    o, state = delta_rule(q, k, v, -0.5 * softplus(a + 0.25), b.sigmoid())
+    golden = [[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]]
+    torch.testing.assert_close(o, torch.tensor(golden, dtype=torch.float64), atol=2e-6, rtol=0)
+    final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]], dtype=torch.float64)
+    torch.testing.assert_close(state, final, atol=2e-6, rtol=0)
+    f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
+    g = -0.5 * softplus(f + torch.tensor([0.25, -0.25]))
+    o, state = delta_rule(q, k, v, g, b.sigmoid())
+    golden = [[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]]
+    torch.testing.assert_close(o, torch.tensor(golden, dtype=torch.float64), atol=2e-6, rtol=0)
+    final = torch.tensor([[-0.358390, 0.720391], [0.494133, -0.101098]], dtype=torch.float64)
+    torch.testing.assert_close(state, final, atol=2e-6, rtol=0)
+
+
+def test_golden_vectors_of_convolution_and_norm():
+    taps = torch.tensor([[[0.1, -0.2, 0.3, 0.5]]], dtype=torch.float64)
+    x = torch.tensor([[1.0], [-1], [2], [0.5]], dtype=torch.float64)
+    golden = torch.tensor([0.311230, -0.090033, 0.311230, 0.873438], dtype=torch.float64)
+    torch.testing.assert_close(convolution(x, taps)[:, 0], golden, atol=2e-6, rtol=0)
+    x, w, z = (torch.tensor(t, dtype=torch.float64) for t in ([3, 4], [1, 0.5], [1, -2]))
+    for activation, golden in (("silu", [0.620324, -0.134863]), ("sigmoid", [0.620324, 0.067431])):
+        found = gated_norm(x, z, w, 1e-5, activation)
+        torch.testing.assert_close(
+            found, torch.tensor(golden, dtype=found.dtype), atol=2e-6, rtol=0
+        )
+
+
+def test_golden_vectors_of_our_kernels():
+    """The engine's reference, against which all other kernels are tested, on the same inputs."""
+    from vllm.kernels.naive import NaiveKernels
+    from vllm.model_executor.layers.fla.ops.kda.problem import KdaGates, KdaPrefill
+
+    q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
+    made = dict(
+        state_indices=torch.tensor([0], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+    )
+    qkv, A_log = torch.cat([q, k, v], dim=-1), torch.tensor([0.5]).double().log()
+    state, out = torch.full((1, 1, 2, 2), torch.nan).double(), torch.zeros(3, 1, 2).double()
+    NaiveKernels().gdn_prefill(
+        qkv, a[:, None], b[:, None], A_log, torch.tensor([0.25]).double(), state,
+        chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2), out=out,
+        num_k_heads=1, num_v_heads=1, head_k_dim=2, head_v_dim=2, **made,
+    )  # fmt: skip
+    golden = torch.tensor([[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]])
+    torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
+    final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]]).double()
+    torch.testing.assert_close(state[0, 0].mT, final, atol=2e-6, rtol=0)
+    f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
+    bias = torch.tensor([[0.25, -0.25]]).double()
+    gates = KdaGates(f[:, None], b[:, None], A_log, bias)
+    NaiveKernels().kda_prefill(KdaPrefill(qkv, gates, state, out=out, **made))
+    golden = torch.tensor([[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]])
+    torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
+
+
+# ---- logits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3, 70, 130])
+def test_logits_of_every_mixer_are_those_of_the_equations(model, length):
+    """Prompts of one token, within one window, and past one and two chunks of 64."""
+    path, reference = model
+    found = Harness(path).logits([Chunk(0, 0, ids(length))])
+    assert_logits(found, reference.logits(ids(length)))
+
+
+def test_chunks_and_decodes_agree_with_one_pass(model):
+    """A prompt in uneven chunks, its first of one token, beside another one's decodes."""
+    path, reference = model
+    harness, a, b = Harness(path), ids(80, 1), ids(60, 2)
+    found: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    found["b"].append(harness.logits([Chunk(1, 0, b[:40])]))
+    cuts = [0, 1, 18, 19, 60, 77, 78, 79, 80]
+    for step, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        other = Chunk(1, 40 + step, [b[40 + step]])
+        chunk = Chunk(0, start, a[start:end])
+        logits = harness.logits([other, chunk])
+        found["b"].append(logits[:1])
+        found["a"].append(logits[1:])
+    assert_logits(torch.cat(found["a"]), reference.logits(a))
+    assert_logits(torch.cat(found["b"]), reference.logits(b)[: 40 + len(cuts) - 1])
+
+
+def test_a_first_chunk_of_one_token_reads_no_state(model):
+    """Of a block that another sequence has used: it starts from zero although it is as long as a
+    decode."""
+    path, reference = model
+    harness, used, tokens = Harness(path), ids(30, 3), ids(9, 4)
+    harness.logits([Chunk(0, 0, used)])
+    first = harness.logits([Chunk(0, 0, tokens[:1])])
+    rest = harness.logits([Chunk(0, 1, tokens[1:])])
+    assert_logits(torch.cat([first, rest]), reference.logits(tokens))
+
+
+def test_reference_kernels_agree_too(model):
+    path, reference = model
+    with naive_kernels():
+        assert_logits(Harness(path).logits([Chunk(0, 0, ids(20))]), reference.logits(ids(20)))
+
+
+def test_hidden_states_are_the_residual_streams(tmp_path):
+    path, reference = checkpoint(tmp_path, LAYOUTS["mixture"])
+    harness = Harness(path)
+    harness.model.set_aux_hidden_state_layers((0, 2, 4))
+    _, aux = harness.step([Chunk(0, 0, ids(20))])
+    streams = reference.streams(ids(20))
+    for layer, found in zip((0, 2, 4), aux, strict=True):
+        assert_logits(found, streams[layer])
+
+
+# ---- formats -------------------------------------------------------------------------------------
+
+
+def test_a_pattern_repeats_and_ties(tmp_path):
+    decoder = pattern(["gdn", "attention"]) | {"num_blocks": 3}
+    tensors = make_tensors(decoder, tied=True)
+    path = save(tmp_path, decoder, tensors)
+    found = Harness(path).logits([Chunk(0, 0, ids(20))])
+    assert_logits(found, Reference(decoder, tensors).logits(ids(20)))
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {
+            "type": "llama3",
+            "theta": 10000.0,
+            "scale_factor": 8.0,
+            "low_frequency_factor": 1.0,
+            "high_frequency_factor": 4.0,
+            "original_context_length": 64,
+        },
+        {
+            "type": "yarn",
+            "theta": 10000.0,
+            "scale_factor": 4.0,
+            "attention_factor": None,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "original_context_length": 64,
+        },
+    ],
+    ids=lambda rotary: rotary["type"],
+)
+def test_scaled_rotations(rotary, tmp_path):
+    decoder = fixed(MIXERS["attention"] | {"rotary": rotary}, 2)
+    tensors = make_tensors(decoder)
+    path = save(tmp_path, decoder, tensors)
+    found = Harness(path).logits([Chunk(0, 0, ids(100))])
+    assert_logits(found, Reference(decoder, tensors).logits(ids(100)))
+    plain = Reference(fixed(MIXERS["attention"], 2), tensors).logits(ids(100))
+    assert (found.double() - plain).abs().max() > 0.1
+    ours = rope_parameters({"rotary": rotary}, "")
+    frequencies, temperature = inverse_frequencies(rotary, 16)
+    torch.testing.assert_close(our_frequencies(16, ours).double(), frequencies, rtol=1e-6, atol=0)
+    assert attention_factor(ours) == pytest.approx(temperature)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gates_of_kimi_delta_attention(activation, tmp_path):
+    norm = {"epsilon": 1e-3, "activation": activation}
+    decoder = fixed(MIXERS["kda"] | {"normalization": norm}, 1)
+    tensors = make_tensors(decoder)
+    path = save(tmp_path, decoder, tensors)
+    found = Harness(path).logits([Chunk(0, 0, ids(20))])
+    assert_logits(found, Reference(decoder, tensors).logits(ids(20)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decays_stay_fp32_whatever_the_checkpoint_has(dtype, tmp_path):
+    decoder = pattern(["gdn", "kda"])
+    tensors = make_tensors(decoder)
+    rounded = {
+        name: tensor.bfloat16().float() if name.endswith(("A_log", "dt_bias")) else tensor
+        for name, tensor in tensors.items()
+    }
+    stored = {
+        name: tensor.to(dtype) if name.endswith(("A_log", "dt_bias")) else tensor
+        for name, tensor in rounded.items()
+    }
+    harness = Harness(save(tmp_path, decoder, stored))
+    for name, param in harness.model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            assert param.dtype is torch.float32
+    found = harness.logits([Chunk(0, 0, ids(20))])
+    assert_logits(found, Reference(decoder, rounded).logits(ids(20)))
+
+
+def test_multimodal_checkpoints_are_served_as_text(tmp_path):
+    decoder = fixed(MIXERS["gdn"], 1)
+    tensors = make_tensors(decoder)
+    vision = {"model.vision_encoder.adapter.linear_1.weight": torch.zeros(4, 4)}
+    fields = {
+        "model_type": "apriel2",
+        "architectures": ["Apriel2ForConditionalGeneration"],
+        "vision_encoder": {"hidden_size": 4},
+        "image_token_index": 3,
+    }
+    path = save(tmp_path, decoder, tensors | vision, **fields)
+    decisions.clear()
+    found = Harness(path).logits([Chunk(0, 0, ids(20))])
+    assert_logits(found, Reference(decoder, tensors).logits(ids(20)))
+    recorded = {one.what: one.chosen for one in decisions.decisions()}
+    assert recorded["checkpoint tensors model.vision_encoder.*"] == "1 not loaded"
+
+
+# ---- surgery -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", [["gdn", "attention", "sliding_window", "kda"], ["kda"] * 4, ["attention"] * 4]
+)
+def test_a_pattern_takes_its_mixers_from_a_supernet(names, tmp_path):
+    supernet = stochastic(4)
+    tensors = make_tensors(supernet)
+    path = save(tmp_path, pattern(names), tensors)
+    decisions.clear()
+    harness = Harness(path)
+    found = harness.logits([Chunk(0, 0, ids(40))])
+    assert_logits(found, Reference(supernet, tensors, names).logits(ids(40)))
+    assert not [name for name, _ in harness.model.named_parameters() if "mixers" in name]
+    unused = sum(".mixers." in name for name in tensors) - sum(
+        f"blocks.{layer}.mixer.mixers.{name}." in key
+        for layer, name in enumerate(names)
+        for key in tensors
+    )
+    recorded = {one.what: one.chosen for one in decisions.decisions()}
+    assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
+
+
+def test_names_are_matched_whole(tmp_path):
+    """A mixer whose name begins as another's is another."""
+    mixers = {"gdn": MIXERS["gdn"], "gdn_v2": MIXERS["gdn"]}
+    supernet = stochastic(2, mixers, main="gdn")
+    tensors = make_tensors(supernet)
+    path = save(tmp_path, pattern(["gdn_v2", "gdn"], mixers), tensors)
+    found = Harness(path).logits([Chunk(0, 0, ids(20))])
+    assert_logits(found, Reference(supernet, tensors, ["gdn_v2", "gdn"]).logits(ids(20)))
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes", "message"),
+    [
+        ("attention", {"rotary": {"type": "pixtral_2d", "theta": 1.0}}, "rotary.type 'pixtral_2d'"),
+        ("attention", {"rotary": {"type": "mistral_1d"}}, "rotary without theta"),
+        ("attention", {"causal": False}, "not causal"),
+        ("attention", {"heads": None}, "heads None is not supported"),
+        ("attention", {"type": "mystery"}, "a mixer of type 'mystery'.*attention.*gdn"),
+        ("gdn", {"key_heads": 3}, "4 value heads to 3 key heads"),
+        ("gdn", {"convolution_layer": {"kernel_size": 4, "activation": "relu"}}, "'relu'"),
+        ("kda", {"normalization": {"activation": "relu"}}, "gate activation 'relu'"),
+        ("sliding_window", {"type": "sliding_window", "window_size": None}, "without window_size"),
+    ],
+)
+def test_what_a_mixer_cannot_be(mixer, changes, message, tmp_path):
+    decoder = fixed(MIXERS[mixer], 1)
+    path = save(tmp_path, fixed(MIXERS[mixer] | changes, 1), make_tensors(decoder))
+    with pytest.raises((VLLMValidationError, ValueError), match=message):
+        Harness(path)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "message"),
+    [
+        ({"gated": False}, "an MLP without gate"),
+        ({"activation": "gelu"}, "activation 'gelu'"),
+        ({"add_linear_biases": True}, "with biases"),
+        ({"layer_1": {"bias": {"enabled": True}}}, "with biases"),
+        ({"type": "moe"}, "type 'moe'"),
+    ],
+)
+def test_what_an_mlp_cannot_be(mlp, message, tmp_path):
+    decoder = fixed(MIXERS["gdn"], 1)
+    changed = copy.deepcopy(decoder)
+    changed["block"]["mlp"] |= mlp
+    with pytest.raises(VLLMValidationError, match=message):
+        Harness(save(tmp_path, changed, make_tensors(decoder)))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"type": "spiral", "num_blocks": 1}, "decoder.type is 'spiral'"),
+        ({"type": "fixed", "num_blocks": 1}, "decoder has no 'block'"),
+        ({"type": "fixed"}, "decoder.num_blocks must be a positive number"),
+        ({**pattern(["gdn"]), "pattern": ["kda"]}, "decoder.blocks has no 'kda'"),
+        ({**pattern(["gdn"]), "pattern": []}, "decoder.pattern must list"),
+        (stochastic(1), "a stochastic mixer"),
+    ],
+)
+def test_what_a_decoder_cannot_be(decoder, message, tmp_path):
+    with pytest.raises(VLLMValidationError, match=message):
+        Harness(save(tmp_path, decoder, make_tensors(fixed(MIXERS["gdn"], 1))))
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    decoder = fixed(MIXERS["sliding_window"], 1)
+    tensors = make_tensors(decoder)
+    name = "model.decoder.blocks.0.mixer.k_proj"
+    with pytest.raises(WeightsError, match="k_proj.bias: the config switches this bias off"):
+        Harness(save(tmp_path / "a", decoder, tensors | {f"{name}.bias": torch.zeros(32)}))
+    missing = {key: tensor for key, tensor in tensors.items() if key != f"{name}.weight"}
+    with pytest.raises(WeightsError, match="missing: .*k_proj.weight"):
+        Harness(save(tmp_path / "b", decoder, missing))
+
+
+# ---- what the engine reads in the config ---------------------------------------------------------
+
+
+def test_sizes_come_from_the_first_attention_that_any_layer_has(tmp_path):
+    path = save(tmp_path / "a", stochastic(3, main="gdn"), {"lm_head.weight": torch.zeros(1)})
+    arch = ModelConfig(model=str(path)).model_arch_config
+    assert (arch.num_hidden_layers, arch.num_attention_heads, arch.num_kv_heads) == (3, 4, 2)
+    assert (arch.head_size, arch.is_hybrid, arch.max_model_len) == (16, True, 4096)
+    path = save(tmp_path / "b", fixed(MIXERS["kda"], 1), {})
+    arch = ModelConfig(model=str(path)).model_arch_config
+    assert (arch.num_attention_heads, arch.num_kv_heads, arch.is_hybrid) == (0, 0, True)
+    path = save(tmp_path / "c", pattern(["attention", "sliding_window"]), {})
+    assert not ModelConfig(model=str(path)).model_arch_config.is_hybrid
+
+
+def test_our_config_goes_before_remote_code(tmp_path):
+    path = save(tmp_path, fixed(MIXERS["kda"], 2), {})
+    (path / "configuration_apriel2.py").write_text("raise RuntimeError('remote code was run')")
+    config = get_config(path, trust_remote_code=True)
+    assert config.num_hidden_layers == 2
+    assert json.loads(config.to_json_string())["decoder"]["num_blocks"] == 2
+
+
+def test_groups_are_kinds_of_state_never_layers(tmp_path):
+    """12 attention, 1 gated delta net and 11 Kimi delta attention: 3 groups."""
+    names = ["attention"] * 12 + ["gdn"] + ["kda"] * 11
+    decoder = pattern(names)
+    config = make_config(save(tmp_path, decoder, make_tensors(decoder)))
+    layers = Harness(tmp_path, config=config).layers
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+    groups = get_kv_cache_groups(config, specs)
+    assert sorted(len(group.layer_names) for group in groups) == [1, 11, 12]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apriel2, served: greedy tokens are those of the equations in fp64, whatever happens to a request,
+whatever drafts it verifies and whichever mixers the layers have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apriel2_models import Reference, make_tensors, pattern, save
+from parity_checks import MakeEngine, generate, in_this_process, prompts
+from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+
+pytestmark = [pytest.mark.parity]
+
+LAYOUTS = {
+    "mixture": ["attention", "gdn", "kda", "sliding_window"],
+    "recurrent": ["gdn", "kda"],
+    "attention": ["attention", "sliding_window"],
+}
+
+
+class Checkpoint:
+    """A directory and its reference."""
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        decoder = pattern(names)
+        tensors = make_tensors(decoder)
+        self.path, self.reference = save(path, decoder, tensors), Reference(decoder, tensors)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    return {
+        name: Checkpoint(tmp_path_factory.mktemp(name), layout) for name, layout in LAYOUTS.items()
+    }
+
+
+def assert_equals(output: RequestOutput, reference: Reference) -> None:
+    """Every token is the reference's choice given those before it, with its logprob."""
+    prompt, (one,) = list(output.prompt_token_ids or []), output.outputs
+    tokens = list(one.token_ids)
+    logits = reference.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1)
+    for i, (token, entry) in enumerate(zip(tokens, one.logprobs or [], strict=True)):
+        assert abs(entry[token].logprob - float(expected[i, token])) < 1e-4
+
+
+@in_this_process
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_the_equations_with_and_without_drafts(
+    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
+) -> None:
+    """In chunks and batches, after preemptions, from cached prefixes, one token or four at once."""
+    checkpoint = checkpoints[layout]
+    scenarios: list[Callable[[Run], None]] = [batches, a_conversation, preemptions]
+    settings: dict[str, Any] = {"model": str(checkpoint.path), "enable_prefix_caching": True}
+    plain = Run(engine(make_engine, 0, **settings))
+    for scenario in scenarios:
+        scenario(plain)
+    for output in plain.outputs:
+        assert_equals(output, checkpoint.reference)
+    drafted = Run(engine(make_engine, 3, **settings), plain.tokens())
+    for scenario in scenarios:
+        scenario(drafted)
+    compare(drafted.outputs, plain.outputs)
+
+
+def test_the_sanitizer_finds_nothing(
+    checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
+) -> None:
+    """With memory so scarce that requests are preempted, and shared prefixes."""
+    checkpoint = checkpoints["mixture"]
+    llm = make_engine(
+        "llama",
+        model=str(checkpoint.path),
+        sanitize=True,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=48,
+        kv_cache_memory_bytes=600_000,
+    )
+    shared, *tails = prompts((60, 30, 40, 33, 1))
+    for output in generate(llm, [shared + tail for tail in tails], 12):
+        assert_equals(output, checkpoint.reference)
+
+
+def test_hidden_states_are_the_streams_of_the_equations(
+    checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    checkpoint, layers = checkpoints["mixture"], [0, 2, 4]
+    llm = make_engine(
+        "llama",
+        model=str(checkpoint.path),
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        },
+    )
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (prompt,) = prompts((90,))
+    (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
+    assert output.kv_transfer_params is not None
+    found = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+    streams = checkpoint.reference.streams(found["token_ids"].tolist())
+    for column, layer in enumerate(layers):
+        error = (found["hidden_states"][:, column].double() - streams[layer]).abs().max()
+        assert error < 2e-5 * streams[layer].abs().max()
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far")
+@pytest.mark.parametrize("layout", ["mixture"])
+def test_two_ranks_compute_the_same(
+    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
+) -> None:
+    """Projections are cut section by section, convolutions, decays and biases with their heads."""
+    checkpoint = checkpoints[layout]
+    llm: LLM = make_engine("llama", model=str(checkpoint.path), tensor_parallel_size=2)
+    for output in generate(llm, prompts((1, 40)), 12):
+        assert_equals(output, checkpoint.reference)

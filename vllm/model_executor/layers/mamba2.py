@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba2 (arXiv 2405.21060) as in Nemotron-H, Granite 4 and Falcon-H1: convolution, state space,
+gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from vllm.distributed.utils import divide, per_rank
+from vllm.kernels.journal import JournalShape, JournalStack
+from vllm.model_executor.layers.attention_layer_base import KeepsJournal
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    resolve_tp,
+)
+from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
+    Mamba2Decode,
+    Mamba2Gates,
+    Mamba2Prefill,
+)
+from vllm.model_executor.layers.quantization.base import QuantizationConfig
+from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_parameter
+from vllm.model_executor.layers.short_convolution import ShortConvolution
+from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
+
+
+@dataclass(frozen=True)
+class Mamba2Shape:
+    """Sizes of the whole layer, before sharding.
+
+    `dt_limit`: bounds of step sizes. `norm_groups`: parts of the heads' channels that the gated
+    norm takes apart, 0 for a gate without norm; `norm_before_gate`: the gate multiplies the norm,
+    instead of what goes into it.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel_size: int
+    eps: float
+    norm_groups: int
+    norm_before_gate: bool = False
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+
+class GatedGroupNorm(nn.Module):
+    """`norm(y * silu(z)) * weight`, or `norm(y) * weight * silu(z)`, of channels in groups."""
+
+    def __init__(
+        self, section: Section, num_groups: int, eps: float, *, norm_before_gate: bool
+    ) -> None:
+        super().__init__()
+        self.num_groups = per_rank("groups of the gated norm", num_groups, section.parts)
+        self.eps, self.norm_before_gate = eps, norm_before_gate
+        self.weight = empty_parameter(section.local_size)
+        set_weight_attrs(
+            self.weight, {"weight_loader": sections_loader((section,)), "dummy_range": (0.9, 1.1)}
+        )
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """`y, z [tokens, channels] -> [tokens, channels]`; the norm is rounded before `weight`."""
+        wide, gate = y.float(), silu(z.float())
+        if not self.norm_before_gate:
+            wide = wide * gate
+        groups = wide.unflatten(-1, (self.num_groups, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        scaled = self.weight * normed.flatten(-2).to(y.dtype)
+        return (scaled * gate).to(y.dtype) if self.norm_before_gate else scaled
+
+
+class Mamba2(RecurrentMixer, KeepsJournal):
+    """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
+
+    `in_proj` is z, x, B, C and dt, in this order in checkpoints too.
+    """
+
+    mamba_type = MambaAttentionBackendEnum.MAMBA2
+
+    def __init__(
+        self,
+        shape: Mamba2Shape,
+        prefix: str = "",
+        *,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+        quant_config: QuantizationConfig | None = None,
+    ) -> None:
+        super().__init__()
+        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        self.shape, self.tp_size, self.layer_name = shape, size, prefix
+        self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
+        self.num_groups = per_rank("groups of recurrent heads", shape.num_groups, size)
+        self.width = divide(shape.width, size)
+        options: dict[str, Any] = {
+            "bias": shape.proj_bias,
+            "quant_config": quant_config,
+            "tp_rank": rank,
+            "tp_size": size,
+        }
+        shared = shape.num_groups * shape.state_size
+        self.in_proj = MergedColumnParallelLinear(
+            shape.hidden_size,
+            [shape.width, shape.width, shared, shared, shape.num_heads],
+            prefix=f"{prefix}.in_proj",
+            **options,
+        )
+        sections = self.in_proj.sections[1:4]
+        self.conv1d = ShortConvolution(sections, shape.conv_kernel_size, bias=shape.conv_bias)
+        self.A_log = decay_parameter(shape.num_heads, rank, size)
+        self.dt_bias = decay_parameter(shape.num_heads, rank, size)
+        self.D = decay_parameter(shape.num_heads, rank, size)
+        self.norm: GatedGroupNorm | None = None
+        if shape.norm_groups:
+            self.norm = GatedGroupNorm(
+                Section(0, shape.width, size, rank),
+                shape.norm_groups,
+                shape.eps,
+                norm_before_gate=shape.norm_before_gate,
+            )
+        self.out_proj = RowParallelLinear(
+            shape.width, shape.hidden_size, prefix=f"{prefix}.out_proj", **options
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[tokens, hidden] -> [tokens, hidden]`."""
+        channels = self._channels
+        parts = self.in_proj(hidden_states)[0]
+        z, xbc, dt = parts.split([self.width, channels, self.num_heads], dim=-1)
+        mixed = parts.new_empty(len(parts), self.num_heads, self.shape.head_dim)
+        self.mix(mixed, xbc, dt)
+        y = mixed.flatten(1)
+        gated = self.norm(y, z) if self.norm else (y.float() * silu(z.float())).to(y.dtype)
+        out: Tensor = self.out_proj(gated)[0]
+        return out
+
+    @property
+    def _channels(self) -> int:
+        """Of the convolution, in this shard."""
+        return self.width + 2 * self.num_groups * self.shape.state_size
+
+    def _gates(self, dt: Tensor) -> Mamba2Gates:
+        return Mamba2Gates(dt, self.A_log, self.dt_bias, self.D, self.shape.dt_limit)
+
+    def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> None:
+        """`tokens`: xbc `[tokens, channels]` and dt `[tokens, heads]`; `out [tokens, heads,
+        head_dim]`."""
+        xbc, dt = tokens
+        conv_state, state = self.kv_cache
+        problem = Mamba2Decode(
+            xbc,
+            self._gates(dt),
+            self.conv1d.weight,
+            self.conv1d.bias,
+            conv_state,
+            state,
+            blocks,
+            out,
+            self.journal,
+        )
+        current_platform.kernels.mamba2_decode(problem)
+
+    def prefill(self, batch: PrefillBatch, out: Tensor, *tokens: Tensor) -> None:
+        """See `decode`."""
+        xbc, dt = tokens
+        conv_state, state = self.kv_cache
+        problem = Mamba2Prefill(
+            self.conv1d(xbc, conv_state, batch),
+            self._gates(dt),
+            state,
+            batch.state_indices,
+            batch.has_initial_state,
+            batch.query_start_loc,
+            out,
+        )
+        current_platform.kernels.mamba2_prefill(problem)
+
+    def journal_shape(self, spec: MambaSpec) -> JournalShape:
+        conv_dtype, state_dtype = spec.dtypes
+        sizes = (self.num_groups, self.num_heads, self.shape.state_size, self.shape.head_dim)
+        return JournalShape(
+            *sizes, state_dtype=state_dtype, channels=self._channels, input_dtype=conv_dtype
+        )
+
+    @staticmethod
+    def commit(stack: JournalStack, entries: Tensor) -> None:
+        current_platform.kernels.mamba2_commit(stack, entries)
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        shape = self.shape
+        return (
+            (shape.conv_kernel_size - 1, self._channels),
+            (self.num_heads, shape.head_dim, shape.state_size),
+        )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apriel2 (arXiv 2604.19877): every layer has a token mixer of its own, behind Llama's frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.models.apriel2_mixers import (
+    MIXERS,
+    Apriel2Mixer,
+    has_biases,
+    mixer_class,
+    only_silu,
+    required,
+    unsupported,
+)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
+from vllm.transformers_utils.configs.apriel2 import (
+    ATTENTION_TYPES,
+    Apriel2TextConfig,
+    Description,
+    mixer_type,
+    norm_epsilon,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: where tensors go whose mixer is not part of the model
+_UNSELECTED = "unselected_mixers."
+
+
+class Apriel2DecoderLayer(DecoderLayer):
+    """A mixer and a gated MLP, as the layer's block describes them."""
+
+    mixer: Apriel2Mixer
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: Apriel2TextConfig = vllm_config.model_config.hf_text_config
+        index = extract_layer_index(prefix)
+        block = config.block(index)
+        eps = norm_epsilon(block)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps)
+        self.mixer = _new_mixer(config.mixers(index), vllm_config, f"{prefix}.mixer")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
+        self.mlp = _new_mlp(block.get("mlp") or {}, vllm_config, f"{prefix}.mlp")
+
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        return self.mixer.mix_stream(self.input_layernorm, positions, stream)
+
+
+def _new_mixer(
+    mixers: dict[str, Description], vllm_config: VllmConfig, prefix: str
+) -> Apriel2Mixer:
+    if "" not in mixers:
+        raise unsupported(prefix, "a stochastic mixer", "a pattern that names one mixer per layer")
+    made: Apriel2Mixer = mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
+    return made
+
+
+def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP:
+    if mlp.get("type", "mlp") != "mlp":
+        raise unsupported(prefix, f"type {mlp['type']!r}", "mlp")
+    if not mlp.get("gated", True):
+        raise unsupported(prefix, "an MLP without gate", "gated: true")
+    only_silu(mlp, prefix, "activation")
+    parts = (mlp.get("layer_1"), mlp.get("layer_2"))
+    enabled = any(((part or {}).get("bias") or {}).get("enabled") for part in parts)
+    if enabled or mlp.get("add_linear_biases"):
+        raise unsupported(prefix, "a gated MLP with biases", "one without")
+    return GatedMLP(
+        vllm_config.model_config.hf_text_config.hidden_size,
+        required(mlp, "intermediate_size", prefix),
+        prefix=prefix,
+        quant_config=vllm_config.quant_config,
+    )
+
+
+class Apriel2ForCausalLM(DecoderForCausalLM):
+    """`apriel2_text` checkpoints: plain ones, and supernets of which a pattern takes one mixer of
+    each layer, the one that its block's name names."""
+
+    fused_names = (
+        *DecoderForCausalLM.fused_names[3:],
+        *dict.fromkeys(name for mixer in MIXERS.values() for name in mixer.fused_names),
+    )
+    unused_weights = {
+        "model.vision_encoder.": "only text is served",
+        _UNSELECTED: "the layers' pattern has other mixers of this supernet",
+    }
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> None:
+        self.weights_mapper = _names_in(vllm_config.model_config.hf_text_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        config = vllm_config.model_config.hf_text_config
+        make = partial(layer_type or Apriel2DecoderLayer, vllm_config)
+        return DecoderModel(config, make, RMSNorm, prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As the base. Biases that the config switches off beside others are zero."""
+        absent = dict(_absent_biases(self.config))
+        return super().load_weights(chain(_without(weights, absent), absent.items()))
+
+
+class Apriel2ForConditionalGeneration(Apriel2ForCausalLM):
+    """Multimodal checkpoints, served as text: the vision encoder's tensors are skipped."""
+
+
+def _names_in(config: Apriel2TextConfig) -> WeightsMapper:
+    """From the checkpoint's names to the model's, layer by layer."""
+    prefixes: dict[str, str | None] = {}
+    for layer in range(config.num_hidden_layers):
+        stored, ours = f"model.decoder.blocks.{layer}.", f"model.layers.{layer}."
+        mixers = config.mixers(layer)
+        block = config.block_name(layer)
+        if "" in mixers and block is not None:
+            # A supernet's tensors: those of the mixer that the block is named for are this one's.
+            prefixes |= _mixer_names(f"{stored}mixer.mixers.{block}.", f"{ours}mixer.", mixers[""])
+            prefixes[f"{stored}mixer.mixers."] = f"{_UNSELECTED}{layer}."
+        for name, mixer in mixers.items():
+            inner = f"mixers.{name}." if name else ""
+            prefixes |= _mixer_names(f"{stored}mixer.{inner}", f"{ours}mixer.{inner}", mixer)
+        prefixes[stored] = ours
+    return WeightsMapper(orig_to_new_prefix=prefixes)
+
+
+def _mixer_names(stored: str, ours: str, mixer: Description) -> dict[str, str | None]:
+    renamed = mixer_class(mixer, stored).renamed
+    names: dict[str, str | None] = {f"{stored}{k}.": f"{ours}{v}." for k, v in renamed.items()}
+    return {**names, stored: ours}
+
+
+def _absent_biases(config: Apriel2TextConfig) -> Iterator[tuple[str, Tensor]]:
+    """Biases, under the checkpoint's names, of projections that have none although others of the
+    same fused matrix do."""
+    for layer in range(config.num_hidden_layers):
+        for name, mixer in config.mixers(layer).items():
+            if mixer_type(mixer) not in ATTENTION_TYPES:
+                continue
+            enabled = has_biases(mixer)[:3]
+            if not any(enabled):
+                continue
+            inner = f"mixers.{name}." if name else ""
+            groups = mixer.get("head_groups") or mixer["heads"]
+            for part, heads, has in zip(
+                "qkv", (mixer["heads"], groups, groups), enabled, strict=True
+            ):
+                if not has:
+                    path = f"model.decoder.blocks.{layer}.mixer.{inner}{part}_proj.bias"
+                    yield path, torch.zeros(heads * mixer["head_size"])
+
+
+def _without(weights: Weights, absent: dict[str, Tensor]) -> Weights:
+    """Pass the tensors on; WeightsError for one that the config says is absent."""
+    for name, tensor in weights:
+        if name in absent:
+            raise WeightsError([f"surplus: {name}: the config switches this bias off"])
+        yield name, tensor
