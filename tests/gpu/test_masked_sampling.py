@@ -50,13 +50,13 @@ def test_masked_sampling_never_waits_for_the_device(temperature):
     metadata = SamplingMetadata.build([params] * 16, vocab, device)
     logits = torch.randn(16, vocab, device=device)
     positions = torch.arange(16, device=device)
-    sample(logits.clone(), metadata, positions, [], TokenMasks.dummy(logits))
+    sample(logits.clone(), metadata, positions, None, TokenMasks.dummy(logits))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         rows = {f"r{15 - i}": i for i in range(16)}
         masks = TokenMasks.upload(words.numpy(), masked, rows, device)
-        chosen = sample(logits, metadata, positions, [], masks).sampled_token_ids
+        chosen = sample(logits, metadata, positions, None, masks).sampled_token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for i, token in enumerate(chosen.tolist()[8:]):
