@@ -53,7 +53,7 @@ def kda_decode(problem: KdaDecode) -> None:
 
 
 def kda_commit(stack: JournalStack, entries: Tensor) -> None:
-    """As `Kernels.gdn_commit`, of a journal with decays for each key channel."""
+    """As `gdn_commit`, of a journal with decays for each key channel."""
     naive.gdn_commit(stack, entries)
 
 

@@ -61,7 +61,7 @@ def mamba2_decode(problem: Mamba2Decode) -> None:
 
 
 def mamba2_commit(stack: JournalStack, entries: Tensor) -> None:
-    """As `Kernels.gdn_commit`."""
+    """As `gdn_commit`."""
     naive_journal.commit(stack, entries)
 
 
