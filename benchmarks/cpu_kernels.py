@@ -19,6 +19,7 @@ from vllm.kernels.interface import Kernels
 from vllm.kernels.linear.cpu import skinny_linear
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.rotary import RotaryProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 HIDDEN = 640
 GDN = dict(num_k_heads=8, num_v_heads=16, head_k_dim=64, head_v_dim=64)
@@ -76,7 +77,6 @@ def gdn_inputs(tokens: int, seqs: int, dtype: torch.dtype) -> dict[str, Any]:
         ssm_state=torch.randn(seqs, heads, GDN["head_v_dim"], GDN["head_k_dim"]) * 0.1,
         state_indices=torch.arange(seqs, dtype=torch.int32),
         out=torch.empty(tokens, heads, GDN["head_v_dim"], dtype=dtype),
-        **GDN,
     )
 
 
@@ -119,7 +119,7 @@ def decode_ops(kernels: Kernels, batch: int, context: int, dtype: torch.dtype) -
     )
     attention = attention_inputs([(1, context)] * batch, dtype)
     return common_ops(kernels, batch, dtype) | {
-        "gdn_decode": lambda: kernels.gdn_decode(**gdn),
+        "gdn_decode": lambda: kernels.gdn_decode(GdnDecode(**gdn)),
         "paged_attention": lambda: kernels.paged_attention(AttentionProblem(**attention)),
     }
 
@@ -142,7 +142,7 @@ def prefill_ops(kernels: Kernels, prompt: int, dtype: torch.dtype) -> dict[str, 
     attention = attention_inputs([(prompt, prompt)], dtype)
     return common_ops(kernels, prompt, dtype) | {
         "causal_conv1d": lambda: kernels.causal_conv1d(**conv),
-        "gdn_prefill": lambda: kernels.gdn_prefill(**gdn),
+        "gdn_prefill": lambda: kernels.gdn_prefill(GdnPrefill(**gdn)),
         "paged_attention": lambda: kernels.paged_attention(AttentionProblem(**attention)),
     }
 

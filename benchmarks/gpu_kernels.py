@@ -33,7 +33,7 @@ from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.kernels.sampling.draw import argmax_rows, gumbel_sample
 from vllm.kernels.sampling.filter import kept_tokens
 from vllm.kernels.sampling.logprobs import ranked_logprobs
-from vllm.kernels.scan_segments import ScanCuts
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanCuts
 from vllm.utils.math_utils import cdiv
 
 GB_PER_S = 4300.0

@@ -13,13 +13,16 @@ from torch import Tensor
 from tests.kernels.cases import Case, error_ratio, gdn_case
 from tests.kernels.test_triton_gdn_stages import as_problem, exact_factors
 from vllm._extension import CUDA_LIBRARY
-from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
-from vllm.kernels.hopper_gdn import HopperGdn, find_hopper_gdn
-from vllm.kernels.hopper_gdn_factors import chunk_factors, takes_factors
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import OPS
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_factors import (
+    chunk_factors,
+    takes_factors,
+)
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import gdn_gates
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import gdn_gates
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +36,7 @@ def _built() -> None:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip(f"the kernel needs compute capability {HOPPER}")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
-    assert find_hopper_gdn(HOPPER) is not None
+    assert OPS.choose(HOPPER)
 
 
 @pytest.fixture(autouse=True)
@@ -163,13 +166,14 @@ def test_in_a_graph() -> None:
         assert torch.equal(getattr(captured, name), getattr(eager, name))
 
 
-def test_prefill_takes_the_kernel() -> None:
+def test_a_prefill_with_either_first_stage() -> None:
     """A prefill through both first stages differs by their rounding alone, and does differ."""
     case = case_of([150, 64], (2, 4), slow_decay=True)
     outs = []
-    for kernels in (CudaKernels(), CudaKernels(hopper=HopperGdn(chunk_factors))):
+    for make_factors in (intra_chunk, chunk_factors):
         outs.append(torch.empty_like(case["out"]))
-        kernels.gdn_prefill(**case | dict(out=outs[-1], ssm_state=case["ssm_state"].clone()))
+        copy = GdnPrefill(**case | dict(ssm_state=case["ssm_state"].clone()))
+        run_chunked(copy.chunked, outs[-1], make_factors=make_factors)
     assert not torch.equal(*outs)
     assert error_ratio(outs[1], outs[0].double()) < 5e-3
 

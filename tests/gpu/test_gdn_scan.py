@@ -13,12 +13,13 @@ from tests.kernels.cases import TOLERANCE, Case, error_ratio, gdn_case, strided,
 from tests.kernels.test_triton_gdn_stages import as_problem, rows_of
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import ScanOp, find_hopper_gdn
-from vllm.kernels.hopper_gdn_scan import takes_scan
 from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper, hopper_scan
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_scan import takes_scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.segments import Scan
 
 pytestmark = pytest.mark.gpu
 
@@ -28,13 +29,12 @@ CARRIED = [True, False, True, False, True, True]
 
 
 @pytest.fixture(scope="module")
-def scan() -> ScanOp:
+def scan() -> Scan:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel needs compute capability 9.0")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
-    found = find_hopper_gdn((9, 0))
-    assert found is not None and found.scan is not None
-    return found.scan
+    assert hopper.OPS.choose((9, 0))
+    return hopper_scan.scan
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def case_of(
     return gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda", **options)  # type: ignore[arg-type]
 
 
-def run(scan: ScanOp, p: ChunkedProblem, factors: ChunkFactors) -> tuple[Tensor, Tensor]:
+def run(scan: Scan, p: ChunkedProblem, factors: ChunkFactors) -> tuple[Tensor, Tensor]:
     """`(out, states)` of copies."""
     out = torch.full_like(p.v, float("nan"), memory_format=torch.contiguous_format)
     pool = torch.empty_strided(p.ssm_state.shape, p.ssm_state.stride(), dtype=p.ssm_state.dtype,
@@ -75,13 +75,13 @@ def errors(p: ChunkedProblem, result: tuple[Tensor, Tensor], exact: Case) -> tup
 @pytest.mark.parametrize("slow_decay", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 def test_as_accurate_as_triton(
-    scan: ScanOp, heads: tuple[int, int], slow_decay: bool, state_dtype: torch.dtype
+    scan: Scan, heads: tuple[int, int], slow_decay: bool, state_dtype: torch.dtype
 ) -> None:
     case = case_of(
         RAGGED, CARRIED, heads, padding=2, slow_decay=slow_decay, state_dtype=state_dtype
     )
     exact = {name: widen(value) for name, value in case.items()}
-    NaiveKernels().gdn_prefill(**exact)
+    NaiveKernels().gdn_prefill(GdnPrefill(**exact))
     p = as_problem(case)
     assert takes_scan(p, case["out"])
     factors = intra_chunk(p)
@@ -95,7 +95,7 @@ def test_as_accurate_as_triton(
     assert torch.equal(ours[1][others].isnan(), p.ssm_state[others].isnan())
 
 
-def test_a_long_sequence(scan: ScanOp) -> None:
+def test_a_long_sequence(scan: Scan) -> None:
     """More chunks than the ring has places, many times round."""
     p = as_problem(case_of([64 * 40 + 17], [True], slow_decay=True))
     factors = intra_chunk(p)
@@ -107,7 +107,7 @@ def test_a_long_sequence(scan: ScanOp) -> None:
 
 @pytest.mark.parametrize("split", [64, 192])
 @pytest.mark.parametrize("length", [256, 300])
-def test_continuing_at_a_chunk_gives_the_same_bits(scan: ScanOp, split: int, length: int) -> None:
+def test_continuing_at_a_chunk_gives_the_same_bits(scan: Scan, split: int, length: int) -> None:
     case = case_of([length], [True])
     p = as_problem(case)
     whole, states = run(scan, p, intra_chunk(p))
@@ -124,9 +124,7 @@ MANY = [37 * i % 250 if i % 5 else 0 for i in range(70)]
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, MANY], ids=["few", "many"])
-def test_a_batch_gives_each_sequence_the_bits_it_has_alone(
-    scan: ScanOp, lengths: list[int]
-) -> None:
+def test_a_batch_gives_each_sequence_the_bits_it_has_alone(scan: Scan, lengths: list[int]) -> None:
     carried = [i % 3 != 1 for i in range(len(lengths))]
     case = case_of(lengths, carried)
     p = as_problem(case)
@@ -145,7 +143,7 @@ def test_a_batch_gives_each_sequence_the_bits_it_has_alone(
         start += length
 
 
-def test_nan_stays_in_its_sequence(scan: ScanOp) -> None:
+def test_nan_stays_in_its_sequence(scan: Scan) -> None:
     """Tiles reach past a sequence's end, into its neighbour and into rows of no sequence."""
     case = case_of([5, 70, 137], [True] * 3, padding=3)
     p = as_problem(case)
@@ -160,7 +158,7 @@ def test_nan_stays_in_its_sequence(scan: ScanOp) -> None:
     assert out[5:75].isnan().all()
 
 
-def test_replays_from_a_graph(scan: ScanOp) -> None:
+def test_replays_from_a_graph(scan: Scan) -> None:
     case = case_of([200, 130], [True, True])
     p = as_problem(case)
     factors = intra_chunk(p)
@@ -178,21 +176,21 @@ def test_replays_from_a_graph(scan: ScanOp) -> None:
         assert torch.equal(case["ssm_state"][blocks], states[blocks])
 
 
-def test_prefill_takes_it(scan: ScanOp) -> None:
+def test_prefill_takes_it(scan: Scan) -> None:
     """The op of the interface runs this scan, and Triton's where rows are misaligned."""
     case = case_of(RAGGED, CARRIED)
-    kernels = CudaKernels(hopper=find_hopper_gdn((9, 0)))
+    kernels = CudaKernels((9, 0))
     calls: list[str] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kernels.gdn_prefill(**case)
-        kernels.gdn_prefill(**case | dict(qkv=strided(case["qkv"], 4)))
+        kernels.gdn_prefill(GdnPrefill(**case))
+        kernels.gdn_prefill(GdnPrefill(**case | dict(qkv=strided(case["qkv"], 4))))
         torch.cuda.synchronize()
     calls = [event.key for event in profile.key_averages() for _ in range(event.count)]
     assert sum("gdn_scan_kernel" in name for name in calls) == 1
     assert sum("_inter_chunk_kernel" in name for name in calls) == 1
 
 
-def test_rejects_what_it_cannot_address(scan: ScanOp) -> None:
+def test_rejects_what_it_cannot_address(scan: Scan) -> None:
     case = case_of([64], [False])
     p = as_problem(case)
     factors = intra_chunk(p)

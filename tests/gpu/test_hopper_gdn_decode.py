@@ -15,11 +15,20 @@ from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn
 from tests.kernels.test_journal import Layers, both_ways, rings, run, two_layers
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
-from vllm.kernels.hopper_gdn import find_hopper_gdn
-from vllm.kernels.hopper_gdn_decode import MAX_PLACES, claims, hopper_decode, takes_decode
 from vllm.kernels.journal import GatedNorm, JournalMemory, JournalShape, JournalSize
 from vllm.kernels.linear.skinny import OPS, skinny_linear
 from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import (
+    hopper_decode as hopper_decode_module,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode import (
+    MAX_PLACES,
+    claims,
+    hopper_decode,
+    takes_decode,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
 pytestmark = pytest.mark.gpu
 
@@ -32,9 +41,8 @@ HEADS = (MODEL, SHARD, (3, 3, 128, 128))
 def kernels() -> CudaKernels:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    hopper = find_hopper_gdn(HOPPER)
-    assert hopper is not None and hopper.decode is not None, "build the CUDA ops first"
-    return CudaKernels(hopper=hopper)
+    assert hopper.OPS.choose(HOPPER), "build the CUDA ops first"
+    return CudaKernels(HOPPER)
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +56,7 @@ def copied(case: Case) -> Case:
 
 
 def taken(case: Case, norm: GatedNorm | None = None) -> bool:
-    heads = tuple(case[name] for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"))
-    names = ("qkv", "a", "b", "conv_weight", "conv_state", "ssm_state")
-    return takes_decode(*(case[name] for name in names), heads, case["out"], None, norm)
+    return takes_decode(GdnDecode(**case, norm=norm))
 
 
 def norm_of(rows: int, heads: int, dtype: torch.dtype) -> GatedNorm:
@@ -69,9 +75,9 @@ def test_fp64(kernels: CudaKernels, heads: Any, state_dtype: torch.dtype, bias: 
         assert taken(case)
         check(kernels, "gdn_decode", copied(case), 5e-3)
         wide, triton, found = {k: widen(v) for k, v in case.items()}, copied(case), copied(case)
-        NaiveKernels().gdn_decode(**wide)
-        CudaKernels().gdn_decode(**triton)
-        kernels.gdn_decode(**found)
+        NaiveKernels().gdn_decode(GdnDecode(**wide))
+        CudaKernels().gdn_decode(GdnDecode(**triton))
+        kernels.gdn_decode(GdnDecode(**found))
         for name in ("out", "ssm_state"):
             ours, theirs = (error_ratio(c[name], wide[name]) for c in (found, triton))
             assert ours < 1.02 * theirs
@@ -87,8 +93,8 @@ def test_the_norm_is_that_of_the_separate_op(
     case = gdn_decode_case(num_seqs, MODEL, BF16, "cuda")
     plain, fused = copied(case), copied(case)
     norm = norm_of(num_seqs, 32, weight_dtype)
-    kernels.gdn_decode(**plain)
-    kernels.gdn_decode(**fused, norm=norm)
+    kernels.gdn_decode(GdnDecode(**plain))
+    kernels.gdn_decode(GdnDecode(**fused, norm=norm))
     out = plain["out"]
     exact = NaiveKernels().gated_rms_norm(
         out.double(), norm.gate.double(), norm.weight.double(), norm.eps
@@ -129,9 +135,9 @@ def test_one_key_head_of_a_ring_is_not_anothers(kernels: CudaKernels) -> None:
     counts = tuple(torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
     ring = memory.stack(steps, counts, [case["ssm_state"]], [case["conv_state"]]).layer(0)
     before, after = copied(case), copied(case)
-    kernels.gdn_decode(**before, journal=ring)
+    kernels.gdn_decode(GdnDecode(**before, journal=ring))
     memory.errors[0, 0, 1, 5] *= -1
-    kernels.gdn_decode(**after, journal=ring)
+    kernels.gdn_decode(GdnDecode(**after, journal=ring))
     changed = (before["out"] != after["out"]).any(-1)[0]
     assert changed.nonzero().flatten().tolist() == [5]
 
@@ -141,13 +147,13 @@ def test_bits_do_not_depend_on_the_batch(kernels: CudaKernels, state_dtype: torc
     """One sequence of many, alone and in a few: the same bits from large tiles and small."""
     case = gdn_decode_case(70, MODEL, BF16, "cuda", state_dtype=state_dtype)
     whole = copied(case)
-    kernels.gdn_decode(**whole)
+    kernels.gdn_decode(GdnDecode(**whole))
     for count in (1, 4, 20):
         rows = slice(7, 7 + count)
         names = ("qkv", "a", "b", "state_indices", "out")
         few = copied(case)
         few |= {name: few[name][rows] for name in names}
-        kernels.gdn_decode(**few)
+        kernels.gdn_decode(GdnDecode(**few))
         assert torch.equal(few["out"], whole["out"][rows])
         used = case["state_indices"][rows].long()
         for name in ("ssm_state", "conv_state"):
@@ -166,8 +172,8 @@ def test_rows_without_a_block_are_left_alone(
     all_rows, some = copied(case), copied(case)
     some["state_indices"] = case["state_indices"].clone()
     some["state_indices"][missing] = -1
-    kernels.gdn_decode(**all_rows)
-    kernels.gdn_decode(**some)
+    kernels.gdn_decode(GdnDecode(**all_rows))
+    kernels.gdn_decode(GdnDecode(**some))
     kept = torch.ones(num_seqs, dtype=torch.bool, device="cuda")
     kept[missing] = False
     assert torch.equal(some["out"][kept], all_rows["out"][kept])
@@ -220,7 +226,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
             qkv, z, b, a = parts.split([8192, 4096, 32, 32], dim=-1)
             case |= dict(qkv=qkv, a=a, b=b)
             norm = GatedNorm(z.unflatten(1, (-1, 128)), gates.weight, 1e-6)
-            kernels.gdn_decode(**case, norm=norm)
+            kernels.gdn_decode(GdnDecode(**case, norm=norm))
             hidden = case["out"].flatten(1)
 
     def results() -> list[Tensor]:
@@ -237,7 +243,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
             case["out"].fill_(float("nan"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm.kernels.triton.gdn.overlaps_launches", lambda device: False)
+        patch.setattr(hopper_decode_module, "overlaps_launches", lambda device: False)
         chain(overlap=False)
     expected = [result.clone() for result in results()]
     graph = captured(lambda: chain(overlap=True))
@@ -250,13 +256,10 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
 @pytest.mark.usefixtures("kernels")
 def test_what_the_kernel_cannot_read_is_refused() -> None:
     case = gdn_decode_case(2, SHARD, BF16, "cuda")
-    order = ("qkv", "a", "b", "A_log", "dt_bias", "conv_weight", "conv_bias", "conv_state",
-             "ssm_state", "state_indices", "num_k_heads", "out")  # fmt: skip
 
     def refused(why: str, **changes: Any) -> None:
-        arguments = case | changes
         with pytest.raises(RuntimeError, match=why):
-            hopper_decode(*(arguments[n] for n in order), None, None, False)
+            hopper_decode(GdnDecode(**case | changes))
 
     refused("qkv must be bfloat16", qkv=case["qkv"].float())
     refused("a and b must", a=case["a"].half())
@@ -264,4 +267,4 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
     refused("ssm_state must be", ssm_state=case["ssm_state"].half())
     refused("conv_state must be", conv_state=case["conv_state"][:, :2])
     refused("conv_weight must be dense", conv_weight=case["conv_weight"][:, :3])
-    refused("1, 2 or 4 value heads", num_k_heads=1)
+    refused("1, 2 or 4 value heads", **gdn_decode_case(2, (1, 8, 128, 128), BF16, "cuda"))

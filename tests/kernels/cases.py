@@ -15,6 +15,7 @@ from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.rotary import RotaryProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 Case = dict[str, Any]
 CACHES = {"kv_cache", "cache", "conv_state", "ssm_state"}
@@ -44,7 +45,12 @@ def widen(value: Any) -> Any:
 
 
 #: of ops that take one; others take the case's entries as arguments
-PROBLEMS = {"paged_attention": AttentionProblem, "qk_norm_rope_cache": RotaryProblem}
+PROBLEMS = {
+    "paged_attention": AttentionProblem,
+    "qk_norm_rope_cache": RotaryProblem,
+    "gdn_prefill": GdnPrefill,
+    "gdn_decode": GdnDecode,
+}
 
 
 def run(kernels: Kernels, op: str, case: Case) -> Any:
@@ -266,10 +272,6 @@ def gdn_case(
         ssm_state=state,
         chunk_indices=chunk_indices.to(device),
         chunk_offsets=chunk_offsets.to(device),
-        num_k_heads=nk,
-        num_v_heads=nv,
-        head_k_dim=dk,
-        head_v_dim=dv,
         out=torch.full((tokens, nv, dv), float("nan"), dtype=dtype, device=device),
     )
 

@@ -14,10 +14,12 @@ from tests.kernels.cases import (
     error_ratio,
     gdn_case,
     gdn_decode_case,
+    run,
 )
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.scan_segments import cut_segments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import cut_segments
 
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -99,15 +101,17 @@ def in_pieces(case: Case, cuts: list[int]) -> tuple[Tensor, Tensor]:
     for begin, end in pairwise(cuts):
         part = slice(begin, end)
         KERNELS.gdn_prefill(
-            **case
-            | dict(
-                qkv=case["qkv"][part],
-                a=case["a"][part],
-                b=case["b"][part],
-                out=out[part],
-                ssm_state=state,
-                has_initial_state=torch.tensor([begin > 0]),
-                query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            GdnPrefill(
+                **case
+                | dict(
+                    qkv=case["qkv"][part],
+                    a=case["a"][part],
+                    b=case["b"][part],
+                    out=out[part],
+                    ssm_state=state,
+                    has_initial_state=torch.tensor([begin > 0]),
+                    query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+                )
             )
         )
     return out, state[int(case["state_indices"][0])]
@@ -127,7 +131,7 @@ def test_gdn_prefill_in_pieces_equals_whole(cut: int) -> None:
 def test_gdn_prefill_neighbours_do_not_change_bits() -> None:
     lengths = [70, 3, 64]
     case = gdn_case(lengths, [False] * 3, (2, 4, 32, 24), torch.float32, "cpu")
-    KERNELS.gdn_prefill(**case)
+    KERNELS.gdn_prefill(GdnPrefill(**case))
     starts = case["query_start_loc"].tolist()
     for seq in range(3):
         part = slice(starts[seq], starts[seq + 1])
@@ -155,13 +159,13 @@ def test_padding_sequences_with_tokens_touch_no_state() -> None:
     case["ssm_state"].fill_(0.5)
     conv["conv_state"].fill_(0.5)
     for op, of_op, state in (
-        (KERNELS.gdn_prefill, case, "ssm_state"),
-        (KERNELS.causal_conv1d, conv, "conv_state"),
+        ("gdn_prefill", case, "ssm_state"),
+        ("causal_conv1d", conv, "conv_state"),
     ):
         of_op["state_indices"][1] = -1
         pool, index = of_op[state], 1 + int(of_op["state_indices"][0])
         before = pool.clone()
-        op(**of_op | {state: pool[1:]})  # block -1 of the slice is block 0 of the pool
+        run(KERNELS, op, of_op | {state: pool[1:]})  # block -1 of the slice is block 0 of the pool
         assert not torch.equal(before[index], pool[index])
         before[index] = pool[index]
         assert torch.equal(before.nan_to_num(), pool.nan_to_num())
@@ -170,8 +174,8 @@ def test_padding_sequences_with_tokens_touch_no_state() -> None:
 def test_gdn_decode_rounds_the_convolution_like_prefill() -> None:
     case = gdn_decode_case(8, (2, 4, 64, 64), torch.bfloat16, "cpu")
     out, conv, state = (case[name].clone() for name in ("out", "conv_state", "ssm_state"))
-    KERNELS.gdn_decode(**case)
-    NaiveKernels().gdn_decode(**case | dict(out=out, conv_state=conv, ssm_state=state))
+    KERNELS.gdn_decode(GdnDecode(**case))
+    NaiveKernels().gdn_decode(GdnDecode(**case | dict(out=out, conv_state=conv, ssm_state=state)))
     assert (out != case["out"]).float().mean() < 1e-2
     pool = case["ssm_state"].nan_to_num()
     assert error_ratio(pool, state.nan_to_num().double()) < 2e-4
@@ -196,23 +200,20 @@ def test_gdn_decode_continues_prefill() -> None:
     out = torch.empty(tokens, 4, 24)
     for t in range(tokens):
         one = slice(t, t + 1)
-        KERNELS.gdn_decode(
+        step = GdnDecode(
             raw[one],
             case["a"][one],
             case["b"][one],
             case["A_log"],
             case["dt_bias"],
+            ssm_state,
+            index,
             conv["weight"],
             None,
             conv_state,
-            ssm_state,
-            index,
-            num_k_heads=2,
-            num_v_heads=4,
-            head_k_dim=32,
-            head_v_dim=24,
-            out=out[one],
+            out[one],
         )
+        KERNELS.gdn_decode(step)
     assert error_ratio(out, whole.double()) < 1e-6
     assert error_ratio(ssm_state[int(index[0])], state.double()) < 1e-6
     assert torch.equal(conv_state[int(index[0])], raw[-3:])
@@ -221,13 +222,13 @@ def test_gdn_decode_continues_prefill() -> None:
 def test_gdn_decode_neighbours_do_not_change_bits() -> None:
     case = gdn_decode_case(6, (2, 4, 32, 30), torch.float32, "cpu")
     state, conv = case["ssm_state"].clone(), case["conv_state"].clone()
-    KERNELS.gdn_decode(**case)
+    KERNELS.gdn_decode(GdnDecode(**case))
     for seq in range(6):
         one = slice(seq, seq + 1)
         alone = case | {name: case[name][one] for name in ("qkv", "a", "b", "state_indices")}
         out = torch.empty_like(case["out"][one])
         KERNELS.gdn_decode(
-            **alone | dict(ssm_state=state.clone(), conv_state=conv.clone(), out=out)
+            GdnDecode(**alone | dict(ssm_state=state.clone(), conv_state=conv.clone(), out=out))
         )
         assert torch.equal(out, case["out"][one])
 
@@ -235,8 +236,8 @@ def test_gdn_decode_neighbours_do_not_change_bits() -> None:
 def test_wrong_arguments_are_named() -> None:
     case = gdn_case([3], [False], (2, 4, 16, 16), torch.float32, "cpu")
     wrong = {
-        "num_v_heads must be a multiple": dict(num_v_heads=3),
-        "qkv must have shape": dict(head_k_dim=8),
+        "num_v_heads must be a multiple": dict(ssm_state=case["ssm_state"][:, :3]),
+        "qkv must have shape": dict(qkv=torch.zeros(3, 129)),
         "has_initial_state must be bool": dict(has_initial_state=torch.tensor([1])),
         r"query_start_loc must have shape \[2\]": dict(
             query_start_loc=torch.zeros(3, dtype=torch.int32)
@@ -245,7 +246,7 @@ def test_wrong_arguments_are_named() -> None:
     }
     for message, changed in wrong.items():
         with pytest.raises(RuntimeError, match=f"gdn_prefill.*{message}"):
-            KERNELS.gdn_prefill(**case | changed)
+            KERNELS.gdn_prefill(GdnPrefill(**case | changed))
     conv = conv_case([3], [False], 8, torch.float32, "cpu", width=6)
     with pytest.raises(RuntimeError, match="causal_conv1d: weight must have 2 to 5 taps"):
         KERNELS.causal_conv1d(**conv)
@@ -255,4 +256,4 @@ def test_gdn_prefill_takes_no_segments() -> None:
     case = gdn_case([130], [False], (1, 1, 8, 8), torch.float32, "cpu")
     segments = cut_segments([0, 130], [2], torch.device("cpu"))
     with pytest.raises(ValueError, match="give no segments"):
-        KERNELS.gdn_prefill(**case, segments=segments)
+        KERNELS.gdn_prefill(GdnPrefill(**case, segments=segments))

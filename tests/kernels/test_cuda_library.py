@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from vllm import decisions
-from vllm.kernels import cuda_library, hopper_gdn
+from vllm.kernels import cuda_library
 from vllm.kernels.attention import hopper
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.linear import skinny, swiglu
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper as hopper_gdn
 
 NOT_BUILT = "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"
 CHOICES = [

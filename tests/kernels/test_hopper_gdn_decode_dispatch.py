@@ -12,9 +12,13 @@ from torch import Tensor
 
 from tests.kernels.cases import gdn_decode_case, strided
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import HopperGdn
-from vllm.kernels.hopper_gdn_decode import MAX_PLACES, takes_decode
 from vllm.kernels.journal import GatedNorm, Journal, JournalMemory, JournalShape, JournalSize
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode import (
+    MAX_PLACES,
+    takes_decode,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
 HEADS = (1, 2, 128, 128)
 BF16 = torch.bfloat16
@@ -28,13 +32,11 @@ def journal_of(size: JournalSize) -> Journal:
     return memory.stack(steps, counts, states, [torch.zeros(1, 3, 512)]).layer(0)
 
 
-def problem(**changes: Any) -> dict[str, Any]:
-    """Arguments of `takes_decode`, all of which it takes, but for the changes."""
-    case = gdn_decode_case(1, HEADS, BF16, "cpu")
-    names = ("qkv", "a", "b", "conv_weight", "conv_state", "ssm_state", "out")
+def problem(heads: tuple[int, int, int, int] = HEADS, **changes: Any) -> GdnDecode:
+    """A step that is taken, but for the changes."""
     norm = GatedNorm(torch.ones(1, 2, 128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6)
-    given = {name: case[name] for name in names}
-    return given | dict(heads=HEADS, journal=journal_of(JournalSize(7)), norm=norm) | changes
+    given = gdn_decode_case(1, heads, BF16, "cpu") | dict(journal=journal_of(JournalSize(7)))
+    return GdnDecode(**given | dict(norm=norm) | changes)
 
 
 def every_other(x: Tensor) -> Tensor:
@@ -43,14 +45,14 @@ def every_other(x: Tensor) -> Tensor:
 
 
 def test_what_is_taken() -> None:
-    assert takes_decode(**problem())
-    assert takes_decode(**problem(journal=None, norm=None))
-    assert takes_decode(**problem(ssm_state=problem()["ssm_state"].to(BF16)))
-    norm = problem()["norm"]
-    assert takes_decode(**problem(norm=replace(norm, weight=norm.weight.float())))
+    p = problem()
+    assert takes_decode(p) and p.norm is not None
+    assert takes_decode(problem(journal=None, norm=None))
+    assert takes_decode(problem(ssm_state=p.ssm_state.to(BF16)))
+    assert takes_decode(problem(norm=replace(p.norm, weight=p.norm.weight.float())))
 
 
-BASE = problem()
+BASE = vars(problem())
 
 
 @pytest.mark.parametrize(
@@ -81,18 +83,14 @@ BASE = problem()
     ],
 )
 def test_what_is_left_to_triton(changes: dict[str, Any]) -> None:
-    assert not takes_decode(**problem(**changes))
+    assert not takes_decode(problem(**changes))
 
 
-def test_the_op_gets_what_the_layer_gives() -> None:
-    calls: list[tuple[Any, ...]] = []
-    kernels = CudaKernels(hopper=HopperGdn(decode=lambda *args: calls.append(args)))
-    case = gdn_decode_case(2, HEADS, BF16, "cpu")
-    given = problem()
-    kernels.gdn_decode(**case, journal=given["journal"], norm=given["norm"] and None)
-    (call,) = calls
-    names = ("qkv", "a", "b", "A_log", "dt_bias", "conv_weight", "conv_bias", "conv_state",
-             "ssm_state", "state_indices")  # fmt: skip
-    assert all(got is case[name] for got, name in zip(call, names, strict=False))
-    assert call[10] == 1 and call[11] is case["out"] and call[12] is given["journal"]
-    assert call[13] is None and call[14] is False
+def test_a_step_that_is_taken_is_not_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[GdnDecode] = []
+    recorder = replace(hopper.gdn_decode, run=calls.append, needs=None)
+    monkeypatch.setattr(hopper, "gdn_decode", recorder)
+    taken, none = problem(), problem(state_indices=torch.empty(0, dtype=torch.int32))
+    CudaKernels().gdn_decode(taken)
+    CudaKernels().gdn_decode(none)
+    assert calls == [taken]

@@ -13,10 +13,10 @@ import torch
 from tests.kernels.cases import gdn_case
 from tests.kernels.test_triton_gdn_stages import as_problem
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import HopperGdn
-from vllm.kernels.hopper_gdn_factors import takes_factors
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper, triton
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_factors import takes_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, empty_factors
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 
 BF16 = torch.bfloat16
 
@@ -86,20 +86,25 @@ class Recorder:
         return factors
 
 
-def test_prefill_takes_the_stage_where_it_can() -> None:
-    case = gdn_case([1], [False], (1, 1, 128, 16), BF16, "cpu")
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Stands for the compiled stage, on a device that runs it."""
     recorder = Recorder()
-    CudaKernels(hopper=HopperGdn(chunk_factors=recorder)).gdn_prefill(**case)
+    monkeypatch.setattr(hopper, "chunk_factors", recorder)
+    monkeypatch.setattr(hopper, "gdn_prefill", replace(hopper.gdn_prefill, needs=None))
+    return recorder
+
+
+def test_prefill_takes_the_stage_where_it_can(recorder: Recorder) -> None:
+    case = gdn_case([1], [False], (1, 1, 128, 16), BF16, "cpu")
+    CudaKernels().gdn_prefill(GdnPrefill(**case))
     (taken,) = recorder.problems
     assert taken.k.data_ptr() == as_problem(case).k.data_ptr()
 
 
-def test_prefill_leaves_other_problems_to_triton() -> None:
+def test_prefill_leaves_other_problems_to_triton(recorder: Recorder) -> None:
     case = gdn_case([70], [False], (1, 1, 128, 16), torch.float16, "cpu")
-    expected, out = torch.empty_like(case["out"]), case["out"]
-    CudaKernels().gdn_prefill(**case | dict(out=expected))
-    recorder = Recorder()
-    for hopper in (HopperGdn(chunk_factors=recorder), HopperGdn()):
-        out.fill_(float("nan"))
-        CudaKernels(hopper=hopper).gdn_prefill(**case)
-        assert torch.equal(out, expected) and not recorder.problems
+    expected = torch.empty_like(case["out"])
+    triton.gdn_prefill(GdnPrefill(**case | dict(out=expected)))
+    CudaKernels().gdn_prefill(GdnPrefill(**case))
+    assert torch.equal(case["out"], expected) and not recorder.problems

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tests.kernels.cases import gdn_case, strided
 from tests.kernels.test_triton_gdn_stages import as_problem
-from vllm.kernels.hopper_gdn import HopperGdn
-from vllm.kernels.hopper_gdn_scan import takes_scan
-from vllm.model_executor.layers.fla.ops.gated_delta_rule import chunk
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_scan import takes_scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 
 BF16 = torch.bfloat16
 
@@ -56,13 +55,13 @@ def test_others_are_not() -> None:
 def test_one_of_the_two_runs(
     state_dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, out = problem(state_dtype=state_dtype)
+    case = gdn_case([70], [False], (1, 2, 128, 128), BF16, "cpu", state_dtype=state_dtype)
     factors = ChunkFactors(*(torch.empty(0) for _ in range(3)))
     runs: list[str] = []
-    monkeypatch.setattr(chunk, "intra_chunk", lambda p: factors)
-    monkeypatch.setattr(chunk, "inter_chunk", lambda *args: runs.append("Triton"))
-    chunk.run_chunked(p, out, HopperGdn(scan=lambda *args: runs.append("vllm_cuda")))
+    monkeypatch.setattr(hopper, "chunk_factors", lambda p: factors)
+    monkeypatch.setattr(hopper, "scan", lambda *args: runs.append("vllm_cuda"))
+    monkeypatch.setattr(hopper, "inter_chunk", lambda *args: runs.append("Triton"))
+    p = GdnPrefill(**case)
+    assert hopper.takes_prefill(p)
+    hopper.hopper_prefill(p)
     assert runs == ["vllm_cuda" if taken else "Triton"]
-    chunk.run_chunked(p, out, HopperGdn())
-    chunk.run_chunked(p, out)
-    assert runs[1:] == ["Triton", "Triton"]

@@ -25,6 +25,7 @@ from vllm.kernels.journal import (
     JournalStack,
 )
 from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
 SMALL = (1, 2, 16, 24)
 SLOTS = 3
@@ -132,7 +133,7 @@ def run(
                 case[name] = strided(value.to(case[name].dtype).to(case[name].device))
             out = torch.full_like(case["out"], float("nan"))
             ring = None if stack is None else stack.layer(i)
-            kernels.gdn_decode(**case | dict(out=out), journal=ring)
+            kernels.gdn_decode(GdnDecode(**case | dict(out=out), journal=ring))
             outputs.append(out[:num_seqs])
     if schedule is not None:
         schedule.flush(kernels, layers, [i for i, n in enumerate(schedule.pending) if n])
@@ -235,8 +236,8 @@ def test_the_norm_is_that_of_the_separate_op(kernels, heads, num_seqs, device):
         1e-6,
     )
     plain = case | {name: case[name].clone() for name in ("ssm_state", "conv_state", "out")}
-    kernels.gdn_decode(**case, norm=norm)
-    kernels.gdn_decode(**plain)
+    kernels.gdn_decode(GdnDecode(**case, norm=norm))
+    kernels.gdn_decode(GdnDecode(**plain))
     expected = NaiveKernels().gated_rms_norm(
         plain["out"].double(), norm.gate.double(), norm.weight.double(), norm.eps
     )
@@ -274,7 +275,7 @@ class Verifier:
             out = given["qkv"].new_full((n * width, *heads), float("nan"))
             index = case["state_indices"][:n]
             call = case | given | dict(out=out, state_indices=index)
-            kernels.gdn_decode(**call, journal=stack.layer(layer))
+            kernels.gdn_decode(GdnDecode(**call, journal=stack.layer(layer)))
             for i in range(n):
                 found += [(layer, i, self.done[i] + t, out[i * width + t]) for t in range(right[i])]
         for i in range(n):
@@ -327,7 +328,7 @@ def verified(kernels: Kernels, layers: Layers, heads: Any, width: int, steps: in
                 given = {name: tokens[layer][name][token, i : i + 1] for name in PROJECTED}
                 out = torch.full_like(case["out"][:1], float("nan"))
                 index = case["state_indices"][i : i + 1]
-                kernels.gdn_decode(**case | given | dict(out=out, state_indices=index))
+                kernels.gdn_decode(GdnDecode(**case | given | dict(out=out, state_indices=index)))
                 pairs.append((out[0], found[layer, i, token]))
     pairs += zip(wide.states(), plain.states(), strict=True)
     # Python's max would pass over NaN.
@@ -385,13 +386,13 @@ def test_more_tokens_than_places_are_refused(kernels):
     stack = rings(layers, SMALL, rows=1)
     stack.steps[0] = torch.tensor([0, SLOTS, 0, 0])
     with pytest.raises((ValueError, RuntimeError), match=f"{SLOTS} (pending )?tokens|row 0 has"):
-        kernels.gdn_decode(**layers.cases[0], journal=stack.layer(0))
+        kernels.gdn_decode(GdnDecode(**layers.cases[0], journal=stack.layer(0)))
 
 
 def test_a_wide_convolution_is_refused(device):
     case = gdn_decode_case(1, SMALL, torch.float32, device, width=5)
     with pytest.raises(ValueError, match="width 5"):
-        CudaKernels().gdn_decode(**case)
+        CudaKernels().gdn_decode(GdnDecode(**case))
 
 
 def test_memory_is_what_the_shape_says():
@@ -432,8 +433,8 @@ def test_a_row_does_not_depend_on_the_others():
         for name, value in case.items()
     }  # fmt: skip
     alone["out"] = alone["out"].clone()
-    CudaKernels().gdn_decode(**case)
-    CudaKernels().gdn_decode(**alone)
+    CudaKernels().gdn_decode(GdnDecode(**case))
+    CudaKernels().gdn_decode(GdnDecode(**alone))
     assert torch.equal(alone["out"][0], case["out"][7])
     index = int(case["state_indices"][7])
     assert torch.equal(alone["ssm_state"][index], case["ssm_state"][index])

@@ -8,11 +8,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.kernels.cases import conv_case, error_ratio, gdn_case, gdn_decode_case
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
     l2_normalise,
     naive_chunk_gated_delta_rule,
     naive_recurrent_gated_delta_rule,
 )
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 kernels = NaiveKernels()
 F64 = torch.float64
@@ -58,11 +59,10 @@ def test_convolution_in_two_parts_equals_one(split):
 @pytest.mark.parametrize("heads", [(2, 4, 16, 24), (1, 1, 8, 8)])
 def test_decode_continues_prefill(heads):
     """conv + prefill of n + 1 tokens == conv + prefill of n, then one fused decode step."""
-    nk, nv, dk, dv = heads
+    _, nv, _, dv = heads
     case = gdn_decode_case(1, heads, F64, "cpu", state_dtype=F64, bias=True)
     rows = torch.randn(9, case["qkv"].shape[1], dtype=F64)
     gates = torch.randn(2, 9, nv, dtype=F64)
-    shapes = dict(num_k_heads=nk, num_v_heads=nv, head_k_dim=dk, head_v_dim=dv)
     index = case["state_indices"]
 
     def prefill(count: int) -> torch.Tensor:
@@ -81,17 +81,18 @@ def test_decode_continues_prefill(heads):
             out=mixed,
         )
         kernels.gdn_prefill(
-            mixed,
-            gates[0, :count],
-            gates[1, :count],
-            case["A_log"],
-            case["dt_bias"],
-            case["ssm_state"],
-            **batch,
-            chunk_indices=index,
-            chunk_offsets=index,
-            **shapes,
-            out=out,
+            GdnPrefill(
+                mixed,
+                gates[0, :count],
+                gates[1, :count],
+                case["A_log"],
+                case["dt_bias"],
+                case["ssm_state"],
+                **batch,
+                chunk_indices=index,
+                chunk_offsets=index,
+                out=out,
+            )
         )
         return out
 
@@ -99,7 +100,7 @@ def test_decode_continues_prefill(heads):
     states = case["ssm_state"][index].clone(), case["conv_state"][index].clone()
     prefill(8)
     case |= dict(qkv=rows[8:], a=gates[0, 8:], b=gates[1, 8:])
-    kernels.gdn_decode(**case)
+    kernels.gdn_decode(GdnDecode(**case))
     assert error_ratio(case["out"], whole[8:]) < 1e-13
     assert error_ratio(case["ssm_state"][index], states[0]) < 1e-13
     assert torch.equal(case["conv_state"][index], states[1])
@@ -109,7 +110,7 @@ def test_padding_and_empty_sequences_touch_no_state():
     case = gdn_case([3, 0, 2], [True, True, False], (1, 2, 8, 8), F64, "cpu", padding=2)
     empty = case["state_indices"][1]
     before = case["ssm_state"][empty].clone()
-    kernels.gdn_prefill(**case)
+    kernels.gdn_prefill(GdnPrefill(**case))
     assert torch.equal(case["ssm_state"][empty], before)
     assert not case["out"][:5].isnan().any()
     assert case["out"][5:].isnan().all()
@@ -145,11 +146,10 @@ def test_layer_maths_equals_transformers(split):
             kernels.causal_conv1d(
                 qkv[start:end], layer.conv1d.weight.squeeze(1), None, conv, **batch, out=mixed
             )
-            kernels.gdn_prefill(
+            kernels.gdn_prefill(GdnPrefill(
                 mixed, a[start:end], b[start:end], layer.A_log, layer.dt_bias, ssm, **batch,
-                chunk_indices=None, chunk_offsets=None, num_k_heads=2, num_v_heads=4,
-                head_k_dim=16, head_v_dim=24, out=out,
-            )  # fmt: skip
+                chunk_indices=None, chunk_offsets=None, out=out,
+            ))  # fmt: skip
             outs.append(out)
         normed = kernels.gated_rms_norm(
             torch.cat(outs), z.unflatten(-1, (4, 24)), layer.norm.weight, config.rms_norm_eps

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import Case, conv_case, gdn_case
+from tests.kernels.cases import Case, conv_case, gdn_case, run
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.platforms import current_platform
@@ -67,8 +67,8 @@ def _check(kernels: Kernels, op: str, case: Case, rows: tuple[str, ...], state: 
         padded[name] = getattr(batch, name)
     if "chunk_indices" in case:
         padded |= dict(chunk_indices=batch.chunk_indices, chunk_offsets=batch.chunk_offsets)
-    getattr(kernels, op)(**case)
-    getattr(kernels, op)(**padded)
+    run(kernels, op, case)
+    run(kernels, op, padded)
     assert torch.equal(padded["out"][DECODES : DECODES + tokens], case["out"])
     assert not case["out"].isnan().any()
     assert (padded["out"][:DECODES] == UNTOUCHED).all()

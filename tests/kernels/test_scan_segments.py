@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.kernels.chunks import chunk_metadata
-from vllm.kernels.scan_segments import SHORTEST, WORTH_CUTTING, ScanCuts, cut_segments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import (
+    SHORTEST,
+    WORTH_CUTTING,
+    ScanCuts,
+    cut_segments,
+)
 
 CPU = torch.device("cpu")
 #: a shard of eight value heads on an H200: sixteen programs per sequence

@@ -19,6 +19,7 @@ from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 HEADS = (2, 4, 32, 32)
 UNIT = {torch.float32: 2.0**-25, torch.bfloat16: 2.0**-9}
@@ -66,8 +67,8 @@ def test_decode(kernels: Kernels, state_dtype: torch.dtype, device: str) -> None
         for name in ("qkv", "a", "b"):
             case[name].copy_(torch.randn(case[name].shape))
             reference[name].copy_(case[name])
-        kernels.gdn_decode(**case)
-        NaiveKernels().gdn_decode(**reference)
+        kernels.gdn_decode(GdnDecode(**case))
+        NaiveKernels().gdn_decode(GdnDecode(**reference))
     check(case, reference, state_dtype, NUM_STEPS)
 
 
@@ -83,8 +84,8 @@ def test_prefill(kernels: Kernels, state_dtype: torch.dtype, device: str) -> Non
         for name in ("qkv", "a", "b"):
             case[name].copy_(torch.randn(case[name].shape))
             reference[name].copy_(case[name])
-        kernels.gdn_prefill(**case)
-        NaiveKernels().gdn_prefill(**reference)
+        kernels.gdn_prefill(GdnPrefill(**case))
+        NaiveKernels().gdn_prefill(GdnPrefill(**reference))
     check(case, reference, state_dtype, NUM_CHUNKS)
 
 

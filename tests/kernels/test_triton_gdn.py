@@ -11,10 +11,11 @@ from vllm.model_executor.layers.fla.ops import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
     l2_normalise,
     naive_recurrent_gated_delta_rule,
 )
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 kernels = CudaKernels()
 # Above `TOLERANCE`: four chained products with operands in the activation dtype.
@@ -42,8 +43,8 @@ def test_prefill_with_a_rounded_state(state_dtype, device):
     state = case.pop("ssm_state")
     exact = state.double()
     wide, out = state.float(), torch.empty_like(case["out"])
-    kernels.gdn_prefill(**case, ssm_state=state)
-    kernels.gdn_prefill(**case | dict(out=out), ssm_state=wide)
+    kernels.gdn_prefill(GdnPrefill(**case, ssm_state=state))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=out), ssm_state=wide))
     index = case["state_indices"].long()
     assert torch.equal(case["out"], out)
     assert torch.equal(state[index], wide[index].to(state_dtype))
@@ -55,9 +56,9 @@ def test_prefill_in_two_parts_equals_one(split, device):
     case = gdn_case([100], [False], (1, 2, 16, 16), torch.float32, device)
     whole = torch.empty_like(case["out"])
     state = case["ssm_state"].clone()
-    kernels.gdn_prefill(**case | dict(out=whole, ssm_state=state))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=whole, ssm_state=state)))
     for part, carried in ((slice(0, split), False), (slice(split, 100), True)):
-        kernels.gdn_prefill(**case | _part(case, part, carried))
+        kernels.gdn_prefill(GdnPrefill(**case | _part(case, part, carried)))
     assert error_ratio(case["out"], whole.double()) < 5e-6
     index = case["state_indices"].long()
     assert error_ratio(case["ssm_state"][index], state[index].double()) < 5e-6
@@ -102,15 +103,15 @@ def test_decode_continues_prefill(device):
     raw = case["qkv"].clone()
     case["qkv"] = torch.nn.functional.silu(raw)
     whole = torch.empty_like(case["out"])
-    kernels.gdn_prefill(**case | dict(out=whole, ssm_state=case["ssm_state"].clone()))
-    kernels.gdn_prefill(**case | _part(case, slice(0, 66), False))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=whole, ssm_state=case["ssm_state"].clone())))
+    kernels.gdn_prefill(GdnPrefill(**case | _part(case, slice(0, 66), False)))
     newest_only = torch.zeros(raw.shape[1], 4, device=device)
     newest_only[:, 3] = 1.0
     step = gdn_decode_case(1, heads, torch.float32, device)
     step |= {name: case[name] for name in ("A_log", "dt_bias", "ssm_state", "state_indices")}
     step |= dict(qkv=raw[66:], a=case["a"][66:], b=case["b"][66:], conv_weight=newest_only)
     step["conv_state"] = torch.zeros(len(case["ssm_state"]), 3, raw.shape[1], device=device)
-    kernels.gdn_decode(**step)
+    kernels.gdn_decode(GdnDecode(**step))
     assert error_ratio(step["out"], whole[66:].double()) < 1e-5
 
 

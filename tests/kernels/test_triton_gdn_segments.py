@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,19 @@ from torch import Tensor
 from tests.kernels.cases import Case, check, error_ratio, gdn_case, strided, widen
 from tests.kernels.test_triton_gdn_stages import as_problem
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.hopper_gdn import find_hopper_gdn
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
-from vllm.kernels.scan_segments import ScanCuts, ScanSegments, cut_segments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
     gdn_gates,
     l2_normalise,
     naive_chunk_gated_delta_rule,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import (
+    ScanCuts,
+    ScanSegments,
+    cut_segments,
 )
 
 kernels = CudaKernels()
@@ -40,8 +43,8 @@ class Split:
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
 
-    def gdn_prefill(self, **case: Any) -> None:
-        kernels.gdn_prefill(**case, segments=cut(case, self.counts))
+    def gdn_prefill(self, p: GdnPrefill) -> None:
+        kernels.gdn_prefill(replace(p, segments=cut(vars(p), self.counts)))
 
 
 def check_split(case: Case, counts: list[int], tolerance: float) -> None:
@@ -69,8 +72,8 @@ def test_a_rounded_state_is_rounded_once(state_dtype, device):
     case = gdn_case([200], [True], (1, 1, 16, 16), torch.float32, device, state_dtype=state_dtype,
                     slow_decay=True)  # fmt: skip
     wide, out = case["ssm_state"].float(), torch.empty_like(case["out"])
-    kernels.gdn_prefill(**case, segments=cut(case, [3]))
-    kernels.gdn_prefill(**case | dict(out=out, ssm_state=wide), segments=cut(case, [3]))
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [3])))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=out, ssm_state=wide), segments=cut(case, [3])))
     index = case["state_indices"].long()
     assert torch.equal(case["out"], out)
     assert torch.equal(case["ssm_state"][index], wide[index].to(state_dtype))
@@ -79,7 +82,7 @@ def test_a_rounded_state_is_rounded_once(state_dtype, device):
 def plain(case: Case, kernels: CudaKernels = kernels) -> tuple[Tensor, Tensor]:
     """Output and state pool of the plain scan of a copy."""
     out, state = torch.empty_like(case["out"]), case["ssm_state"].clone()
-    kernels.gdn_prefill(**case | dict(out=out, ssm_state=state))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=out, ssm_state=state)))
     return out, state
 
 
@@ -88,7 +91,7 @@ def test_one_segment_each_has_the_bits_of_the_plain_scan(device):
         [70, 0, 130], [True, True, False], (1, 1, 16, 24), torch.float16, device, padding=1
     )
     out, state = plain(case)
-    kernels.gdn_prefill(**case, segments=cut(case, [1] * 4))
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [1] * 4)))
     assert torch.equal(case["out"][:200], out[:200])
     index = case["state_indices"][:3].long()
     assert torch.equal(case["ssm_state"][index], state[index])
@@ -98,7 +101,7 @@ def test_the_first_two_segments_have_the_bits_of_the_plain_scan(device):
     """What the second starts from is no product of matrices, but the first's own end."""
     case = gdn_case([200], [True], (1, 1, 16, 24), torch.float16, device, slow_decay=True)
     out, _ = plain(case)
-    kernels.gdn_prefill(**case, segments=cut(case, [3]))
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [3])))
     assert torch.equal(case["out"][:128], out[:128])
 
 
@@ -107,8 +110,10 @@ def test_neighbours_change_no_bit_of_a_sequence_cut_alike(device):
         [200, 140], [True, False], (1, 1, 16, 16), torch.float16, device, slow_decay=True
     )
     together, state = torch.empty_like(case["out"]), case["ssm_state"].clone()
-    kernels.gdn_prefill(**case | dict(out=together, ssm_state=state), segments=cut(case, [3, 2]))
-    kernels.gdn_prefill(**case, segments=cut(case, [3, 1]))
+    kernels.gdn_prefill(
+        GdnPrefill(**case | dict(out=together, ssm_state=state), segments=cut(case, [3, 2]))
+    )
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [3, 1])))
     assert torch.equal(together[:200], case["out"][:200])
     index = case["state_indices"][:1].long()
     assert torch.equal(state[index], case["ssm_state"][index])
@@ -120,7 +125,7 @@ def test_padding_with_tokens_leaves_the_pool_alone(device):
     arena.copy_(torch.randn(arena.shape))
     case |= dict(ssm_state=arena[1:], state_indices=torch.tensor([-1, 2]).int().to(device))
     before = arena.clone()
-    kernels.gdn_prefill(**case, segments=cut(case, [2, 1]))
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [2, 1])))
     assert torch.equal(arena[:3], before[:3]) and not torch.equal(arena[3], before[3])
 
 
@@ -131,9 +136,9 @@ def test_what_is_forgotten_is_not_read(device):
     case["A_log"].fill_(1.0)
     case["a"].fill_(1.0)
     wide = {name: widen(value) for name, value in case.items()}
-    NaiveKernels().gdn_prefill(**wide)
+    NaiveKernels().gdn_prefill(GdnPrefill(**wide))
     case["ssm_state"][case["state_indices"].long()] = float("inf")
-    kernels.gdn_prefill(**case, segments=cut(case, [3]))
+    kernels.gdn_prefill(GdnPrefill(**case, segments=cut(case, [3])))
     assert case["out"][:64].isnan().any()
     assert error_ratio(case["out"][256:], wide["out"][256:]) < 1e-5
 
@@ -156,7 +161,7 @@ def test_descriptors_change_no_bit(device):
         ssm_state=case["ssm_state"].clone(),
     )
     check_split(case, [3], 2e-3)
-    kernels.gdn_prefill(**misaligned, segments=cut(case, [3]))
+    kernels.gdn_prefill(GdnPrefill(**misaligned, segments=cut(case, [3])))
     index = case["state_indices"].long()
     assert torch.equal(case["out"], misaligned["out"])
     assert torch.equal(case["ssm_state"][index], misaligned["ssm_state"][index])
@@ -165,7 +170,7 @@ def test_descriptors_change_no_bit(device):
 def test_the_reference_takes_no_segments():
     case = gdn_case([200], [True], (1, 1, 8, 8), torch.float32, "cpu")
     with pytest.raises(ValueError, match="give no segments"):
-        NaiveKernels().gdn_prefill(**case, segments=cut(case, [2]))
+        NaiveKernels().gdn_prefill(GdnPrefill(**case, segments=cut(case, [2])))
 
 
 def test_only_normalised_keys_are_scanned_in_segments():
@@ -191,7 +196,7 @@ def stages(request):
     """The kernels with either scan, where there are two."""
     if request.param == "Triton":
         return kernels
-    return CudaKernels(hopper=find_hopper_gdn(torch.cuda.get_device_capability()))
+    return CudaKernels(torch.cuda.get_device_capability())
 
 
 @pytest.mark.gpu
@@ -204,7 +209,7 @@ def test_errors_are_those_of_the_plain_scan(length, slow_decay, stages):
     whole, pool = plain(case, stages)
     segments = ScanCuts(8, 128, 132).of_batch([0, length], whole.device)
     assert segments is not None and len(segments) > 2
-    stages.gdn_prefill(**case, segments=segments)
+    stages.gdn_prefill(GdnPrefill(**case, segments=segments))
     index = int(case["state_indices"][0])
     pairs = ((case["out"], whole, out), (case["ssm_state"][index].mT, pool[index].mT, state))
     for split, one, ref in pairs:

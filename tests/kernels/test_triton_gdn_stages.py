@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of the chunked gated delta rule on their own, and the bits they promise."""
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -12,12 +10,14 @@ from torch import Tensor
 from tests.kernels.cases import Case, check, error_ratio, gdn_case, strided
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton.gdn import split_qkv
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inverse import invert_unit_lower
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import gdn_gates, l2_normalise
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
+    gdn_gates,
+    l2_normalise,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 
 kernels = CudaKernels()
 
@@ -45,14 +45,7 @@ def test_inverse(split, tolerance, kind, device):
 
 
 def as_problem(case: Case) -> ChunkedProblem:
-    sizes = [case[f"num_{x}_heads"] for x in "kv"] + [case[f"head_{x}_dim"] for x in "kv"]
-    q, k, v = split_qkv(case["qkv"], *sizes)
-    names = (
-        "a", "b", "A_log", "dt_bias", "ssm_state", "state_indices", "has_initial_state",
-        "query_start_loc", "chunk_indices", "chunk_offsets",
-    )  # fmt: skip
-    given: dict[str, Any] = {name: case[name] for name in names}
-    return ChunkedProblem(q=q, k=k, v=v, scale=sizes[2] ** -0.5, l2norm=True, **given)
+    return GdnPrefill(**case).chunked
 
 
 def exact_factors(p: ChunkedProblem, rows: slice, head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,9 +101,9 @@ def rows_of(case: Case, start: int, end: int, carried: bool) -> Case:
 def test_continuing_at_a_chunk_gives_the_same_bits(split, dtype, device):
     case = gdn_case([150], [False], (1, 2, 16, 16), dtype, device)
     whole, state = torch.empty_like(case["out"]), case["ssm_state"].clone()
-    kernels.gdn_prefill(**case | dict(out=whole, ssm_state=state))
-    kernels.gdn_prefill(**rows_of(case, 0, split, False))
-    kernels.gdn_prefill(**rows_of(case, split, 150, True))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=whole, ssm_state=state)))
+    kernels.gdn_prefill(GdnPrefill(**rows_of(case, 0, split, False)))
+    kernels.gdn_prefill(GdnPrefill(**rows_of(case, split, 150, True)))
     index = case["state_indices"].long()
     assert torch.equal(case["out"], whole)
     assert torch.equal(case["ssm_state"][index], state[index])
@@ -120,13 +113,13 @@ def test_a_batch_gives_each_sequence_the_bits_it_has_alone(dtype, device):
     lengths = [70, 3, 64]
     case = gdn_case(lengths, [True, False, True], (2, 4, 16, 24), dtype, device)
     before = case["ssm_state"].clone()
-    kernels.gdn_prefill(**case)
+    kernels.gdn_prefill(GdnPrefill(**case))
     start = 0
     for seq, length in enumerate(lengths):
         alone = rows_of(case, start, start + length, bool(case["has_initial_state"][seq]))
         index = case["state_indices"][seq : seq + 1]
         alone |= dict(out=torch.empty_like(alone["out"]), ssm_state=before, state_indices=index)
-        kernels.gdn_prefill(**alone)
+        kernels.gdn_prefill(GdnPrefill(**alone))
         assert torch.equal(alone["out"], case["out"][start : start + length])
         assert torch.equal(before[index.long()], case["ssm_state"][index.long()])
         start += length
@@ -145,7 +138,7 @@ def test_descriptors_change_no_bit(heads, device):
     assert all(describable(x) for x in (as_problem(case).q, as_problem(case).v, case["out"]))
     assert not describable(as_problem(misaligned).q)
     check(kernels, "gdn_prefill", case, 2e-3)
-    kernels.gdn_prefill(**misaligned)
+    kernels.gdn_prefill(GdnPrefill(**misaligned))
     index = case["state_indices"][:3].long()
     assert torch.equal(case["out"][:217], misaligned["out"][:217])
     assert torch.equal(case["ssm_state"][index], misaligned["ssm_state"][index])
@@ -156,11 +149,11 @@ def test_nan_stays_in_its_sequence(heads, device):
     """Tiles reach past a sequence's end, into its neighbour and into rows of no sequence."""
     case = gdn_case([5, 70, 9], [True] * 3, heads, torch.float16, device, padding=3)
     clean, state = torch.empty_like(case["out"]), case["ssm_state"].clone()
-    kernels.gdn_prefill(**case | dict(out=clean, ssm_state=state))
+    kernels.gdn_prefill(GdnPrefill(**case | dict(out=clean, ssm_state=state)))
     for name in ("qkv", "a", "b"):
         case[name][5:75] = float("nan")
         case[name][84:] = float("nan")
-    kernels.gdn_prefill(**case)
+    kernels.gdn_prefill(GdnPrefill(**case))
     for rows, seq in ((slice(0, 5), 0), (slice(75, 84), 2)):
         index = case["state_indices"][seq].long()
         assert torch.equal(case["out"][rows], clean[rows])

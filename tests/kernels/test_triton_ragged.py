@@ -11,6 +11,7 @@ from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.rotary import RotaryProblem
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
 
 
 @triton.jit
@@ -42,7 +43,9 @@ def test_lengths_never_recompile(device):
     compiled: list[str] = []
 
     def run(n: int) -> None:
-        kernels.gdn_prefill(**gdn_case([n, n], [True, False], (4, 8, 64, 64), dtype, device))
+        kernels.gdn_prefill(
+            GdnPrefill(**gdn_case([n, n], [True, False], (4, 8, 64, 64), dtype, device))
+        )
         kernels.causal_conv1d(**conv_case([n, n], [True, False], 256, dtype, device))
         kernels.qk_norm_rope_cache(RotaryProblem(**rope_case(n, (4, 2, 64), dtype, device)))
         lengths = [(n + 32, n + 32), (n, n)]

@@ -42,7 +42,7 @@ def fill_chunks(
 
 def chunk_metadata(query_start_loc: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Of a batch: `(chunk_indices [chunks, 2], chunk_offsets [n + 1])`, int32 CPU tensors; see
-    `Kernels.gdn_prefill`."""
+    `GdnPrefill`."""
     starts = np.asarray(query_start_loc, dtype=np.int32)
     num_seqs = len(starts) - 1
     offsets = np.empty(num_seqs + 1, dtype=np.int32)

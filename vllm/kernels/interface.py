@@ -2,8 +2,9 @@
 """The layers' kernels: every op, and what computes it on which platform.
 
 Layers call `current_platform.kernels.<op>(...)`. An op's reference in plain torch (any float dtype
-including fp64, in `vllm/kernels/<op>/naive.py`) is its contract; beside it lie the CPU's C++
-(`cpu.py`), Triton kernels (`triton.py`) and CUDA C++.
+including fp64, in the `naive.py` of the op's folder) is its contract; beside it lie the CPU's C++
+(`cpu.py`), Triton kernels (`triton.py`) and CUDA C++. Recurrent layers' folders are under
+`vllm/model_executor/layers`.
 
 Conventions, for every op:
 
@@ -25,7 +26,6 @@ from vllm.kernels.attention import naive as attention
 from vllm.kernels.cache import naive as cache
 from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
-from vllm.kernels.journal import GatedNorm, Journal, JournalStack
 from vllm.kernels.linear import naive as matmul
 from vllm.kernels.moe import naive as moe
 from vllm.kernels.norm import naive as norms
@@ -33,8 +33,9 @@ from vllm.kernels.registry import Op, Registry, composed
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.rotary import naive as rotary
 from vllm.kernels.sampling import naive as sampling
-from vllm.kernels.scan_segments import ScanSegments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import naive as gdn
 from vllm.model_executor.layers.fla.ops.kda import naive as kda
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import naive as conv
 from vllm.model_executor.layers.mamba.ops.mamba2 import naive as mamba2
 
 
@@ -57,6 +58,10 @@ class Kernels(Registry):
     route_experts = Op(moe.route_experts)
     run_experts = Op(moe.run_experts)
 
+    causal_conv1d = Op(conv.causal_conv1d)
+    gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))
+    gdn_decode = Op(gdn.gdn_decode, cuda=("hopper", "triton"))
+    gdn_commit = Op(gdn.gdn_commit)
     kda_prefill = Op(kda.kda_prefill)
     kda_decode = Op(kda.kda_decode)
     kda_commit = Op(kda.kda_commit)
@@ -126,103 +131,3 @@ class Kernels(Registry):
         """`fused_add_rms_norm`, its first result made float8 token by token."""
         normed, total = self.fused_add_rms_norm(x, residual, weight, eps, one_plus=one_plus)
         return as_rows(normed), total
-
-    def causal_conv1d(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        conv_state: Tensor,
-        state_indices: Tensor,
-        has_initial_state: Tensor,
-        query_start_loc: Tensor,
-        *,
-        out: Tensor,
-    ) -> None:
-        """Depthwise causal convolution and SiLU over a ragged batch, carrying state.
-
-        `x, out [tokens, channels]`, `weight [channels, width]`, `conv_state
-        [num_blocks, width - 1, channels]` holds the last raw inputs, oldest first;
-        `state_indices [num_seqs]` int32, `has_initial_state [num_seqs]` bool (False: start from
-        zeros whatever the block holds), `query_start_loc [num_seqs + 1]` int32. The state is
-        updated to the last `width - 1` inputs (counting the initial state for short sequences).
-        """
-        ...
-
-    def gdn_prefill(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        ssm_state: Tensor,
-        state_indices: Tensor,
-        has_initial_state: Tensor,
-        query_start_loc: Tensor,
-        chunk_indices: Tensor,
-        chunk_offsets: Tensor,
-        *,
-        num_k_heads: int,
-        num_v_heads: int,
-        head_k_dim: int,
-        head_v_dim: int,
-        out: Tensor,
-        segments: ScanSegments | None = None,
-    ) -> None:
-        """Gated delta rule over a ragged batch, in chunks of 64 tokens.
-
-        `qkv [tokens, 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim]` is the convolution's
-        output (q, k, v sections, head-major); `a, b [tokens, num_v_heads]`; `A_log, dt_bias
-        [num_v_heads]`. `beta = sigmoid(b)`, `g = -exp(A_log) * softplus(a + dt_bias)` in fp32;
-        q and k are l2-normalised (`x * rsqrt(sum(x^2) + 1e-6)`), q times `head_k_dim ** -0.5`;
-        value head j uses key head `j // (num_v_heads // num_k_heads)`. Recurrence per value head
-        (Gated DeltaNet, arXiv 2412.06464): `S *= exp(g); d = beta * (v - S^T k); S += k d^T;
-        o = S^T q`. `ssm_state [num_blocks, num_v_heads, head_v_dim, head_k_dim]` (S transposed,
-        fp32 or bf16) is read where `has_initial_state` and overwritten with the final state.
-        `out [tokens, num_v_heads, head_v_dim]`. `chunk_indices [num_chunks, 2]` int32 lists
-        (sequence, chunk in sequence) and `chunk_offsets [num_seqs + 1]` int32 the first chunk of
-        each sequence, both made on the host once per step. `segments` of the sequences are scanned
-        at the same time, which changes results within rounding; platforms that do not
-        `splits_scans` refuse them (ValueError).
-        """
-        ...
-
-    def gdn_decode(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        conv_state: Tensor,
-        ssm_state: Tensor,
-        state_indices: Tensor,
-        *,
-        num_k_heads: int,
-        num_v_heads: int,
-        head_k_dim: int,
-        head_v_dim: int,
-        out: Tensor,
-        journal: Journal | None = None,
-        norm: GatedNorm | None = None,
-    ) -> None:
-        """Few tokens per sequence: convolution update, gating, the recurrent steps, and `norm`.
-
-        `qkv [tokens, channels]` is the raw projection (before the convolution), equally many tokens
-        of every sequence; the rest as in `causal_conv1d` and `gdn_prefill`. `out [tokens,
-        num_v_heads, head_v_dim]`, after the gated norm if it is given. With `journal` the states
-        are read but only written by sequences that commit; outputs, and states once committed, have
-        the bits they have without it. Without one, a sequence has one token.
-        """
-        ...
-
-    def gdn_commit(self, stack: JournalStack, entries: Tensor) -> None:
-        """Write to their blocks, for all layers, the tokens that some batch rows have pending.
-
-        `entries [n, 2]` int32: batch row and block. What is pending is counted on the device, and
-        still counted afterwards.
-        """
-        ...

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain torch decode that keeps a journal (`vllm.kernels.journal`)."""
+"""What references of decodes that keep a journal (`vllm.kernels.journal`) share."""
 
 import torch
 from torch import Tensor
 
 from vllm.kernels.journal import Journal, JournalStack
-from vllm.kernels.naive_gdn import Gates, split_qkv
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import naive_recurrent_step
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import convolve
 
 
@@ -37,49 +35,8 @@ def convolve_tokens(
     return mixed
 
 
-def decode(
-    mixed: Tensor,
-    gates: Gates,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    journal: Journal,
-    heads: tuple[int, int, int, int],
-    out: Tensor,
-    width: int,
-) -> None:
-    """See `Kernels.gdn_decode`; `mixed [tokens, channels]` is the convolution's output, `heads` are
-    the last arguments of `split_qkv`.
-
-    Raises:
-        ValueError: a sequence has too few places for what is pending and this step's tokens.
-    """
-    for seq, index in enumerate(state_indices.tolist()):
-        if index < 0:
-            continue
-        row, pending, commits, first = journal.steps[seq].tolist()
-        check_places(journal, row, pending + width - commits)
-        part = slice(seq * width, (seq + 1) * width)
-        q, k, v = split_qkv(mixed[part], *heads)
-        g, beta = gates(part)
-        decay = g.exp()
-        stored = replay(ssm_state[index], journal, row, first, pending)
-        for t in range(width):
-            state = stored.mT.to(q.dtype)
-            step = (q[t] * heads[2] ** -0.5, k[t], v[t], decay[t], beta[t])
-            o, error, state = naive_recurrent_step(*step, state)
-            out[seq * width + t] = o.to(out.dtype)
-            stored = state.mT.to(ssm_state.dtype)
-            if commits and t == 0:
-                ssm_state[index] = stored
-                continue
-            place = (first + pending + t - commits) % journal.places
-            journal.keys[row, place] = k[t, :: heads[1] // heads[0]]
-            journal.errors[row, place] = error
-            journal.decays[row, place] = decay[t]
-
-
 def commit(stack: JournalStack, entries: Tensor) -> None:
-    """See `Kernels.gdn_commit`."""
+    """Write a group's pending tokens to their blocks: see `gdn_commit`."""
     for i, (state, conv_state) in enumerate(zip(stack.states, stack.conv_states, strict=True)):
         journal = stack.layer(i)
         for row, index in entries.tolist():

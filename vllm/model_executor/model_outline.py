@@ -19,7 +19,8 @@ from vllm.model_executor.model_loader.base import initialize_model, set_default_
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.create import attach_drafter, create_drafter
-from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
+from vllm.v1.worker.residual_tap import ResidualTap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,16 +54,12 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)
-        drafters: list[nn.Module] = []
-        speculative = config.speculative_config
-        if speculative is not None and speculative.uses_extract_hidden_states():
-            proposer = ExtractHiddenStatesProposer(config, meta)
-            proposer.load_model(model)
-            drafters = [proposer.model] if proposer.model else []
-        progress = Progress.create(1, config.tokens_to_verify, meta)
-        drafter = create_drafter(config, progress)
+        capture = HiddenStateCapture.create(config, meta)
+        drafters: list[nn.Module] = [] if capture is None else [capture.model]
+        drafter = create_drafter(config, Progress.create(1, config.tokens_to_verify, meta))
         if drafter is not None:
             drafters += attach_drafter(drafter, model)
+        ResidualTap(model, [capture, drafter])
     layers = collect_layers(config, model, *drafters)
     models = [model, *drafters]
     # Drafters may share modules with the target.

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.chunks import chunk_metadata
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.weights import AutoWeightsLoader
@@ -149,8 +150,8 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
     acts = connected == "acts on every layer"
     tape, calls = Tape(), []
 
-    def decode(qkv: Tensor, *args: Any, **_: Any) -> None:
-        rows = (len(qkv), args[8].tolist())
+    def decode(p: GdnDecode) -> None:
+        rows = (len(p.qkv), p.state_indices.tolist())
         tape.launch(lambda: calls.append(rows))
 
     connector = SimpleNamespace(
@@ -161,7 +162,7 @@ def test_graphs_hold_the_layer_unless_a_connector_loads_first(
     kernels = SimpleNamespace(
         gdn_decode=decode,
         causal_conv1d=lambda x, *_, **__: tape.launch(lambda: calls.append(len(x))),
-        gdn_prefill=lambda *_, **__: None,
+        gdn_prefill=lambda p: None,
         gated_rms_norm=lambda x, *_: tape.launch(lambda: calls.append("norm")),
     )
     slot = kv_transfer_state.current_slot()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vllm.v1.core.arena_planner import plan_arena
@@ -21,6 +23,7 @@ NUM_PAGES = 6
 
 def _config() -> KVCacheConfig:
     attention = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=24, dtype=torch.bfloat16)
+    uneven = replace(attention, head_size_v=40)
     recurrent = MambaSpec(
         block_size=512,
         shapes=((3, 40), (4, 6, 10)),
@@ -36,6 +39,7 @@ def _config() -> KVCacheConfig:
     groups = [
         KVCacheGroupSpec(["r0", "r1", "r2"], recurrent),
         KVCacheGroupSpec(["a0", "a1"], attention),
+        KVCacheGroupSpec(["u0", "u1"], uneven),
         KVCacheGroupSpec(["h"], hidden),
     ]
     return KVCacheConfig(0, [], groups, plan_arena(groups, NUM_PAGES))
@@ -60,6 +64,8 @@ def test_shapes_and_strides() -> None:
     assert arena.layers["a0"].shape[1:] == (2, 16, 2, 24)  # type: ignore[union-attr]
     assert arena.layers["h"].shape[1:] == (16, 3, 20)  # type: ignore[union-attr]
     conv, state = _tensors(arena, "r0")
+    keys, values = _tensors(arena, "u1")
+    assert keys.shape[1:] == (16, 2, 24) and values.shape[1:] == (16, 2, 40)
     assert conv.shape[1:] == (3, 40) and state.dtype == torch.float32
 
 

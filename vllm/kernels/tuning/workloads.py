@@ -14,6 +14,7 @@ from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
 #: runs one op on prepared inputs
 Run = Callable[[], object]
@@ -56,8 +57,7 @@ class Workloads:
         tokens, n = sum(lengths), len(lengths)
         starts = [0, *accumulate(lengths)]
         chunk_indices, chunk_offsets = chunk_metadata(starts)
-        return partial(
-            self._kernels.gdn_prefill,
+        problem = GdnPrefill(
             self._rows(tokens, _channels(head_k_dim)),
             self._rows(tokens, VALUE_HEADS),
             self._rows(tokens, VALUE_HEADS),
@@ -69,34 +69,27 @@ class Workloads:
             self._starts(lengths),
             chunk_indices.to(self._device),
             chunk_offsets.to(self._device),
-            num_k_heads=KEY_HEADS,
-            num_v_heads=VALUE_HEADS,
-            head_k_dim=head_k_dim,
-            head_v_dim=HEAD_V_DIM,
-            out=self._rows(tokens, VALUE_HEADS, HEAD_V_DIM),
+            self._rows(tokens, VALUE_HEADS, HEAD_V_DIM),
         )
+        return partial(self._kernels.gdn_prefill, problem)
 
     def delta_rule_decode(self, head_k_dim: int, num_seqs: int) -> Run:
         """One token of every sequence through convolution and gated delta rule."""
         channels = _channels(head_k_dim)
-        return partial(
-            self._kernels.gdn_decode,
+        problem = GdnDecode(
             self._rows(num_seqs, channels),
             self._rows(num_seqs, VALUE_HEADS),
             self._rows(num_seqs, VALUE_HEADS),
             torch.zeros(VALUE_HEADS, device=self._device),
             torch.zeros(VALUE_HEADS, device=self._device),
+            self._states(num_seqs, head_k_dim),
+            self._ints(range(num_seqs)),
             self._rows(channels, CONV_WIDTH),
             None,
             self._rows(num_seqs, CONV_WIDTH - 1, channels),
-            self._states(num_seqs, head_k_dim),
-            self._ints(range(num_seqs)),
-            num_k_heads=KEY_HEADS,
-            num_v_heads=VALUE_HEADS,
-            head_k_dim=head_k_dim,
-            head_v_dim=HEAD_V_DIM,
-            out=self._rows(num_seqs, VALUE_HEADS, HEAD_V_DIM),
+            self._rows(num_seqs, VALUE_HEADS, HEAD_V_DIM),
         )
+        return partial(self._kernels.gdn_decode, problem)
 
     def convolution(self, lengths: Sequence[int]) -> Run:
         """Causal convolution of a prefill."""

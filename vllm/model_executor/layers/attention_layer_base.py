@@ -94,4 +94,4 @@ class KeepsJournal(AttentionLayerBase):
     @abstractmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:
         """Write what layers of this kind have pending to their blocks, with the bits of their
-        decodes: see `Kernels.gdn_commit`."""
+        decodes: see `gdn_commit`."""

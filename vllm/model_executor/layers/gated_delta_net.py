@@ -13,6 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalShape, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -187,25 +188,22 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         [tokens, value heads, head_v_dim]`, which gets the gated norm as well."""
         qkv, a, b, z = tokens
         conv_state, ssm_state = self.kv_cache
-        current_platform.kernels.gdn_decode(
+        problem = GdnDecode(
             qkv,
             a,
             b,
             self.A_log,
             self.dt_bias,
+            ssm_state,
+            blocks,
             self.conv1d.weight,
             None,
             conv_state,
-            ssm_state,
-            blocks,
-            out=out,
-            num_k_heads=self.num_k_heads,
-            num_v_heads=self.num_v_heads,
-            head_k_dim=self.shape.head_k_dim,
-            head_v_dim=self.shape.head_v_dim,
-            journal=self.journal,
-            norm=GatedNorm(z, self.norm.weight, self.norm.eps),
+            out,
+            self.journal,
+            GatedNorm(z, self.norm.weight, self.norm.eps),
         )
+        current_platform.kernels.gdn_decode(problem)
 
     def _norm_prefills(self, z: Tensor, out: Tensor) -> None:
         """The gated norm of what is no decode; padding's is never read."""
@@ -221,7 +219,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         """See `decode`; the norm is left to `_norm_prefills`."""
         qkv, a, b, _ = tokens
         conv_state, ssm_state = self.kv_cache
-        current_platform.kernels.gdn_prefill(
+        problem = GdnPrefill(
             self.conv1d(qkv, conv_state, batch),
             a,
             b,
@@ -233,13 +231,10 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
             batch.query_start_loc,
             batch.chunk_indices,
             batch.chunk_offsets,
-            out=out,
-            num_k_heads=self.num_k_heads,
-            num_v_heads=self.num_v_heads,
-            head_k_dim=self.shape.head_k_dim,
-            head_v_dim=self.shape.head_v_dim,
-            segments=batch.segments,
+            out,
+            batch.segments,
         )
+        current_platform.kernels.gdn_prefill(problem)
 
     def journal_shape(self, spec: MambaSpec) -> JournalShape:
         shape = self.shape

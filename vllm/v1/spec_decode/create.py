@@ -10,7 +10,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.draft_methods import DRAFT_METHODS
 from vllm.kernels.step import Progress
-from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.utils.class_registry import resolve_class
 from vllm.v1.spec_decode.drafter import Drafter
 
@@ -25,18 +24,7 @@ def create_drafter(vllm_config: VllmConfig, progress: Progress) -> Drafter[Any] 
 
 
 def attach_drafter(drafter: Drafter[Any], target: nn.Module) -> list[nn.Module]:
-    """Build the drafter's model beside `target` and ask that for the streams it wants.
-
-    Returns the modules in which there may be layers with state; ValueError for a target that
-    cannot return its residual streams.
-    """
-    ids = drafter.residual_layer_ids
-    if ids:
-        if not isinstance(target, SupportsEagle3):
-            raise ValueError(
-                f"{type(target).__name__} cannot return the hidden states of its layers "
-                f"(SupportsEagle3), which method {drafter.settings.method} drafts from"
-            )
-        target.set_aux_hidden_state_layers(ids)
+    """Build the drafter's model beside `target`: the modules in which there may be layers with
+    state."""
     model = drafter.build_model(target)
     return [] if model is None else [model]

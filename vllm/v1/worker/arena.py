@@ -19,7 +19,7 @@ class Arena:
 
     A view's dimension 0 is the group's block id; its stride is the group's block stride, the
     inner dimensions are dense and as the spec's `views` say: one tensor per paged layer, a tuple
-    of tensors per recurrent one.
+    of tensors per recurrent one and where keys and values are of different widths.
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
@@ -41,7 +41,8 @@ class Arena:
             for name in group.layer_names:
                 offset = group_plan.layer_offsets[name]
                 views = tuple(self._view(view, num_blocks, stride, offset) for view in spec.views)
-                self.layers[name] = views if spec.is_recurrent else views[0]
+                paged = len(views) == 1 and not spec.is_recurrent
+                self.layers[name] = views[0] if paged else views
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, all layers of their group at once, in order."""

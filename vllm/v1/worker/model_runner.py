@@ -38,7 +38,7 @@ from vllm.v1.outputs import (
 from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.create import attach_drafter, create_drafter
 from vllm.v1.spec_decode.drafter import Drafter, DrafterMemory, DraftStep
-from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
@@ -48,6 +48,7 @@ from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.padded_steps import PaddedSteps
 from vllm.v1.worker.prompt_logprobs import PromptScorer
+from vllm.v1.worker.residual_tap import ResidualTap
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.staging import Uploads
 from vllm.v1.worker.state_journals import StateJournals
@@ -108,7 +109,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
-        self.proposer: ExtractHiddenStatesProposer | None = None
+        self.capture: HiddenStateCapture | None = None
+        self.tap: ResidualTap
         self.sanitizer: Sanitizer | None = None
         self.journals: StateJournals | None = None
         self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
@@ -119,17 +121,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """The model and its drafter on the device; the weights are not there yet."""
         loader = get_model_loader(self.vllm_config.load_config)
         self.model = loader.build_model(self.vllm_config, self.model_config)
-        speculative = self.vllm_config.speculative_config
-        if speculative is not None and speculative.uses_extract_hidden_states():
-            self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device)
-            self.proposer.load_model(self.model)
-            # The draft is the token a step samples, which is known later: rows come first.
-            self._no_drafts = torch.empty(0, 1, dtype=torch.int64, device=self.device)
-        beside: list[nn.Module] = []
-        if self.proposer is not None and self.proposer.model is not None:
-            beside.append(self.proposer.model)
+        self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
+        beside: list[nn.Module] = [] if self.capture is None else [self.capture.model]
         if self.drafter is not None:
             beside += attach_drafter(self.drafter, self.model)
+        self.tap = ResidualTap(self.model, [self.capture, self.drafter])
         self.layers = collect_layers(self.vllm_config, self.model, *beside)
         hand_over_layers(self.vllm_config, self.layers)
 
@@ -230,7 +226,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        for name in ("model", "arena", "block_tables", "metadata", "proposer", "drafter"):
+        for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap"):
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -283,7 +279,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         whole = replay is not None and replay.whole
         reqs = replay.size if replay is not None and replay.whole else None
         inputs = self.inputs.build(order, size, reqs, journals=journal is not None)
-        hooked = [] if self.proposer is None else self.proposer.attn_layer_names
+        hooked = [] if self.capture is None else self.capture.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
         self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:
@@ -326,7 +322,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if replay is None:
             hidden = self._forward(inputs)
         else:
-            with nullcontext() if self.proposer is None else self.proposer.layer_hooks():
+            with nullcontext() if self.capture is None else self.capture.layer_hooks():
                 output = self.graphs.replay(replay)[: inputs.num_tokens]
             if replay.whole:
                 return None, output
@@ -347,13 +343,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states of every token; captured ones go to their cache."""
-        result = self.model(inputs.input_ids, inputs.positions)
-        hidden, aux = (result, []) if isinstance(result, Tensor) else result
-        if self.proposer is not None:
-            self.proposer.propose(self._no_drafts, aux)
-        if self.drafter is not None:
-            self.drafter.observe(inputs, hidden, aux)
-        return cast(Tensor, hidden)
+        return self.tap.read(inputs, self.model(inputs.input_ids, inputs.positions))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""

@@ -12,7 +12,7 @@ import torch
 
 from vllm import decisions
 from vllm.kernels.chunks import CHUNK
-from vllm.kernels.scan_segments import WORTH_CUTTING
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import WORTH_CUTTING
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.chunks import CHUNK, fill_chunks
-from vllm.kernels.scan_segments import ScanCuts, ScanSegments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanCuts, ScanSegments
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -34,7 +34,7 @@ MAX_PREFILLS = 16
 @dataclass(frozen=True)
 class PrefillBatch:
     """What the prefill kernels of a layer are given, of its tokens in `rows`; see
-    `Kernels.gdn_prefill`.
+    `GdnPrefill`.
 
     A step that replays a graph has all its tokens in `rows` and arrays of `MAX_PREFILLS` + 1
     sequences, the last and maybe others empty and without a block, at fixed addresses. Else `rows`
@@ -62,7 +62,7 @@ class GDNAttentionMetadata(AttentionMetadata):
     `state_indices [num_reqs]` int32 (decodes first), the prefills' part of it again in
     `prefill_state_indices [num_prefills]`, `has_initial_state [num_prefills]` bool,
     `prefill_query_start_loc [num_prefills + 1]` int32 relative to the first prefill token;
-    `chunk_indices`, `chunk_offsets`, `segments`: see `Kernels.gdn_prefill`. `batch` is what a layer
+    `chunk_indices`, `chunk_offsets`, `segments`: see `GdnPrefill`. `batch` is what a layer
     whose prefills may be part of a graph runs: the same, or padded.
     """
 

@@ -1,47 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked gated delta rule: the two stages, and the published function interface."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from vllm.kernels.chunks import chunk_metadata
-from vllm.kernels.hopper_gdn import HopperGdn, ScanOp
-from vllm.kernels.hopper_gdn_factors import takes_factors
-from vllm.kernels.hopper_gdn_scan import takes_scan
-from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.ragged_batch import flatten_batch
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.segments import scan_in_segments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanSegments
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.segments import Scan, scan_in_segments
 
-
-def make_factors(p: ChunkedProblem, hopper: HopperGdn | None) -> ChunkFactors:
-    """The first stage, by `hopper` where it takes the problem."""
-    if hopper is not None and hopper.chunk_factors is not None and takes_factors(p):
-        return hopper.chunk_factors(p)
-    return intra_chunk(p)
-
-
-def pick_scan(p: ChunkedProblem, out: Tensor, hopper: HopperGdn | None) -> ScanOp:
-    """The second stage: `hopper`'s where it takes the problem."""
-    if hopper is not None and hopper.scan is not None and takes_scan(p, out):
-        return hopper.scan
-    return inter_chunk
+#: the first stage, as `intra_chunk` is one
+FactorsOp = Callable[[ChunkedProblem], ChunkFactors]
 
 
 def run_chunked(
     p: ChunkedProblem,
     out: Tensor,
-    hopper: HopperGdn | None = None,
     segments: ScanSegments | None = None,
+    *,
+    make_factors: FactorsOp = intra_chunk,
+    scan: Scan = inter_chunk,
 ) -> None:
-    """Fill `out [tokens, v heads, dv]` and update the state pool, with `hopper`'s stages where
-    they take the problem, and sequences cut into `segments`."""
+    """Fill `out [tokens, v heads, dv]` and update the state pool in the two stages, sequences cut
+    into `segments`."""
     if p.num_chunks == 0:
         return
-    factors = make_factors(p, hopper)
-    scan = pick_scan(p, out, hopper)
+    factors = make_factors(p)
     if segments is None:
         scan(p, factors, out)
     else:

@@ -104,7 +104,7 @@ def _commit_kernel(
 
 
 def run_commit(stack: JournalStack, entries: Tensor) -> None:
-    """See `Kernels.gdn_commit`; the decays may be those of each key channel."""
+    """See `naive.gdn_commit`; the decays may be those of each key channel."""
     layers, _, places, num_k_heads, dk = stack.keys.shape
     num_v_heads, dv = stack.errors.shape[3:]
     state, conv_state = stack.states[0], stack.conv_states[0]

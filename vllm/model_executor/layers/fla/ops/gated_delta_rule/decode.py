@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import cuda
 
-from vllm.kernels.journal import GatedNorm, Journal
+from vllm.kernels.journal import GatedNorm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import DecodeInputs
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
@@ -179,23 +179,16 @@ def _decode_kernel(
 
 
 def run_decode(
-    inputs: DecodeInputs,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    journal: Journal | None,
-    norm: GatedNorm | None,
-    launch: DecodeLaunch,
-    overlaps: bool,
-    head_k_dim: int,
-    out: Tensor,
+    p: GdnDecode, inputs: DecodeInputs, norm: GatedNorm | None, launch: DecodeLaunch, overlaps: bool
 ) -> None:
-    """Fill `out [tokens, v heads, dv]` and update states or journal; see `Kernels.gdn_decode`.
+    """Fill `p.out` and update states or journal; `norm`: what of `p.norm` is fused.
 
     With `overlaps` it may start before the kernel that fills `inputs` ends.
     """
+    ssm_state, journal, out = p.ssm_state, p.journal, p.out
     n, heads, dv = out.shape
-    seqs = len(state_indices)
-    block_k = next_power_of_2(head_k_dim)
+    seqs, dk = len(p.state_indices), ssm_state.shape[3]
+    block_k = next_power_of_2(dk)
     columns = min(launch.columns, block_k)
     block_v = next_power_of_2(dv)
     if norm is None:
@@ -205,7 +198,7 @@ def run_decode(
         inputs.vectors,
         inputs.scalars,
         ssm_state,
-        state_indices,
+        p.state_indices,
         None if journal is None else journal.steps,
         None if journal is None else journal.keys,
         None if journal is None else journal.errors,
@@ -219,7 +212,7 @@ def run_decode(
         out.stride(0),
         K_HEADS=inputs.vectors.shape[1],
         V_HEADS=heads,
-        DK=head_k_dim,
+        DK=dk,
         DV=dv,
         PLACES=places,
         TOKENS=n // seqs,

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from vllm.kernels.journal import Journal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import gate
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 from vllm.utils.math_utils import next_power_of_2
 
 _MAX_WIDTH = 4
@@ -179,34 +179,22 @@ class DecodeInputs:
     scalars: Tensor
 
 
-def decode_inputs(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    conv_state: Tensor,
-    state_indices: Tensor,
-    journal: Journal | None,
-    heads: tuple[int, int, int, int],
-    overlaps: bool,
-) -> DecodeInputs:
+def decode_inputs(p: GdnDecode, overlaps: bool) -> DecodeInputs:
     """Update the convolution's state, fill the journal's keys and decays, and give the rest.
 
-    `qkv [tokens, channels]`; `heads` are (k heads, v heads, dk, dv). With `overlaps` this kernel
-    may start before the one that fills `qkv` ends, and the next one before this one ends.
+    With `overlaps` this kernel may start before the one that fills `p.qkv` ends, and the next one
+    before this one ends.
 
     Raises:
         ValueError: a convolution of more than 4 taps.
     """
+    qkv, conv_weight, journal = p.qkv, p.conv_weight, p.journal
     if conv_weight.shape[1] > _MAX_WIDTH:
         raise ValueError(
             f"convolution width {conv_weight.shape[1]} is not supported; 2 to {_MAX_WIDTH} are"
         )
-    num_k_heads, num_v_heads, dk, dv = heads
-    n, seqs, group = len(qkv), len(state_indices), num_v_heads // num_k_heads
+    num_k_heads, num_v_heads, dk, dv = p.heads
+    n, seqs, group = len(qkv), len(p.state_indices), num_v_heads // num_k_heads
     width = next_power_of_2(max(dk, dv))
     inputs = DecodeInputs(
         torch.empty(n, num_k_heads, 2 + group, width, dtype=torch.float32, device=qkv.device),
@@ -215,14 +203,14 @@ def decode_inputs(
     parts = next_power_of_2(2 + group)
     _decode_inputs_kernel[(num_k_heads, seqs)](
         qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
+        p.a,
+        p.b,
+        p.A_log,
+        p.dt_bias,
         conv_weight,
-        conv_bias,
-        conv_state,
-        state_indices,
+        p.conv_bias,
+        p.conv_state,
+        p.state_indices,
         None if journal is None else journal.steps,
         None if journal is None else journal.taken,
         None if journal is None else journal.keys,
@@ -232,9 +220,9 @@ def decode_inputs(
         inputs.scalars,
         dk**-0.5,
         qkv.stride(0),
-        a.stride(0),
-        b.stride(0),
-        conv_state.stride(0),
+        p.a.stride(0),
+        p.b.stride(0),
+        p.conv_state.stride(0),
         K_HEADS=num_k_heads,
         V_HEADS=num_v_heads,
         DK=dk,
@@ -243,7 +231,7 @@ def decode_inputs(
         KEPT=0 if journal is None else journal.width - 1,
         TOKENS=n // seqs,
         WIDTH=conv_weight.shape[1],
-        BIAS=conv_bias is not None,
+        BIAS=p.conv_bias is not None,
         JOURNAL=journal is not None,
         PDL=overlaps,
         PACKED=conv_weight.shape[1] == 4 and conv_weight.element_size() == 2,

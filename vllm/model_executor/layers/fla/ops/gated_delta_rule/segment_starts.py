@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.kernels.chunks import CHUNK
-from vllm.kernels.scan_segments import ScanSegments
 from vllm.kernels.triton.configs import Tile, device_configs, pick
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
     describable,
@@ -30,6 +29,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import (
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanSegments
 from vllm.utils.math_utils import cdiv
 
 JOIN = Tile(rows=16, columns=128, num_warps=8, num_stages=3)

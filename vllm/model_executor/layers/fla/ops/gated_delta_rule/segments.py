@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanSegments
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.segment_starts import segment_starts
 from vllm.utils.math_utils import cdiv
 

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import inverse_norm
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode
-from vllm.model_executor.layers.fla.ops.kda.recurrent import log_decay
+from vllm.model_executor.layers.fla.ops.kda.recurrent import recurrent_step
 from vllm.utils.math_utils import next_power_of_2
 
 
@@ -141,14 +140,10 @@ def _decode_kernel(
         k = _convolved(x, past, kept, w_ptr, kc, t, taken, in_k, stride_qkv, CHANNELS, PAST, KEPT)
         v = _convolved(x, past, kept, w_ptr, vc, t, taken, in_v, stride_qkv, CHANNELS, PAST, KEPT)
         a = tl.load(a_ptr + token * stride_a + head * DK + dk, mask=in_k, other=0.0)
-        beta = tl.sigmoid(tl.load(b_ptr + token * stride_b + head).to(tl.float32))
-        decay = tl.exp(log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK))
-        q = q * (inverse_norm(q, True) * scale)
-        k = k * inverse_norm(k, True)
-        S = S * decay[None, :]
-        error = beta * (v - tl.sum(S * k[None, :], axis=1))
-        S = tl.fma(error[:, None], k[None, :], S)
-        o = tl.sum(S * q[None, :], axis=1)
+        b = tl.load(b_ptr + token * stride_b + head)
+        S, o, k, error, decay = recurrent_step(
+            S, q, k, v, a, b, A_log_ptr, dt_bias_ptr, head, dk, in_k, scale, DK
+        )
         tl.store(out_ptr + token * stride_out + head * DV + dv, o, mask=in_v)
         if (t == 0) & (commit != 0):
             tl.store(stored, S, mask=inside)

@@ -28,7 +28,7 @@ class KdaGates:
 @dataclass(frozen=True)
 class KdaPrefill:
     """A ragged batch. `qkv [tokens, heads * (2 dk + dv)]` is the convolution's output; sequences
-    and `state [blocks, heads, dv, dk]` as in `Kernels.gdn_prefill`, `out [tokens, heads, dv]`."""
+    and `state [blocks, heads, dv, dk]` as in `GdnPrefill`, `out [tokens, heads, dv]`."""
 
     qkv: Tensor
     gates: KdaGates

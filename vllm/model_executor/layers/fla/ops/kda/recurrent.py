@@ -22,6 +22,22 @@ def log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK: tl.constexpr):
 
 
 @triton.jit
+def recurrent_step(
+    S, q, k, v, a, b, A_log_ptr, dt_bias_ptr, head, dk, in_k, scale, DK: tl.constexpr
+):  # fmt: skip
+    """One token of one head: `(S, o, k normalised, error, decay)` from `S [dv, dk]`, `q, k [dk]`,
+    `v [dv]` and the projections of the gates, `a [dk]` and `b`."""
+    beta = tl.sigmoid(b.to(tl.float32))
+    decay = tl.exp(log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK))
+    q = q * (inverse_norm(q, True) * scale)
+    k = k * inverse_norm(k, True)
+    S = S * decay[None, :]
+    error = beta * (v - tl.sum(S * k[None, :], axis=1))
+    S = tl.fma(error[:, None], k[None, :], S)
+    return S, tl.sum(S * q[None, :], axis=1), k, error, decay
+
+
+@triton.jit
 def _recurrent_kernel(
     qkv_ptr,
     a_ptr,
@@ -67,14 +83,10 @@ def _recurrent_kernel(
         values = qkv_ptr + t * stride_qkv + 2 * HEADS * DK + head * DV
         v = tl.load(values + dv, mask=in_v, other=0.0).to(tl.float32)
         a = tl.load(a_ptr + t * stride_a + head * DK + dk, mask=in_k, other=0.0)
-        beta = tl.sigmoid(tl.load(b_ptr + t * stride_b + head).to(tl.float32))
-        decay = tl.exp(log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK))
-        q = q * (inverse_norm(q, True) * scale)
-        k = k * inverse_norm(k, True)
-        S = S * decay[None, :]
-        error = beta * (v - tl.sum(S * k[None, :], axis=1))
-        S = tl.fma(error[:, None], k[None, :], S)
-        o = tl.sum(S * q[None, :], axis=1)
+        b = tl.load(b_ptr + t * stride_b + head)
+        S, o, k, error, decay = recurrent_step(
+            S, q, k, v, a, b, A_log_ptr, dt_bias_ptr, head, dk, in_k, scale, DK
+        )
         tl.store(out_ptr + t * stride_out + head * DV + dv, o, mask=in_v)
     tl.store(stored, S, mask=inside)
 

@@ -7,7 +7,7 @@ It is channel-major; storage stays token-major, so `x` and `conv_states` are tra
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.mamba.ops.causal_conv1d.kernel import conv_prefill, conv_update
+from vllm.model_executor.layers.mamba.ops.causal_conv1d.triton import causal_conv1d, conv_update
 
 
 def _token_major(x: Tensor, name: str) -> Tensor:
@@ -44,7 +44,7 @@ def causal_conv1d_fn(
     _require_silu(activation)
     rows = _token_major(x, "x")
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    conv_prefill(
+    causal_conv1d(
         rows,
         weight,
         bias,
@@ -52,7 +52,7 @@ def causal_conv1d_fn(
         cache_indices,
         has_initial_state,
         query_start_loc,
-        out,
+        out=out,
     )
     return out.transpose(0, 1)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 
-def naive_causal_conv1d(
+def causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -14,9 +14,17 @@ def naive_causal_conv1d(
     state_indices: Tensor,
     has_initial_state: Tensor,
     query_start_loc: Tensor,
+    *,
     out: Tensor,
 ) -> None:
-    """One sequence at a time; see `Kernels.causal_conv1d`."""
+    """Depthwise causal convolution and SiLU over a ragged batch, carrying state.
+
+    `x, out [tokens, channels]`, `weight [channels, width]`, `conv_state
+    [num_blocks, width - 1, channels]` holds the last raw inputs, oldest first;
+    `state_indices [num_seqs]` int32, `has_initial_state [num_seqs]` bool (False: start from
+    zeros whatever the block holds), `query_start_loc [num_seqs + 1]` int32. The state is
+    updated to the last `width - 1` inputs (counting the initial state for short sequences).
+    """
     starts = query_start_loc.tolist()
     carried = has_initial_state.tolist()
     for seq, index in enumerate(state_indices.tolist()):

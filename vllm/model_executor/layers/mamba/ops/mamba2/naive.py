@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from vllm.kernels import naive_journal
 from vllm.kernels.journal import Journal, JournalStack
 from vllm.kernels.norm.naive import accumulation_dtype
-from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import naive_causal_conv1d
+from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import causal_conv1d
 from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
     Mamba2Decode,
     Mamba2Gates,
@@ -41,7 +41,7 @@ def mamba2_prefill(problem: Mamba2Prefill) -> None:
 
 def mamba2_decode(problem: Mamba2Decode) -> None:
     """Convolution and recurrence of the next tokens. With a journal, states are only written by
-    sequences that commit, as `Kernels.gdn_decode` says.
+    sequences that commit, as `GdnDecode` says.
 
     Raises:
         ValueError: the journal has too few places for what is pending and these tokens.
@@ -55,13 +55,13 @@ def mamba2_decode(problem: Mamba2Decode) -> None:
     carried = torch.ones(len(indices), dtype=torch.bool)
     starts = torch.arange(len(indices) + 1)
     mixed = torch.empty_like(problem.xbc)
-    naive_causal_conv1d(problem.xbc, *conv, carried, starts, mixed)
+    causal_conv1d(problem.xbc, *conv, carried, starts, out=mixed)
     sequences = (indices, carried, starts)
     mamba2_prefill(Mamba2Prefill(mixed, problem.gates, problem.state, *sequences, problem.out))
 
 
 def mamba2_commit(stack: JournalStack, entries: Tensor) -> None:
-    """As `Kernels.gdn_commit`."""
+    """As `gdn_commit`."""
     naive_journal.commit(stack, entries)
 
 

@@ -51,7 +51,7 @@ class Mamba2Sizes:
 @dataclass(frozen=True)
 class Mamba2Prefill:
     """A ragged batch. `xbc [tokens, heads * P + 2 * groups * N]` is the convolution's output (x, B,
-    C, each head-major); sequences and `state [blocks, heads, P, N]` as in `Kernels.gdn_prefill`,
+    C, each head-major); sequences and `state [blocks, heads, P, N]` as in `GdnPrefill`,
     `out [tokens, heads, P]`."""
 
     xbc: Tensor

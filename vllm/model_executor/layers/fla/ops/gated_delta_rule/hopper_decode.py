@@ -12,7 +12,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm.kernels.journal import GatedNorm, Journal
+from vllm.kernels.journal import GatedNorm
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import overlaps_launches
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
 HEAD_DIM = 128
 WIDTH = 4
@@ -21,23 +23,14 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 MAX_PLACES = 15
 
 
-def takes_decode(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    conv_state: Tensor,
-    ssm_state: Tensor,
-    heads: tuple[int, int, int, int],
-    out: Tensor,
-    journal: Journal | None,
-    norm: GatedNorm | None,
-) -> bool:
-    """Whether the op takes these; `heads` are (k heads, v heads, dk, dv), the rest as in
-    `Kernels.gdn_decode`."""
-    num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads
+def takes_decode(p: GdnDecode) -> bool:
+    """Whether the op takes this."""
+    qkv, a, b, out, ssm_state, journal = p.qkv, p.a, p.b, p.out, p.ssm_state, p.journal
+    conv_weight, conv_state, norm = p.conv_weight, p.conv_state, p.norm
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim = p.heads
     return (
-        head_k_dim == head_v_dim == HEAD_DIM
+        len(p.state_indices) > 0
+        and head_k_dim == head_v_dim == HEAD_DIM
         and num_v_heads in (num_k_heads, 2 * num_k_heads, 4 * num_k_heads)
         and qkv.dtype == a.dtype == b.dtype == out.dtype == torch.bfloat16
         and conv_weight.dtype == conv_state.dtype == torch.bfloat16
@@ -76,49 +69,34 @@ def claims(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def hopper_decode(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    conv_state: Tensor,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    num_k_heads: int,
-    out: Tensor,
-    journal: Journal | None,
-    norm: GatedNorm | None,
-    overlap: bool,
-) -> None:
-    """See `Kernels.gdn_decode`; takes what `takes_decode` says.
+def hopper_decode(p: GdnDecode) -> None:
+    """Of what `takes_decode` says.
 
-    With `overlap` it may start before the kernel that fills `qkv` ends: states, journal and the
-    convolution's inputs are fetched meanwhile.
+    Where launches overlap it may start before the kernel that fills `qkv` ends: states, journal and
+    the convolution's inputs are fetched meanwhile.
     """
+    journal, norm = p.journal, p.norm
     torch.ops.vllm_cuda.gdn_decode.default(
-        qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        ssm_state,
-        state_indices,
-        out,
+        p.qkv,
+        p.a,
+        p.b,
+        p.A_log,
+        p.dt_bias,
+        p.conv_weight,
+        p.conv_bias,
+        p.conv_state,
+        p.ssm_state,
+        p.state_indices,
+        p.out,
         None if journal is None else journal.steps,
         None if journal is None else journal.keys,
         None if journal is None else journal.errors,
         None if journal is None else journal.decays,
         None if norm is None else norm.gate,
         None if norm is None else norm.weight,
-        claims(qkv.device),
+        claims(p.qkv.device),
         0.0 if norm is None else norm.eps,
         HEAD_DIM**-0.5,
-        num_k_heads,
-        overlap,
+        p.heads[0],
+        overlaps_launches(p.qkv.device),
     )

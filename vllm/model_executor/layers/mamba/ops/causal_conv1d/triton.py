@@ -130,7 +130,7 @@ def _conv_prefill_kernel(
 _conv_prefill = Launcher(_conv_prefill_kernel)
 
 
-def conv_prefill(
+def causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -138,9 +138,10 @@ def conv_prefill(
     state_indices: Tensor,
     has_initial_state: Tensor,
     query_start_loc: Tensor,
+    *,
     out: Tensor,
 ) -> None:
-    """See `Kernels.causal_conv1d`.
+    """One launch.
 
     Raises:
         ValueError: a width outside 2 to 4.
@@ -220,7 +221,7 @@ def conv_update(
     state_indices: Tensor,
     out: Tensor,
 ) -> None:
-    """One token per sequence: `x, out [num_seqs, channels]`; state as in `conv_prefill`."""
+    """One token per sequence: `x, out [num_seqs, channels]`; state as in `causal_conv1d`."""
     num_seqs, channels = x.shape
     if num_seqs == 0:
         return
