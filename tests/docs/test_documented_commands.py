@@ -36,6 +36,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.api_overhead": ["--help"],
     "python -m benchmarks.client_storm": ["--help"],
     "python -m benchmarks.hostile_clients": ["--help"],
+    # tests/e2e/test_http_streams.py has smaller runs
+    "python -m benchmarks.http_streams": ["--help"],
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
     # tests/fuzz/test_fuzz.py is a minute of it
