@@ -38,9 +38,9 @@ from benchmarks.served_process import ServedProcess
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
 from vllm.benchmarks.client_usage import limited_warning, usage_figures
-from vllm.benchmarks.datasets import Sample
 from vllm.benchmarks.load import allow_many_connections
 from vllm.benchmarks.metrics import summarize
+from vllm.benchmarks.outcome import Sample
 from vllm.benchmarks.plot import require_matplotlib
 from vllm.benchmarks.processes import LoadPlan, LoadResult, decide_num_processes, run_load
 from vllm.benchmarks.random_text import RandomPrompts

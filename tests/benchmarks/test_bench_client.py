@@ -11,8 +11,7 @@ import pytest
 from tests.benchmarks.scripted_server import events, text, usage
 from vllm.benchmarks.client import DIALECTS, Exchange, RequestOptions, encode_request
 from vllm.benchmarks.connection import Endpoint
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.outcome import Outcome
+from vllm.benchmarks.outcome import Outcome, Sample
 from vllm.benchmarks.reply import Reply
 from vllm.exceptions import VLLMValidationError
 

@@ -24,23 +24,28 @@ SIZED = OK + b"Content-Length: 2\r\n\r\nab"
 Script = Sequence[tuple[float, bytes | None]]
 
 
-async def ask(pool: ConnectionPool, endpoint: Endpoint, count: int = 1) -> list[Reply]:
+async def ask(
+    pool: ConnectionPool, endpoint: Endpoint, count: int = 1, pause_s: float = 0.0
+) -> list[Reply]:
     replies = []
     for _ in range(count):
+        await asyncio.sleep(pause_s)
         reply = Reply()
         await pool.exchange(endpoint.request({}, b"{}"), reply)
         replies.append(reply)
     return replies
 
 
-def exchange(script: Script, count: int = 1) -> tuple[list[Reply], ScriptedServer]:
+def exchange(
+    script: Script, count: int = 1, pause_s: float = 0.0
+) -> tuple[list[Reply], ScriptedServer]:
     with ScriptedServer({"": script}) as server:
         endpoint = Endpoint(server.url + "/x")
         pool = ConnectionPool(endpoint)
 
         async def main() -> list[Reply]:
             try:
-                return await ask(pool, endpoint, count)
+                return await ask(pool, endpoint, count, pause_s)
             finally:
                 pool.close()
 
@@ -82,7 +87,7 @@ def test_connections_are_used_again() -> None:
 def test_connections_that_end_are_not() -> None:
     _, server = exchange([(0.0, OK + b"Connection: close\r\nContent-Length: 0\r\n\r\n")], count=3)
     assert server.num_connections == 3
-    _, server = exchange([(0.0, SIZED), (0.0, None)], count=3)
+    _, server = exchange([(0.0, SIZED), (0.0, None)], count=3, pause_s=0.1)
     assert server.num_connections == 3
 
 
@@ -109,7 +114,7 @@ def test_replies_that_are_not_whole(script: Script, words: str) -> None:
 
 def test_no_server() -> None:
     endpoint = Endpoint(f"http://127.0.0.1:{free_port()}/")
-    with pytest.raises(ExchangeError, match="cannot connect: .*refused"):
+    with pytest.raises(ExchangeError, match="cannot connect: .*127.0.0.1"):
         asyncio.run(ask(ConnectionPool(endpoint), endpoint))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from vllm.benchmarks import load as load_module
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
 from vllm.benchmarks.connection import ConnectionPool, Endpoint
-from vllm.benchmarks.datasets import Sample
 from vllm.benchmarks.load import ShareSender
 from vllm.benchmarks.metrics import summarize
+from vllm.benchmarks.outcome import Sample
 from vllm.benchmarks.processes import (
     LoadPlan,
     LoadResult,
@@ -31,7 +32,6 @@ from vllm.benchmarks.processes import (
 from vllm.benchmarks.reply import Reply
 from vllm.entrypoints.cli.types import CommandError
 
-EVENTS = Reply.events
 #: how far two processes of a busy machine may be apart in seeing the same thing
 SLACK_S = 0.15
 GAP_S = 0.4
@@ -125,7 +125,7 @@ def test_the_choice_is_recorded_and_what_is_asked_for_is_used() -> None:
     whole = plan("http://s", ["a"] * 5, max_concurrency=3)
     decisions.clear()
     assert decide_num_processes(None, whole, INF) == 1
-    assert [(d.what, d.chosen) for d in decisions.decisions()][-1] == ("client processes", 1)
+    assert [(d.what, d.chosen) for d in decisions.decisions()][-1] == ("client processes", "1")
     assert decide_num_processes(3, whole, INF) == 3
     with pytest.raises(CommandError, match="only 3 requests in flight"):
         decide_num_processes(4, whole, INF)
@@ -206,8 +206,14 @@ def test_replies_are_read_at_once_when_many_bytes_are_kept(
 ) -> None:
     monkeypatch.setattr(load_module, "_MAX_UNREAD_BYTES", most_bytes)
     script = [(0.0, HEAD + chunk(events(text("a"), text("b"), usage(3, 7))) + END)]
-    read: list[float] = []
-    monkeypatch.setattr(Reply, "events", lambda reply: read.append(1) or EVENTS(reply))
+    read: list[Reply] = []
+    events_of = Reply.events
+
+    def counted(reply: Reply) -> Iterator[tuple[float, bytes]]:
+        read.append(reply)
+        return events_of(reply)
+
+    monkeypatch.setattr(Reply, "events", counted)
 
     async def main(sender: ShareSender) -> list[int]:
         numbers: list[int] = []

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.outcome import Outcome
+from vllm.benchmarks.outcome import Outcome, Sample
 from vllm.benchmarks.reply import Reply
 
 _ERROR_CHARS = 500

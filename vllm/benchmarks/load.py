@@ -11,12 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
-
 from vllm.benchmarks.client import Dialect, Exchange, RequestOptions, encode_request, send
 from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.outcome import Outcome
+from vllm.benchmarks.outcome import Outcome, Sample
 from vllm.entrypoints.cli.types import CommandError
 
 #: seconds between attempts to reach a server that is still starting
@@ -38,6 +35,8 @@ class Share:
 
 def tls_context(verify: bool) -> ssl.SSLContext:
     """The certificates that httpx trusts, or none that must be."""
+    import httpx  # half of what a client process would import
+
     return httpx.create_ssl_context(verify=verify)
 
 

@@ -7,12 +7,9 @@ counts from the same moment, so the processes together are the one client that w
 
 from __future__ import annotations
 
-import asyncio
 import math
 import multiprocessing
 import os
-import signal
-import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -21,17 +18,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 import numpy as np
-import uvloop
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from vllm import decisions
-from vllm.benchmarks.client import DIALECTS, RequestOptions
-from vllm.benchmarks.client_usage import ClientUsage, UsageClock
-from vllm.benchmarks.connection import ConnectionPool, Endpoint
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.load import Share, ShareSender, allow_many_connections, tls_context
-from vllm.benchmarks.outcome import Outcome
+from vllm.benchmarks.client import RequestOptions
+from vllm.benchmarks.client_process import ShareReport, run_share
+from vllm.benchmarks.client_usage import ClientUsage
+from vllm.benchmarks.load import Share
+from vllm.benchmarks.outcome import Outcome, Sample
 from vllm.entrypoints.cli.types import CommandError
 
 #: Tokens of all streams come at once, at the end of a step; a process reads them one by one, some
@@ -41,7 +36,6 @@ STREAMS_PER_PROCESS = 64
 TOKENS_PER_S_PER_PROCESS = 10_000
 #: from the last process being ready to the first request
 _LEAD_S = 0.05
-_REPORT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def run_load(load: LoadPlan, num_processes: int, show_progress: bool = True) -> 
         for share in shares:
             ours, theirs = spawn.Pipe()
             job = (load.backend, load.options, share, load.verify)
-            process = spawn.Process(target=_run_share, args=(theirs, *job), daemon=True)
+            process = spawn.Process(target=run_share, args=(theirs, *job), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -179,15 +173,6 @@ def run_load(load: LoadPlan, num_processes: int, show_progress: bool = True) -> 
             pipe.close()
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a process sends when it is done; `end_s` counts from the start of the load."""
-
-    outcomes: list[Outcome]
-    usage: ClientUsage
-    end_s: float
-
-
 def _collect(
     load: LoadPlan,
     shares: Sequence[Share],
@@ -196,7 +181,7 @@ def _collect(
     show_progress: bool,
 ) -> LoadResult:
     total = len(load.samples)
-    reports: dict[int, _Report] = {}
+    reports: dict[int, ShareReport] = {}
     with tqdm(total=total, unit="req", disable=not show_progress, dynamic_ncols=True) as bar:
         while len(reports) < len(pipes):
             pending = [pipe for number, pipe in enumerate(pipes) if number not in reports]
@@ -204,7 +189,7 @@ def _collect(
                 assert isinstance(pipe, Connection)
                 number = pipes.index(pipe)
                 message = _receive(pipe, processes[number])
-                if isinstance(message, _Report):
+                if isinstance(message, ShareReport):
                     reports[number] = message
                 else:
                     bar.update(message)
@@ -228,56 +213,3 @@ def _receive(pipe: Connection, process: SpawnProcess) -> object:
         raise CommandError(
             f"a client process ended early, with exit status {process.exitcode}"
         ) from None
-
-
-def _run_share(
-    pipe: Connection, backend: str, options: RequestOptions, share: Share, verify: bool
-) -> None:
-    """A client process: says that it is ready, gets the start, sends progress and a report."""
-    # The parent is interrupted too, and ends the processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    allow_many_connections()
-    uvloop.run(_send_share(pipe, backend, options, share, verify))
-
-
-async def _send_share(
-    pipe: Connection, backend: str, options: RequestOptions, share: Share, verify: bool
-) -> None:
-    endpoint = Endpoint(options.url)
-    context: ssl.SSLContext | None = tls_context(verify) if endpoint.tls else None
-    pool = ConnectionPool(endpoint, context)
-    sender = ShareSender(pool, DIALECTS[backend], options, share)
-    await sender.prepare()
-    pipe.send(None)
-    epoch: float = pipe.recv()
-    await asyncio.sleep(epoch - time.perf_counter())
-    clock = UsageClock()
-    counter = _Counter()
-    reporting = asyncio.ensure_future(counter.report(pipe))
-    await sender.send(epoch, counter.count)
-    usage, end_s = clock.usage(), time.perf_counter() - epoch
-    reporting.cancel()
-    pool.close()
-    counter.flush(pipe)
-    pipe.send(_Report(sender.outcomes(epoch), usage, end_s))
-
-
-class _Counter:
-    """Requests that ended since they were last reported."""
-
-    def __init__(self) -> None:
-        self._new = 0
-
-    def count(self) -> None:
-        self._new += 1
-
-    def flush(self, pipe: Connection) -> None:
-        if self._new:
-            pipe.send(self._new)
-            self._new = 0
-
-    async def report(self, pipe: Connection) -> None:
-        """Until cancelled."""
-        while True:
-            await asyncio.sleep(_REPORT_S)
-            self.flush(pipe)

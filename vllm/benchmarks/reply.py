@@ -27,7 +27,7 @@ class Reply:
     def note_read(self, now: float) -> None:
         """Say when what is new in the body came; without effect if nothing is."""
         end = len(self.body)
-        if not self.ends or self.ends[-1] < end:
+        if end > (self.ends[-1] if self.ends else 0):
             self.ends.append(end)
             self.times.append(now)
 
