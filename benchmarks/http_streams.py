@@ -145,9 +145,11 @@ class Sweep:
     def run(self, streams: int) -> Point:
         """One load, after a short one that warms up what has to be."""
         options = self._options
-        self._load(streams, streams, _WARM_UP_TOKENS)
+        with self._server.watching(0.02):
+            self._load(streams, streams, _WARM_UP_TOKENS)
         before = self._server.cpu()
-        load = self._load(streams, streams * options.rounds, options.output)
+        with self._server.watching(1.0):
+            load = self._load(streams, streams * options.rounds, options.output)
         after = self._server.cpu()
         failed = [o.error for o in load.outcomes if o.error is not None]
         if failed:

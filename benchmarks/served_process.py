@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -22,10 +24,7 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True)
 class ServerCpu:
-    """User and system seconds so far, and of how many processes.
-
-    API processes are those that listen on the server's port; everything else is the engine.
-    """
+    """User and system seconds so far, and how many API processes were seen."""
 
     num_api: int
     api_s: float
@@ -34,12 +33,17 @@ class ServerCpu:
 
 class ServedProcess:
     """`python COMMAND --port PORT` in a session of its own: ready on entering the context, gone on
-    leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`."""
+    leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`.
+
+    API processes are those that had connections while somebody was `watching`, and the first one;
+    everything else is the engine. (A core that was forked listens on the port, too.)
+    """
 
     def __init__(self, command: list[str], timeout_s: float) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._timeout_s = timeout_s
+        self._api_pids: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, *command, "--port", str(self.port)], start_new_session=True
         )
@@ -63,24 +67,47 @@ class ServedProcess:
     ) -> None:
         self._stop()
 
+    @contextlib.contextmanager
+    def watching(self, interval_s: float) -> Iterator[None]:
+        """Look for processes with connections meanwhile, in a thread."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(interval_s):
+                self._api_pids |= {p.pid for p in self._processes() if self._is_connected(p)}
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def cpu(self) -> ServerCpu:
         """Look at every process of the server."""
-        main = psutil.Process(self._process.pid)
         api_s = engine_s = 0.0
-        num_api = 0
-        for process in [main, *main.children(recursive=True)]:
+        for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                sockets = process.net_connections("tcp")
-                listens = any(
-                    s.status == psutil.CONN_LISTEN and s.laddr.port == self.port for s in sockets
-                )
-                num_api += listens
-                if listens or process.pid == main.pid:
+                if process.pid in self._api_pids or process.pid == self._process.pid:
                     api_s += times.user + times.system
                 else:
                     engine_s += times.user + times.system
-        return ServerCpu(num_api, api_s, engine_s)
+        return ServerCpu(max(1, len(self._api_pids)), api_s, engine_s)
+
+    def _processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self._process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def _is_connected(self, process: psutil.Process) -> bool:
+        try:
+            sockets = process.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        return any(
+            s.status == psutil.CONN_ESTABLISHED and s.laddr.port == self.port for s in sockets
+        )
 
     def _stop(self) -> None:
         """SIGTERM to the server, then SIGKILL to whatever is left of its group."""

@@ -128,7 +128,8 @@ class Exchange:
 async def send(pool: ConnectionPool, request: bytes) -> Exchange:
     """Send one encoded request; never raises for what the server does."""
     started = time.perf_counter()
-    reply, problem = Reply(), None
+    reply = Reply()
+    problem: str | None = None
     try:
         await pool.exchange(request, reply)
     except ExchangeError as error:

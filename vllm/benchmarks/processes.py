@@ -192,6 +192,7 @@ def _collect(
                 if isinstance(message, ShareReport):
                     reports[number] = message
                 else:
+                    assert isinstance(message, int)
                     bar.update(message)
     by_index = {
         index: outcome
