@@ -61,6 +61,7 @@ ELSEWHERE = {
     "make ": "the steps of CI; its targets are checked below",
     "export ": "sets a variable of the commands after it",
     "curl ": "tests/e2e/test_documented_server.py",
+    "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm bench serve --": "tests/e2e/test_documented_server.py",
     "vllm bench startup MODEL": "tests/benchmarks/test_bench_startup.py; its flags: below",
     "vllm run-batch": "tests/entrypoints/test_run_batch.py; its flags: below",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.http_streams` and a storm from several processes, with real servers."""
+"""`python -m benchmarks.http_streams` with real servers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.api_overhead import TokenServer
-from benchmarks.client_storm import run_storm_processes
 from tests.docs.commands import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -58,10 +56,3 @@ def test_a_model_beside_itself_without_http(tmp_path: Path) -> None:
     assert point["output_tokens"] == 16 and point["offline_tokens_per_s"] > 0
     assert point["ratio"] == pytest.approx(point["tokens_per_s"] / point["offline_tokens_per_s"])
     assert "HTTP / offline" in shown
-
-
-def test_a_storm_from_several_processes() -> None:
-    with TokenServer("--step-ms", "2", "--max-num-seqs", "64") as server:
-        storm, clients = run_storm_processes(server.port, 60, 10, 1, 3)
-    assert (storm.num_complete, storm.num_left, storm.num_broken) == (40, 20, 0)
-    assert len(clients) == 3 and all(client.cpu_s > 0 for client in clients)

@@ -195,7 +195,10 @@ def _speculation(args: ServeArgs, http: httpx.Client) -> SpeculationCounts | Non
         reply = http.get(args.url() + "/metrics", headers=args.headers())
     except httpx.HTTPError:
         return None
-    return None if reply.is_error else SpeculationCounts.parse(reply.text)
+    try:
+        return None if reply.is_error else SpeculationCounts.parse(reply.text)
+    except ValueError:  # not the Prometheus format
+        return None
 
 
 def _profile(args: ServeArgs, http: httpx.Client, action: str) -> None:
