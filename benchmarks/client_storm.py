@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many streaming clients at once, a third of which leave at a random moment; then: what is left?
 
-    python -m benchmarks.client_storm [--clients 2000] [--tokens 40]
+    python -m benchmarks.client_storm [--clients 2000] [--tokens 40] [--client-processes N]
 
-The server is real but for its model (see `token_source`): what a lost request would hold, an entry
-of the scheduler, a block of state memory, a socket, is held here too. Exit status 1 if anything is
-left, or if a client that stayed did not get all of its tokens.
+The clients are spread over processes, by default one per 500 clients on up to half of the cores;
+the result says how busy the busiest was. The server is real but for its model (see `token_source`):
+what a lost request would hold, an entry of the scheduler, a block of state memory, a socket, is
+held here too. Exit status 1 if anything is left, or if a client that stayed did not get all of its
+tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +15,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import multiprocessing
 import random
 import re
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 
 import httpx
 
 from benchmarks.api_overhead import TokenServer, request_bytes
+from vllm.benchmarks.client_usage import ClientUsage, UsageClock
+from vllm.benchmarks.load import allow_many_connections
+from vllm.benchmarks.processes import num_usable_cores
 
 _SETTLE_S = 60.0
+#: connections that an event loop opens and reads within about a second
+_CLIENTS_PER_PROCESS = 500
 #: gauges of `/metrics` that must be back at zero
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -93,6 +104,57 @@ async def run_storm(port: int, num_clients: int, num_tokens: int, seed: int) -> 
     return Storm(num_complete, len(leaving), len(stayed) - num_complete)
 
 
+def shares(num_clients: int, num_processes: int) -> list[int]:
+    """Clients of each process, in multiples of three where possible: every third one leaves."""
+    threes, rest = divmod(num_clients, 3)
+    per, more = divmod(threes, num_processes)
+    counts = [3 * (per + (number < more)) for number in range(num_processes)]
+    counts[-1] += rest
+    return counts
+
+
+def choose_num_processes(num_clients: int, num_cores: int) -> int:
+    """One per 500 clients; half of the cores are the server's."""
+    return max(1, min(math.ceil(num_clients / _CLIENTS_PER_PROCESS), num_cores // 2))
+
+
+def storm_share(
+    result: Connection, ready: Barrier, port: int, num_clients: int, num_tokens: int, seed: int
+) -> None:
+    """A client process: its share of the storm once all are `ready`; sends what came of it."""
+    allow_many_connections()
+    ready.wait()
+    clock = UsageClock()
+    storm = asyncio.run(run_storm(port, num_clients, num_tokens, seed))
+    result.send((storm, clock.usage()))
+
+
+def run_storm_processes(
+    port: int, num_clients: int, num_tokens: int, seed: int, num_processes: int
+) -> tuple[Storm, list[ClientUsage]]:
+    """`run_storm` from several processes at once; each draws from a seed of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Barrier(num_processes)
+    processes, results = [], []
+    for number, count in enumerate(shares(num_clients, num_processes)):
+        receiver, sender = spawn.Pipe(duplex=False)
+        args = (sender, ready, port, count, num_tokens, seed + number)
+        process = spawn.Process(target=storm_share, args=args, daemon=True)
+        process.start()
+        sender.close()
+        processes.append(process)
+        results.append(receiver)
+    reports: list[tuple[Storm, ClientUsage]] = [receiver.recv() for receiver in results]
+    for process in processes:
+        process.join()
+    whole = Storm(
+        sum(storm.num_complete for storm, _ in reports),
+        sum(storm.num_left for storm, _ in reports),
+        sum(storm.num_broken for storm, _ in reports),
+    )
+    return whole, [usage for _, usage in reports]
+
+
 def leftovers(server: TokenServer, num_files: int) -> dict[str, float]:
     """What the server still holds, by name; empty when all is as before."""
     url = f"http://127.0.0.1:{server.port}"
@@ -123,18 +185,26 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--client-processes", type=int)
     options = parser.parse_args()
+    num_processes = options.client_processes or choose_num_processes(
+        options.clients, num_usable_cores()
+    )
     with TokenServer("--step-ms", "5") as server:
         asyncio.run(run_storm(server.port, 8, 4, options.seed))
         time.sleep(1)
         num_files = server.process.num_fds()
         began = time.monotonic()
-        storm = asyncio.run(
-            run_storm(server.port, options.clients, options.tokens, options.seed + 1)
+        storm, clients = run_storm_processes(
+            server.port, options.clients, options.tokens, options.seed + 1, num_processes
         )
         seconds = time.monotonic() - began
         left = settle(server, num_files)
-    print(json.dumps({**vars(storm), "seconds": round(seconds, 1), "left": left}, indent=2))
+    busy = round(max(client.busy for client in clients), 2)
+    result = {**vars(storm), "seconds": round(seconds, 1), "left": left}
+    print(
+        json.dumps({**result, "client_processes": num_processes, "client_max_busy": busy}, indent=2)
+    )
     return 1 if left or storm.num_broken else 0
 
 

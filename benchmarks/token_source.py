@@ -30,6 +30,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 
 _BLOCK_SIZE = 16
+_NUM_BLOCKS = 40_000
+_MAX_MODEL_LEN = 4096
 _VOCAB_SIZE = 4096
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -51,7 +53,13 @@ def train_tokenizer(directory: Path) -> int:
     return len(tokenizer)
 
 
-def make_config(directory: Path, max_num_seqs: int, step_s: float) -> VllmConfig:
+def make_config(
+    directory: Path,
+    max_num_seqs: int,
+    step_s: float,
+    num_blocks: int = _NUM_BLOCKS,
+    max_model_len: int = _MAX_MODEL_LEN,
+) -> VllmConfig:
     """A configuration without weights; the tokenizer is written to `directory`."""
     vocab_size = train_tokenizer(directory)
     hf_config = LlamaConfig(
@@ -59,7 +67,7 @@ def make_config(directory: Path, max_num_seqs: int, step_s: float) -> VllmConfig
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_model_len,
         architectures=["LlamaForCausalLM"],
     )
     return VllmConfig(
@@ -68,15 +76,15 @@ def make_config(directory: Path, max_num_seqs: int, step_s: float) -> VllmConfig
             tokenizer=str(directory),
             hf_config=hf_config,
             dtype="float32",
-            max_model_len=4096,
+            max_model_len=max_model_len,
             served_model_name="tokens",
             generation_config="vllm",
         ),
-        cache_config=CacheConfig(block_size=_BLOCK_SIZE, num_gpu_blocks_override=40_000),
+        cache_config=CacheConfig(block_size=_BLOCK_SIZE, num_gpu_blocks_override=num_blocks),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=8192,
-            max_model_len=4096,
+            max_model_len=max_model_len,
             async_scheduling=True,
         ),
         device_config=DeviceConfig(device="cpu"),
@@ -155,10 +163,24 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--num-blocks", type=int, default=_NUM_BLOCKS, help="of 16 tokens")
+    parser.add_argument("--max-model-len", type=int, default=_MAX_MODEL_LEN)
+    parser.add_argument("--api-server-count", type=int, default=1)
     options = parser.parse_args()
-    args = FrontEndArgs(host="127.0.0.1", port=options.port, disable_uvicorn_access_log=True)
+    args = FrontEndArgs(
+        host="127.0.0.1",
+        port=options.port,
+        disable_uvicorn_access_log=True,
+        api_server_count=options.api_server_count,
+    )
     with tempfile.TemporaryDirectory() as directory:
-        config = make_config(Path(directory), options.max_num_seqs, options.step_ms / 1e3)
+        config = make_config(
+            Path(directory),
+            options.max_num_seqs,
+            options.step_ms / 1e3,
+            options.num_blocks,
+            options.max_model_len,
+        )
         return serve(
             bind(args),
             args,

@@ -1,125 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm bench serve` sends and how it reads streams; time is counted, not waited for."""
+"""What `vllm bench serve` sends, and what it makes of the bytes and times of a reply."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
-from vllm.benchmarks import client
-from vllm.benchmarks.client import DIALECTS, Requester, RequestOptions
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.outcome import Outcome
-
-pytestmark = pytest.mark.asyncio
+from tests.benchmarks.scripted_server import events, text, usage
+from vllm.benchmarks.client import DIALECTS, Exchange, RequestOptions, encode_request
+from vllm.benchmarks.connection import Endpoint
+from vllm.benchmarks.outcome import Outcome, Sample
+from vllm.benchmarks.reply import Reply
+from vllm.exceptions import VLLMValidationError
 
 SAMPLE = Sample("hello", 5, 7)
-
-
-class Stream(httpx.AsyncByteStream):
-    """The body in the given pieces."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        self._pieces = pieces
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
-            yield piece
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the clock is a second after the one before; the first is at 1 s."""
-    ticks = itertools.count(1)
-    monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-
-
-def events(*chunks: Any) -> bytes:
-    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
-
-
-def text(piece: str, finish: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": piece, "finish_reason": finish}]}
+DONE = b"data: [DONE]\n\n"
 
 
 def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
-async def send(
-    reply: httpx.Response | Exception, backend: str = "openai", **options: Any
-) -> tuple[Outcome, list[httpx.Request]]:
-    seen = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        requester = Requester(
-            http, DIALECTS[backend], RequestOptions("m", "http://s/x", **options), epoch=0.5
-        )
-        return await requester.send(SAMPLE, 3), seen
+def measure(
+    *reads: tuple[float, bytes],
+    backend: str = "openai",
+    status: int = 200,
+    error: str | None = None,
+) -> Outcome:
+    """A request sent at 1 s, half a second after the start, of which these bytes came."""
+    reply = Reply()
+    reply.status = status
+    for now, data in reads:
+        reply.body += data
+        reply.note_read(now)
+    return Exchange(1.0, 9.0, reply, error).measure(DIALECTS[backend], 0.5, 5)
 
 
-def streamed(*pieces: bytes) -> httpx.Response:
-    return httpx.Response(200, stream=Stream(list(pieces)))
-
-
-async def test_completion_is_timed_chunk_by_chunk() -> None:
-    usage = {"choices": [], "usage": {"prompt_tokens": 6, "completion_tokens": 9}}
-    body = events(text("a"), text(""), text("bc"), text("", "length"), usage) + b"data: [DONE]\n\n"
-    outcome, _ = await send(streamed(body))
-    # Sent at 1 s; a look at the clock per chunk. The closing chunk stands for no token.
+def test_a_completion_is_timed_read_by_read() -> None:
+    outcome = measure(
+        (2.0, events(text("a"))),
+        (3.0, events(text(""))),
+        (4.5, events(text("bc")) + events(text("", "length"))),
+        (6.0, events(usage(6, 9)) + DONE),
+    )
+    # The closing chunk stands for no token, nor does the usage.
     assert outcome == Outcome(
         start=0.5,
         prompt_len=6,
         ttft=1.0,
-        itl=[1.0, 1.0],
-        latency=3.0,
+        itl=[1.0, 1.5],
+        latency=3.5,
         output_len=9,
         text="abc",
     )
-    assert outcome.tpot == 0.25
+    assert outcome.tpot == 2.5 / 8
 
 
-async def test_events_may_be_cut_anywhere() -> None:
-    body = events(text("é"), text("b")) + b"data: [DONE]\n\n"
-    whole, _ = await send(streamed(body))
-    outcome, _ = await send(streamed(*(body[i : i + 1] for i in range(len(body)))))
-    assert outcome.text == whole.text == "éb" and len(outcome.itl) == 1
-    assert outcome.output_len == 2 and outcome.prompt_len == 5
+def test_events_of_one_read_came_at_once() -> None:
+    outcome = measure((2.0, events(text("a"), text("b"))), (3.0, events(text("c"))))
+    assert outcome.itl == [0.0, 1.0] and outcome.ttft == 1.0 and outcome.text == "abc"
+    assert outcome.output_len == 3 and outcome.prompt_len == 5
 
 
-async def test_the_chat_chunks_that_stand_for_tokens() -> None:
-    body = events(
-        delta(role="assistant", content=""),
-        delta(reasoning="hm"),
-        delta(content=""),
-        delta(content="yes"),
-        delta(tool_calls=[{}]),
-        delta("stop"),
+def test_the_last_token_may_come_with_the_finish_reason() -> None:
+    outcome = measure((2.0, events(text("a"))), (4.0, events(text("b", "stop"))))
+    assert outcome.text == "ab" and outcome.latency == 3.0 and outcome.output_len == 2
+
+
+def test_the_server_counts_its_tokens() -> None:
+    """Several tokens in one event, in the first one too; text with what JSON escapes."""
+    told = 'one "two"\n\\ three \u00e9'
+    outcome = measure((2.0, events(text(told))), (3.0, events(text("!"), usage(4, 7))))
+    assert outcome.text == told + "!" and outcome.output_len == 7 and outcome.itl == [1.0]
+
+
+def test_usage_in_every_event_ends_with_the_truth() -> None:
+    pieces = [{**usage(4, count), **text("x")} for count in (3, 5)]
+    outcome = measure((2.0, events(*pieces, usage(4, 6))))
+    assert outcome.output_len == 6 and outcome.text == "xx"
+
+
+def test_the_chat_chunks_that_stand_for_tokens() -> None:
+    outcome = measure(
+        (2.0, events(delta(role="assistant", content=""))),
+        (3.0, events(delta(reasoning="hm"))),
+        (4.0, events(delta(content=""))),
+        (5.0, events(delta(content="yes"))),
+        (6.0, events(delta(tool_calls=[{}]))),
+        (7.0, events(delta("stop"))),
+        backend="openai-chat",
     )
-    outcome, _ = await send(streamed(body), "openai-chat")
-    assert outcome.text == "hmyes" and len(outcome.itl) == 3 and outcome.ttft == 2.0
+    assert outcome.text == "hmyes" and outcome.itl == [1.0, 1.0, 1.0] and outcome.ttft == 2.0
+    assert outcome.latency == 5.0
 
 
-async def test_the_body_of_a_request() -> None:
-    options = {
-        "extra": {"temperature": 0.0, "ignore_eos": True},
-        "headers": {"Authorization": "Bearer k"},
-        "request_id_prefix": "run-",
-    }
-    _, [request] = await send(streamed(events(text("a"))), **options)
-    assert json.loads(request.content) == {
+def encoded(backend: str, **options: Any) -> tuple[list[str], dict[str, Any]]:
+    endpoint = Endpoint("http://s:81/x?y=1")
+    settings = RequestOptions("m", "http://s:81/x?y=1", **options)
+    head, _, body = encode_request(endpoint, DIALECTS[backend], settings, SAMPLE, 3).partition(
+        b"\r\n\r\n"
+    )
+    assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+    return head.decode().split("\r\n"), json.loads(body)
+
+
+def test_a_request_as_it_goes_over_the_wire() -> None:
+    head, body = encoded(
+        "openai",
+        extra={"temperature": 0.0, "ignore_eos": True},
+        headers={"Authorization": "Bearer k", "user-agent": "me"},
+        request_id_prefix="run-",
+    )
+    assert body == {
         "model": "m",
         "prompt": "hello",
         "max_tokens": 7,
@@ -128,24 +122,38 @@ async def test_the_body_of_a_request() -> None:
         "temperature": 0.0,
         "ignore_eos": True,
     }
-    assert request.headers["x-request-id"] == "run-3"
-    assert request.headers["authorization"] == "Bearer k" and str(request.url) == "http://s/x"
-    _, [request] = await send(streamed(events(text("a"))), "openai-chat")
-    body = json.loads(request.content)
+    assert head[0] == "POST /x?y=1 HTTP/1.1" and "Host: s:81" in head
+    assert {"X-Request-Id: run-3", "Authorization: Bearer k", "user-agent: me"} <= set(head)
+    assert not any(line.startswith("User-Agent") for line in head)
+    _, body = encoded("openai-chat")
     assert body["messages"] == [{"role": "user", "content": "hello"}]
     assert body["max_completion_tokens"] == 7 and "prompt" not in body
 
 
+@pytest.mark.parametrize("url", ["ftp://s/x", "s:80/x", "http:///x", "http://me:pw@s/x"])
+def test_urls_that_cannot_be(url: str) -> None:
+    with pytest.raises(VLLMValidationError):
+        Endpoint(url)
+
+
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("reply", "status", "words"),
     [
-        (httpx.Response(429, text="slow down"), "status 429: slow down"),
-        (streamed(events(text("a"), {"error": {"message": "engine died"}})), "engine died"),
-        (streamed(b"data: [DONE]\n\n"), "ended without a token"),
-        (streamed(b"data: {\n\n"), "DecodeError"),
-        (httpx.ConnectError("refused"), "ConnectError: refused"),
+        (b"slow down", 429, "ServerError: status 429: slow down"),
+        (b"", 307, "status 307"),
+        (events(text("a"), {"error": {"message": "engine died"}}), 200, "engine died"),
+        (DONE, 200, "ended without a token"),
+        (b"data: {\n\n", 200, "DecodeError"),
+        (b"data: [1]\n\n", 200, "no object"),
     ],
 )
-async def test_failures_are_outcomes(reply: httpx.Response | Exception, words: str) -> None:
-    outcome, _ = await send(reply)
-    assert outcome.error is not None and words in outcome.error and outcome.latency > 0
+def test_what_the_server_did_wrong(reply: bytes, status: int, words: str) -> None:
+    outcome = measure((2.0, reply), status=status)
+    # Until it was over; of what it did not say, nothing.
+    assert outcome.error is not None and words in outcome.error and outcome.latency == 8.0
+
+
+def test_a_reply_that_broke_off_keeps_what_came() -> None:
+    outcome = measure((2.0, events(text("a"))), (3.0, events(text("b"))), error="gone")
+    assert outcome.error == "gone" and outcome.ttft == 1.0 and outcome.itl == [1.0]
+    assert outcome.latency == 8.0

@@ -14,7 +14,7 @@ import uvicorn
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM, byte_tokenizer
 from tests.ports import free_port
-from vllm.benchmarks import plot
+from vllm.benchmarks import client_usage, plot
 from vllm.benchmarks.serve_args import ServeArgs
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.api_server import build_app
@@ -87,6 +87,9 @@ def test_a_run_is_printed_and_saved(
     assert result["output_lens"] == [6] * 6 and result["errors"] == [""] * 6
     assert all(len(itl) == 5 for itl in result["itls"])
     assert all(start >= 0 for start in result["start_times"])
+    assert result["client_processes"] == len(result["client_cpu_s"]) == 1
+    assert 0 < result["client_max_busy"] < 5 and isinstance(result["client_limited"], bool)
+    assert "Client processes:                        1" in shown
     # One check, three warm-ups, six that count.
     assert len(served.engine.calls) == 10
     assert all(p.ignore_eos and p.temperature == 0 and p.max_tokens == 6 for p in served.bodies)
@@ -118,6 +121,49 @@ def test_failed_requests_are_counted_and_named(
     shown = capsys.readouterr().out
     assert "Failed requests:                         6" in shown
     assert "6 failed: ServerError:" in shown and "core killed" in shown and "ITL" not in shown
+
+
+def test_clients_in_several_processes_are_one_load(served: Served, tmp_path: Path) -> None:
+    flags = ["--client-processes", "3", "--max-concurrency", "4", "--request-id-prefix", "r"]
+    path = tmp_path / "r.json"
+    saved = ["--save-detailed", "--result-filename", str(path)]
+    assert served.bench(*SMALL, *READY, *flags, *saved) == 0
+    result = json.loads(path.read_text())
+    assert result["client_processes"] == len(result["client_wall_s"]) == 3
+    assert (result["completed"], result["total_output_tokens"]) == (6, 36)
+    asked = [call.prompt["prompt_token_ids"] for call in served.engine.calls[1:]]
+    served.engine.calls.clear()
+    assert served.bench(*SMALL, "--client-processes", "1") == 0
+    # The seed decides the requests, not the number of processes.
+    alone = [call.prompt["prompt_token_ids"] for call in served.engine.calls]
+    assert sorted(asked) == sorted(alone)
+    assert served.bench(*SMALL, *flags[:1], "7") == 1
+
+
+def test_busy_clients_are_no_result_of_the_server(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "r.json"
+    saved = ["--save-result", "--result-filename", str(path)]
+    monkeypatch.setattr(client_usage, "BUSY_LIMIT", 1e9)
+    assert served.bench(*SMALL, *saved, "--fail-on-busy-client") == 0
+    assert "NOT A RESULT" not in capsys.readouterr().out
+    assert json.loads(path.read_text())["client_limited"] is False
+    monkeypatch.setattr(client_usage, "BUSY_LIMIT", 0.0)
+    assert served.bench(*SMALL, *saved) == 0
+    assert "NOT A RESULT OF THE SERVER: a client process was busy" in capsys.readouterr().out
+    assert json.loads(path.read_text())["client_limited"] is True
+    assert served.bench(*SMALL, "--fail-on-busy-client") == 3
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with caplog.at_level("WARNING"):
+        assert served.bench(*SMALL) == 0
+    assert "names the proxy http://127.0.0.1:9" in caplog.text
 
 
 def test_custom_prompts_need_no_tokenizer(served: Served, tmp_path: Path) -> None:
@@ -171,6 +217,8 @@ def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"percentile_metrics": "ttft,xyz"}, "unknown metric 'xyz'"),
         ({"metadata": ["x"]}, "--metadata: expected KEY=VALUE"),
         ({"header": ["=x"]}, "--header: expected KEY=VALUE"),
+        ({"header": ["a=x\r\nb: y"]}, "--header a: expected printable"),
+        ({"client_processes": 0}, "client_processes|client-processes"),
         ({"request_rate": 0.0}, "--request-rate"),
         ({"burstiness": 0.0}, "--burstiness"),
         ({"ramp_up_strategy": "linear"}, "--ramp-up"),

@@ -36,6 +36,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.api_overhead": ["--help"],
     "python -m benchmarks.client_storm": ["--help"],
     "python -m benchmarks.hostile_clients": ["--help"],
+    # tests/e2e/test_http_streams.py has smaller runs
+    "python -m benchmarks.http_streams": ["--help"],
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
     # tests/fuzz/test_fuzz.py is a minute of it
@@ -59,6 +61,7 @@ ELSEWHERE = {
     "make ": "the steps of CI; its targets are checked below",
     "export ": "sets a variable of the commands after it",
     "curl ": "tests/e2e/test_documented_server.py",
+    "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm bench serve --": "tests/e2e/test_documented_server.py",
     "vllm bench startup MODEL": "tests/benchmarks/test_bench_startup.py; its flags: below",
     "vllm run-batch": "tests/entrypoints/test_run_batch.py; its flags: below",

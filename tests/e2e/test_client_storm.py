@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.api_overhead import TokenServer, request_bytes
-from benchmarks.client_storm import leftovers, run_storm, settle
+from benchmarks.client_storm import leftovers, run_storm, run_storm_processes, settle
 
 pytestmark = pytest.mark.e2e
 
@@ -38,6 +38,12 @@ def test_nothing_is_left_of_clients_that_left(server: TokenServer) -> None:
     storm = asyncio.run(run_storm(server.port, NUM_CLIENTS, 40, seed=1))
     assert storm.num_left == NUM_CLIENTS // 3 and storm.num_broken == 0
     assert settle(server, num_files) == {}
+
+
+def test_a_storm_from_several_processes(server: TokenServer) -> None:
+    storm, clients = run_storm_processes(server.port, 60, 10, seed=1, num_processes=3)
+    assert (storm.num_complete, storm.num_left, storm.num_broken) == (40, 20, 0)
+    assert len(clients) == 3 and all(client.cpu_s > 0 for client in clients)
 
 
 def test_leftovers_are_seen(server: TokenServer) -> None:

@@ -55,7 +55,9 @@ def test_curl(server: RemoteServer, command: Command) -> None:
 def test_bench_serve(server: RemoteServer, command: Command, tmp_path: Path) -> None:
     small = ["--num-prompts", "3", "--random-input-len", "16", "--random-output-len", "4"]
     here = ["--port", str(server.port), "--result-dir", str(tmp_path), "--request-rate", "inf"]
-    words = [str(tmp_path / word) if word.endswith(".png") else word for word in command.words[1:]]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def", "output_tokens": 4}\n')
+    files = (".png", ".jsonl")
+    words = [str(tmp_path / word) if word.endswith(files) else word for word in command.words[1:]]
     assert vllm([*words, *small, *here]) == 0
 
 

@@ -33,6 +33,11 @@ class Load:
         if self.ramp is not None and not all(map(math.isfinite, rates)):
             raise ValueError("a ramp needs finite rates")
 
+    @property
+    def peak_rate(self) -> float:
+        """The highest mean rate at any time."""
+        return max(self.rate, self.end_rate or 0.0)
+
 
 def arrival_times(load: Load, count: int, seed: int) -> NDArray[np.float64]:
     """Seconds from the start of the benchmark, `[count]`, ascending; the first one is 0."""

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One streamed request to an OpenAI server, timed."""
+"""One streamed request to an OpenAI server: sent and timed first, read when there is time."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 
-from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.outcome import Outcome
+from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError
+from vllm.benchmarks.outcome import Outcome, Sample
+from vllm.benchmarks.reply import Reply
 
 _ERROR_CHARS = 500
 
@@ -81,81 +80,95 @@ DIALECTS: dict[str, Dialect] = {
 }
 
 
-class Requester:
-    """Sends samples and measures; `epoch` is the benchmark's start on `time.perf_counter`."""
+def encode_request(
+    endpoint: Endpoint, dialect: Dialect, options: RequestOptions, sample: Sample, index: int
+) -> bytes:
+    """Head and body of request number `index`."""
+    headers = dict(options.headers)
+    if options.request_id_prefix is not None:
+        headers["X-Request-Id"] = f"{options.request_id_prefix}{index}"
+    body = {
+        "model": options.model,
+        **dialect.body(sample),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **options.extra,
+    }
+    return endpoint.request(headers, msgspec.json.encode(body))
 
-    def __init__(
-        self, http: httpx.AsyncClient, dialect: Dialect, options: RequestOptions, epoch: float
-    ) -> None:
-        self._http = http
-        self._dialect = dialect
-        self._options = options
-        self._epoch = epoch
 
-    async def send(self, sample: Sample, index: int) -> Outcome:
-        """Never raises for what the server does: a failure is an outcome with its error."""
-        started = time.perf_counter()
-        outcome = Outcome(start=started - self._epoch, prompt_len=sample.prompt_len or 0)
+@dataclass
+class Exchange:
+    """A request that is over: what came back and when. Seconds of one clock.
+
+    `error` is set when the connection did not bring a whole reply.
+    """
+
+    started: float
+    ended: float
+    reply: Reply
+    error: str | None = None
+
+    def measure(self, dialect: Dialect, epoch: float, prompt_len: int) -> Outcome:
+        """Read the events; what the server did wrong is the outcome's `error`.
+
+        `epoch` is the benchmark's start on the same clock, `prompt_len` what the tokenizer counted.
+        """
+        outcome = Outcome(start=self.started - epoch, prompt_len=prompt_len)
         try:
-            await self._stream(sample, index, outcome, started)
-        except (httpx.HTTPError, msgspec.DecodeError, _ServerError) as error:
+            outcome.latency = _read(self.reply, dialect, self.started, outcome)
+        except (msgspec.DecodeError, _ServerError) as error:
             outcome.error = f"{type(error).__name__.lstrip('_')}: {error}"
-            outcome.latency = time.perf_counter() - started
+        outcome.error = self.error or outcome.error
+        if outcome.error is not None:
+            outcome.latency = self.ended - self.started
         return outcome
 
-    async def _stream(self, sample: Sample, index: int, outcome: Outcome, started: float) -> None:
-        options = self._options
-        headers = dict(options.headers)
-        if options.request_id_prefix is not None:
-            headers["X-Request-Id"] = f"{options.request_id_prefix}{index}"
-        body = {
-            "model": options.model,
-            **self._dialect.body(sample),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **options.extra,
-        }
-        pieces: list[str] = []
-        last, usage = started, None
-        async with self._http.stream("POST", options.url, json=body, headers=headers) as reply:
-            if reply.is_error:
-                await reply.aread()
-                raise _ServerError(f"status {reply.status_code}: {reply.text[:_ERROR_CHARS]}")
-            async for data in _events(reply):
-                now = time.perf_counter()
-                chunk = msgspec.json.decode(data)
-                if "error" in chunk:
-                    raise _ServerError(str(chunk["error"])[:_ERROR_CHARS])
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ())[:1]:
-                    text = self._dialect.piece(choice)
-                    if text is not None:
-                        if pieces:
-                            outcome.itl.append(now - last)
-                        else:
-                            outcome.ttft = now - started
-                        pieces.append(text)
-                        last = now
-        outcome.latency = last - started
-        outcome.text = "".join(pieces)
-        if not pieces:
-            raise _ServerError("the stream ended without a token")
-        # A server that does not report usage streams one token per chunk.
-        counts = usage or {}
-        outcome.output_len = counts.get("completion_tokens") or len(pieces)
-        outcome.prompt_len = counts.get("prompt_tokens") or outcome.prompt_len
+
+async def send(pool: ConnectionPool, request: bytes) -> Exchange:
+    """Send one encoded request; never raises for what the server does."""
+    started = time.perf_counter()
+    reply = Reply()
+    problem: str | None = None
+    try:
+        await pool.exchange(request, reply)
+    except ExchangeError as error:
+        problem = f"ConnectionError: {error}"
+    return Exchange(started, time.perf_counter(), reply, problem)
 
 
 class _ServerError(Exception):
     """An error that the server reported."""
 
 
-async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, without the closing `[DONE]`."""
-    rest = b""
-    async for received in reply.aiter_bytes():
-        *lines, rest = (rest + received).split(b"\n")
-        for line in lines:
-            data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                yield data
+def _read(reply: Reply, dialect: Dialect, started: float, outcome: Outcome) -> float:
+    """Fill `outcome`; returns the seconds from `started` to the last token."""
+    if reply.status >= 300:
+        text = reply.body.decode("utf-8", "replace")
+        raise _ServerError(f"status {reply.status}: {text[:_ERROR_CHARS]}")
+    pieces: list[str] = []
+    last, usage = started, None
+    for now, data in reply.events():
+        chunk = msgspec.json.decode(data)
+        if not isinstance(chunk, dict):
+            raise _ServerError(f"an event that is no object: {data[:_ERROR_CHARS]!r}")
+        if "error" in chunk:
+            raise _ServerError(str(chunk["error"])[:_ERROR_CHARS])
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices", ())[:1]:
+            text = dialect.piece(choice)
+            if text is not None:
+                if pieces:
+                    outcome.itl.append(now - last)
+                else:
+                    outcome.ttft = now - started
+                pieces.append(text)
+                last = now
+    outcome.text = "".join(pieces)
+    if not pieces:
+        raise _ServerError("the stream ended without a token")
+    # A server that does not report usage streams one token per chunk.
+    counts = usage or {}
+    outcome.output_len = counts.get("completion_tokens") or len(pieces)
+    outcome.prompt_len = counts.get("prompt_tokens") or outcome.prompt_len
+    return last - started

@@ -7,12 +7,12 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from vllm.benchmarks.outcome import Sample
 from vllm.benchmarks.random_text import RandomPrompts
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -26,15 +26,6 @@ logger = init_logger(__name__)
 #: ShareGPT entries outside these lengths, in tokens, are left out, as is customary
 _MIN_LEN, _MAX_PROMPT_LEN, _MAX_TOTAL_LEN = 4, 1024, 2048
 _CUSTOM_OUTPUT_LEN = 256
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One request; lengths in tokens, `prompt_len` None where no tokenizer counted it."""
-
-    prompt: str
-    prompt_len: int | None
-    output_len: int
 
 
 @config

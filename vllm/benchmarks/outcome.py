@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of one request."""
+"""One request: what is asked for, and what was measured of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request; lengths in tokens, `prompt_len` None where no tokenizer counted it."""
+
+    prompt: str
+    prompt_len: int | None
+    output_len: int
 
 
 @dataclass

@@ -80,6 +80,9 @@ def table(result: dict[str, Any], summary: Summary, shown: Sequence[str]) -> str
     for name in shown:
         lines.append(METRICS[name].center(_WIDTH, "-"))
         lines += _latency_rows(name.upper(), summary.latencies[name])
+    if "client_processes" in result:
+        lines.append("Clients".center(_WIDTH, "-"))
+        lines += _client_rows(result)
     if "spec_decode_acceptance_rate" in result:
         lines.append("Speculative Decoding".center(_WIDTH, "-"))
         lines += _speculation_rows(result)
@@ -98,6 +101,14 @@ def _latency_rows(name: str, values: Distribution) -> Iterator[str]:
     yield _row(f"Median {name} (ms):", values.median)
     for percentile, value in values.percentiles.items():
         yield _row(f"P{percentile_name(percentile)} {name} (ms):", value)
+
+
+def _client_rows(result: dict[str, Any]) -> Iterator[str]:
+    yield _row("Client processes:", result["client_processes"])
+    yield _row("Client CPU time, all processes (s):", float(sum(result["client_cpu_s"])))
+    if result["client_cpu_us_per_token"] is not None:
+        yield _row("Client CPU time per token (us):", result["client_cpu_us_per_token"])
+    yield _row("Busiest client process (% of its time):", 100 * result["client_max_busy"])
 
 
 def _speculation_rows(result: dict[str, Any]) -> Iterator[str]:

@@ -7,10 +7,9 @@ import argparse
 import asyncio
 import datetime
 import math
-import resource
 import time
+import urllib.request
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,25 @@ import httpx
 from vllm.benchmarks import result as results
 from vllm.benchmarks.arrivals import arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
-from vllm.benchmarks.datasets import DatasetArgs, Sample, load_samples
-from vllm.benchmarks.load import RETRY_S, send_all, wait_until_ready
+from vllm.benchmarks.client_usage import limited_warning, usage_figures
+from vllm.benchmarks.connection import ConnectionPool, Endpoint
+from vllm.benchmarks.datasets import DatasetArgs, load_samples
+from vllm.benchmarks.load import (
+    RETRY_S,
+    Share,
+    ShareSender,
+    allow_many_connections,
+    tls_context,
+    wait_until_ready,
+)
 from vllm.benchmarks.metrics import summarize
-from vllm.benchmarks.outcome import Outcome
 from vllm.benchmarks.plot import plot, require_matplotlib
+from vllm.benchmarks.processes import LoadPlan, LoadResult, decide_num_processes, run_load
 from vllm.benchmarks.serve_args import ServeArgs
 from vllm.benchmarks.speculation import SpeculationCounts, speculation_result
 from vllm.entrypoints.cli.types import CommandError
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 
 if TYPE_CHECKING:
@@ -36,11 +45,15 @@ if TYPE_CHECKING:
 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+logger = init_logger(__name__)
+
 DESCRIPTION = "Send requests to a running server and report its latency and throughput."
 #: different errors that are printed
 _SHOWN_ERRORS = 5
-#: connecting is quick; a token may take long
-_TIMEOUT = httpx.Timeout(60.0, read=None, pool=None)
+#: exit status of `--fail-on-busy-client`
+_BUSY_CLIENT = 3
+#: of requests that are not part of the load
+_TIMEOUT = httpx.Timeout(60.0, read=None)
 
 
 def add_cli_args(parser: FlexibleArgumentParser) -> None:
@@ -50,20 +63,20 @@ def add_cli_args(parser: FlexibleArgumentParser) -> None:
 
 
 def main(namespace: argparse.Namespace) -> int:
-    """Run the benchmark; 1 when no request succeeded."""
+    """Run the benchmark.
+
+    1 when no request succeeded, 3 when `--fail-on-busy-client` is given and a client process was
+    too busy to measure the server.
+    """
     args = from_namespace(ServeArgs, namespace)
     dataset = from_namespace(DatasetArgs, namespace)
     if args.plot:
         require_matplotlib()
-    _allow_many_connections()
-    result = asyncio.run(benchmark(args, dataset))
-    return 0 if result["completed"] else 1
-
-
-def _allow_many_connections() -> None:
-    """Every request in flight is an open file, and the usual limit is 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_many_connections()
+    result = benchmark(args, dataset)
+    if not result["completed"]:
+        return 1
+    return _BUSY_CLIENT if args.fail_on_busy_client and result["client_limited"] else 0
 
 
 @dataclass(frozen=True)
@@ -74,39 +87,41 @@ class _Target:
     tokenizer: str
 
     @classmethod
-    async def find(cls, args: ServeArgs, http: httpx.AsyncClient) -> _Target:
+    def find(cls, args: ServeArgs, http: httpx.Client) -> _Target:
         """Ask the server where the flags do not say; raises `CommandError` if it has no answer."""
         model = args.model or args.served_model_name
         root = None
         if model is None:
-            card = await _first_model(args, http)
+            card = _first_model(args, http)
             model, root = str(card["id"]), card.get("root")
         return cls(args.model or model, args.tokenizer or str(root or model))
 
 
-async def _first_model(args: ServeArgs, http: httpx.AsyncClient) -> dict[str, Any]:
+def _first_model(args: ServeArgs, http: httpx.Client) -> dict[str, Any]:
     """What `GET /v1/models` lists first; waits for a server that is still starting."""
     url = args.url() + "/v1/models"
     deadline = time.monotonic() + args.ready_check_timeout_sec
     while True:
         try:
-            reply = (await http.get(url, headers=args.headers())).raise_for_status()
+            reply = (http.get(url, headers=args.headers())).raise_for_status()
             card: dict[str, Any] = reply.json()["data"][0]
             return card
         except httpx.TransportError as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise CommandError(f"cannot reach {url}: {error}") from error
-            await asyncio.sleep(RETRY_S)
+            time.sleep(RETRY_S)
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise CommandError(f"{url} names no model: {error}; use --model") from error
 
 
-async def benchmark(args: ServeArgs, dataset: DatasetArgs) -> dict[str, Any]:
+def benchmark(args: ServeArgs, dataset: DatasetArgs) -> dict[str, Any]:
     """Prepare, warm up, measure, print and save; returns the result."""
-    dialect = DIALECTS[args.backend]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, verify=not args.insecure) as http:
-        target = await _Target.find(args, http)
+    endpoint = Endpoint(args.endpoint_url())
+    _warn_of_proxy(endpoint)
+    context = tls_context(not args.insecure) if endpoint.tls else None
+    # The load goes straight to the server, so all else does, too.
+    with httpx.Client(timeout=_TIMEOUT, verify=context or False, trust_env=False) as http:
+        target = _Target.find(args, http)
         samples = load_samples(dataset, _tokenizer(args, dataset, target), args.seed)
         options = RequestOptions(
             model=args.served_model_name or target.model,
@@ -115,20 +130,43 @@ async def benchmark(args: ServeArgs, dataset: DatasetArgs) -> dict[str, Any]:
             extra=args.body(),
             request_id_prefix=args.request_id_prefix,
         )
-        if args.ready_check_timeout_sec > 0:
-            timeout_s = args.ready_check_timeout_sec
-            await wait_until_ready(http, dialect, options, samples[0], timeout_s)
-        if args.num_warmups:
-            await _warm_up(args, http, options, samples)
-        await _profile(args, http, "start")
-        before = await _speculation(args, http)
         times = arrival_times(args.load(), len(samples), args.seed)
-        outcomes, duration = await send_all(
-            http, dialect, options, samples, times, args.max_concurrency, not args.disable_tqdm
+        plan = LoadPlan(
+            args.backend, options, samples, times, args.max_concurrency, not args.insecure
         )
-        speculation = speculation_result(before, await _speculation(args, http))
-        await _profile(args, http, "stop")
-    return _report(args, target, outcomes, duration, speculation)
+        num_processes = decide_num_processes(args.client_processes, plan, args.load().peak_rate)
+        asyncio.run(_prepare(args, plan, ConnectionPool(endpoint, context)))
+        _profile(args, http, "start")
+        before = _speculation(args, http)
+        load = run_load(plan, num_processes, not args.disable_tqdm)
+        speculation = speculation_result(before, _speculation(args, http))
+        _profile(args, http, "stop")
+    return _report(args, target, load, speculation)
+
+
+async def _prepare(args: ServeArgs, plan: LoadPlan, pool: ConnectionPool) -> None:
+    """The check and the warm-up, as far as they were asked for."""
+    dialect = DIALECTS[plan.backend]
+    if args.ready_check_timeout_sec > 0:
+        timeout_s = args.ready_check_timeout_sec
+        await wait_until_ready(pool, dialect, plan.options, plan.samples[0], timeout_s)
+    chosen = [plan.samples[i % len(plan.samples)] for i in range(args.num_warmups)]
+    share = Share(chosen, [0.0] * len(chosen), range(len(chosen)), args.max_concurrency)
+    sender = ShareSender(pool, dialect, plan.options, share)
+    epoch = time.perf_counter()
+    await sender.send(epoch, lambda: None)
+    pool.close()
+    for outcome in sender.outcomes(epoch):
+        if outcome.error is not None:
+            raise CommandError(f"a warm-up request failed: {outcome.error}")
+
+
+def _warn_of_proxy(endpoint: Endpoint) -> None:
+    proxy = urllib.request.getproxies().get("https" if endpoint.tls else "http")
+    if proxy and not urllib.request.proxy_bypass(endpoint.host):
+        logger.warning(
+            "the environment names the proxy %s for this server; requests do not use it", proxy
+        )
 
 
 def _tokenizer(
@@ -151,32 +189,21 @@ def _tokenizer(
         ) from error
 
 
-async def _warm_up(
-    args: ServeArgs, http: httpx.AsyncClient, options: RequestOptions, samples: Sequence[Sample]
-) -> None:
-    chosen = [samples[i % len(samples)] for i in range(args.num_warmups)]
-    times = arrival_times(args.load(), 1, args.seed).repeat(len(chosen))
-    dialect = DIALECTS[args.backend]
-    outcomes, _ = await send_all(
-        http, dialect, options, chosen, times, args.max_concurrency, show_progress=False
-    )
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise CommandError(f"a warm-up request failed: {outcome.error}")
-
-
-async def _speculation(args: ServeArgs, http: httpx.AsyncClient) -> SpeculationCounts | None:
+def _speculation(args: ServeArgs, http: httpx.Client) -> SpeculationCounts | None:
     """None when the server has no metrics to read."""
     try:
-        reply = await http.get(args.url() + "/metrics", headers=args.headers())
+        reply = http.get(args.url() + "/metrics", headers=args.headers())
     except httpx.HTTPError:
         return None
-    return None if reply.is_error else SpeculationCounts.parse(reply.text)
+    try:
+        return None if reply.is_error else SpeculationCounts.parse(reply.text)
+    except ValueError:  # not the Prometheus format
+        return None
 
 
-async def _profile(args: ServeArgs, http: httpx.AsyncClient, action: str) -> None:
+def _profile(args: ServeArgs, http: httpx.Client, action: str) -> None:
     if args.profile:
-        reply = await http.post(f"{args.url()}/{action}_profile", headers=args.headers())
+        reply = http.post(f"{args.url()}/{action}_profile", headers=args.headers())
         if reply.is_error:
             raise CommandError(
                 f"--profile: POST /{action}_profile answered {reply.status_code}; this server "
@@ -187,11 +214,11 @@ async def _profile(args: ServeArgs, http: httpx.AsyncClient, action: str) -> Non
 def _report(
     args: ServeArgs,
     target: _Target,
-    outcomes: Sequence[Outcome],
-    duration: float,
+    load: LoadResult,
     speculation: dict[str, Any],
 ) -> dict[str, Any]:
-    summary = summarize(outcomes, duration, args.percentiles(), args.goodput_levels())
+    outcomes = load.outcomes
+    summary = summarize(outcomes, load.duration_s, args.percentiles(), args.goodput_levels())
     now = datetime.datetime.now()
     rate: float | str = args.request_rate if math.isfinite(args.request_rate) else "inf"
     result: dict[str, Any] = {
@@ -207,6 +234,7 @@ def _report(
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
         **results.figures(summary),
+        **usage_figures(load.clients, summary.output_tokens),
         **speculation,
     }
     if args.ramp_up_strategy is not None:
@@ -214,6 +242,8 @@ def _report(
         result["ramp_up_start_rps"] = args.ramp_up_start_rps
         result["ramp_up_end_rps"] = args.ramp_up_end_rps
     print(results.table(result, summary, args.shown_metrics()), flush=True)
+    if result["client_limited"]:
+        print(limited_warning(load.clients))
     errors = Counter(o.error for o in outcomes if o.error is not None)
     for error, count in errors.most_common(_SHOWN_ERRORS):
         print(f"{count} failed: {error}")

@@ -61,6 +61,15 @@ class ServeArgs:
     ramp_up_start_rps: float | None = option(default=None, help="First rate of a ramp.")
     ramp_up_end_rps: float | None = option(default=None, help="Last rate of a ramp.")
     max_concurrency: PositiveInt | None = option(default=None, help="Most requests in flight.")
+    client_processes: PositiveInt | None = option(
+        default=None,
+        help="Processes that send the requests; default: one per 64 streams at once (with a finite "
+        "rate at most one per 10,000 tokens/s), on up to half of the cores.",
+    )
+    fail_on_busy_client: bool = option(
+        default=False,
+        help="Exit with status 3 when a client process was busy more than 80 percent of the time.",
+    )
     num_warmups: int = option(default=0, help="Requests sent before, not counted.")
     ready_check_timeout_sec: int = option(
         default=0, help="Wait up to this long for a first answer; 0: do not check."
@@ -134,7 +143,11 @@ class ServeArgs:
         """Headers of every request; the key is that of the openai client, OPENAI_API_KEY."""
         key = os.environ.get("OPENAI_API_KEY")
         given = {"Authorization": f"Bearer {key}"} if key else {}
-        return {**given, **_pairs("--header", self.header, "=")}
+        headers = {**given, **_pairs("--header", self.header, "=")}
+        for name, value in headers.items():
+            if not f"{name}{value}".isprintable() or not f"{name}{value}".isascii():
+                raise VLLMValidationError(f"--header {name}: expected printable ASCII characters")
+        return headers
 
     def body(self) -> dict[str, Any]:
         """Keys that all bodies have."""

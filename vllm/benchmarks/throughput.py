@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.benchmarks.datasets import DatasetArgs, Sample, load_samples
+from vllm.benchmarks.datasets import DatasetArgs, load_samples
 from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
+from vllm.benchmarks.outcome import Sample
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server in a process group of its own, and the CPU time of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import httpx
+import psutil
+
+from benchmarks.api_overhead import free_port
+
+_STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerCpu:
+    """User and system seconds so far, and how many API processes were seen."""
+
+    num_api: int
+    api_s: float
+    engine_s: float
+
+
+class ServedProcess:
+    """`python COMMAND --port PORT` in a session of its own: ready on entering the context, gone on
+    leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`.
+
+    API processes are those that had connections while somebody was `watching`, and the first one;
+    everything else is the engine. (A core that was forked listens on the port, too.)
+    """
+
+    def __init__(self, command: list[str], timeout_s: float) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._timeout_s = timeout_s
+        self._api_pids: set[int] = set()
+        self._process = subprocess.Popen(
+            [sys.executable, *command, "--port", str(self.port)], start_new_session=True
+        )
+
+    def __enter__(self) -> ServedProcess:
+        deadline = time.monotonic() + self._timeout_s
+        with httpx.Client(base_url=self.url, trust_env=False, verify=False) as client:
+            while time.monotonic() < deadline and self._process.poll() is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/health").status_code == 200:
+                        return self
+                time.sleep(0.1)
+        self._stop()
+        raise RuntimeError(f"the server was not ready within {self._timeout_s:g} s")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    @contextlib.contextmanager
+    def watching(self, interval_s: float) -> Iterator[None]:
+        """Look for processes with connections meanwhile, in a thread."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(interval_s):
+                self._api_pids |= {p.pid for p in self._processes() if self._is_connected(p)}
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def cpu(self) -> ServerCpu:
+        """Look at every process of the server."""
+        api_s = engine_s = 0.0
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                if process.pid in self._api_pids or process.pid == self._process.pid:
+                    api_s += times.user + times.system
+                else:
+                    engine_s += times.user + times.system
+        return ServerCpu(max(1, len(self._api_pids)), api_s, engine_s)
+
+    def _processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self._process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def _is_connected(self, process: psutil.Process) -> bool:
+        try:
+            sockets = process.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        return any(
+            s.status == psutil.CONN_ESTABLISHED and s.laddr.port == self.port for s in sockets
+        )
+
+    def _stop(self) -> None:
+        """SIGTERM to the server, then SIGKILL to whatever is left of its group."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
