@@ -30,7 +30,8 @@ class CompletionOutput:
     `kv_transfer_params`: what the KV connector returned for it, at its end.
 
     `finish_reason`: "stop", "length", "abort" or "error", None while it runs. `stop_reason`: the
-    stop string or token id that ended it, None for an end-of-sequence token.
+    stop string or token id that ended it, None for an end-of-sequence token. `num_drafts`: draft
+    tokens that were accepted and rejected, in its last output; None without a drafter.
     """
 
     index: int
@@ -43,6 +44,7 @@ class CompletionOutput:
     lora_request: LoRARequest | None = None
     routed_experts: Any | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    num_drafts: tuple[int, int] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -57,6 +59,7 @@ class CompletionOutput:
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
         self.kv_transfer_params = new.kv_transfer_params
+        self.num_drafts = new.num_drafts
 
 
 def join_kv_transfer_params(completions: Sequence[CompletionOutput]) -> dict[str, Any] | None:

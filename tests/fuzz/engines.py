@@ -40,7 +40,14 @@ def extraction(storage: Path, **connector: Any) -> dict[str, Any]:
 
 
 def make_arguments(family: str, storage: Path | None, **options: Any) -> dict[str, Any]:
-    """Keywords of `EngineArgs` and `LLM`."""
+    """Keywords of `EngineArgs` and `LLM`; `drafter` among the options is a speculative config."""
+    drafter = options.pop("drafter", None)
+    if drafter is not None and storage is None:
+        options["speculative_config"] = drafter
+    elif drafter is not None:
+        given = extraction(storage)
+        options = given | options
+        options["speculative_config"]["drafter"] = drafter
     return {
         "model": str(tiny_model(family)),
         "dtype": "float32",
@@ -75,6 +82,13 @@ def draw_options(rng: random.Random, family: str, extracts: bool) -> dict[str, A
     if rng.random() < 0.6:
         pages = _FEW_PAGES[family] * (2 if extracts else 1)
         options["num_gpu_blocks_override"] = pages + rng.randrange(pages)
+    if rng.random() < 0.4:
+        options["drafter"] = {
+            "method": "ngram",
+            "num_speculative_tokens": rng.choice((1, 3, 5)),
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        }
     return options
 
 

@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from draft_scenarios import (
+    BOUND,
+    SCENARIOS,
+    Run,
+    a_conversation,
+    batches,
+    compare,
+    engine,
+    preemptions,
+    with_drafts,
+)
 from parity_checks import MakeEngine, in_this_process, prompts
 
-from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm import SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -23,138 +34,6 @@ from vllm.kernels.step import AcceptProblem, accept
 pytestmark = [pytest.mark.parity, in_this_process]
 
 WIDTHS = (2, 4, 8)
-#: fp32 logprobs: a row of a matmul of more rows may be added up in another order
-BOUND = 1e-5
-
-
-def engine(make_engine: MakeEngine, drafts: int, family: str = "qwen3_5", **settings: Any) -> LLM:
-    if drafts:
-        settings["speculative_config"] = {
-            "method": "replay",
-            "num_speculative_tokens": drafts,
-            "acceptance": 0.6,
-            "seed": drafts,
-        }
-    settings = {
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 96,
-        "async_scheduling": True,
-    } | settings
-    return make_engine(family, **settings)
-
-
-Told = dict[int, list[int]]
-
-
-class Run:
-    """Outputs of one engine. What a plain engine generates becomes the drafts of another: `told`
-    has it by the order of the calls."""
-
-    def __init__(self, llm: LLM, told: Told | None = None) -> None:
-        self.llm, self.told = llm, told
-        self.outputs: list[RequestOutput] = []
-        self.counted = 0
-
-    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
-        params = []
-        for i, length in enumerate(lengths):
-            drafts = None
-            if self.told is not None:
-                drafts = {DRAFTS_KEY: self.told[self.counted + i]}
-            given = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2} | fields
-            params.append(SamplingParams(max_tokens=length, extra_args=drafts, **given))
-        batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
-        outputs = self.llm.generate(batch, params, use_tqdm=False)
-        self.counted += len(lengths)
-        self.outputs += outputs
-        return outputs
-
-    def tokens(self) -> Told:
-        return {i: list(o.outputs[0].token_ids) for i, o in enumerate(self.outputs)}
-
-
-def batches(run: Run) -> None:
-    """More requests than rows, prompts in chunks beside decodes."""
-    lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
-    run.generate(prompts(lengths), [5 + 4 * i for i in range(len(lengths))])
-
-
-def a_conversation(run: Run) -> None:
-    """Each turn begins with what the turns before left in the cache."""
-    tokens: list[int] = []
-    for question, length in zip(prompts((30, 1, 17, 25)), (19, 16, 17, 21), strict=True):
-        tokens += question
-        (output,) = run.generate([tokens], [length])
-        tokens = tokens + list(output.outputs[0].token_ids)
-
-
-def forks(run: Run) -> None:
-    """Completions of one prompt start from copies of its state; one prompt twice hits the cache."""
-    (prompt,) = prompts((65,))
-    run.generate([prompt], [24], n=3, temperature=1.0, seed=7)
-    run.generate([prompt, prompt[:40]], [12, 12])
-
-
-def rules(run: Run) -> None:
-    """Beside requests whose rules allow no drafts, and with every filter."""
-    batch = prompts((20, 30, 9, 44))
-    run.generate(batch[:2], [20, 24], temperature=0.9, seed=3, top_k=30, top_p=0.9, min_p=0.01)
-    run.generate(batch[2:], [20, 16], presence_penalty=0.7, min_tokens=4)
-    run.generate(batch, [24, 3, 18, 9], stop_token_ids=list(range(0, 256, 9)), ignore_eos=True)
-
-
-def preemptions(run: Run) -> None:
-    """Running requests lose their rows and come back."""
-    scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, steps = scheduler.schedule, 0
-
-    def schedule_and_preempt() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps in (6, 9, 10):
-            while scheduler.running:
-                scheduler._preempt_last()
-        return schedule()
-
-    scheduler.schedule = schedule_and_preempt
-    run.generate(prompts((30, 47)), [34, 40])
-    assert steps > 10
-
-
-def aborts(run: Run) -> None:
-    """Others leave at random; their rows and blocks are used again."""
-    engine, abandoned = run.llm.llm_engine, prompts((12, 50, 31), seed=5)
-    for i, ids in enumerate(abandoned):
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        engine.add_request(f"abandoned-{i}", TokensPrompt(prompt_token_ids=ids), params)
-        for _ in range(4 + i):
-            engine.step()
-        engine.abort_request([f"abandoned-{i}"])
-    run.generate(prompts((25, 64)), [30, 22])
-
-
-SCENARIOS = (batches, a_conversation, forks, rules, preemptions, aborts)
-
-
-def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        for ours, plain in zip(one.outputs, other.outputs, strict=True):
-            assert list(ours.token_ids) == list(plain.token_ids)
-            assert ours.finish_reason == plain.finish_reason
-            for mine, theirs in zip(ours.logprobs or [], plain.logprobs or [], strict=True):
-                assert set(mine) == set(theirs)
-                for token, entry in mine.items():
-                    assert abs(entry.logprob - theirs[token].logprob) < BOUND
-
-
-def with_drafts(
-    make_engine: MakeEngine, scenario: Callable[[Run], None], width: int, **settings: Any
-) -> None:
-    plain = Run(engine(make_engine, 0, **settings))
-    scenario(plain)
-    drafted = Run(engine(make_engine, width - 1, **settings), plain.tokens())
-    scenario(drafted)
-    compare(drafted.outputs, plain.outputs)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
 from parity_checks import MakeEngine, in_this_process
 from safetensors.torch import load_file, save_file
-from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 from tiny_models import hf_model, make_tiny, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -157,6 +157,7 @@ def test_outputs_are_those_of_transformers_with_and_without_drafts(
     scenario(plain)
     for output in plain.outputs:
         assert_equals(output, reference)
-    drafted = Run(engine(make_engine, 3, **settings), plain.tokens())
-    scenario(drafted)
-    compare(drafted.outputs, plain.outputs)
+    for method, told in (("replay", plain.tokens()), ("ngram", None)):
+        drafted = Run(engine(make_engine, 3, method=method, **settings), told)
+        scenario(drafted)
+        compare(drafted.outputs, plain.outputs)

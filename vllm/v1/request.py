@@ -237,6 +237,12 @@ class Request:
         return len(self.all_token_ids)
 
     @property
+    def draft_counts(self) -> tuple[int, int] | None:
+        """Drafts that were accepted and rejected; None if there were none."""
+        verified, accepted = self.num_verified_drafts, self.num_accepted_drafts
+        return (accepted, verified - accepted) if verified else None
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 

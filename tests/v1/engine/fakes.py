@@ -159,6 +159,8 @@ class FakeWorker:
         for req_id, count in output.num_scheduled_tokens.items():
             result.req_ids.append(req_id)
             result.sampled_token_ids.append(self._run(req_id, count, output, result))
+            drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
+            result.num_verified.append(len(drafts))
         self._copy(output.copies_after)
         return result
 

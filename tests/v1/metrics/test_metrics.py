@@ -10,7 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.v1.engine.fakes import make_vllm_config
+from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.v1.engine import FinishReason, SchedulerStats
+from vllm.v1.metrics import loggers
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import metrics_text
@@ -47,11 +49,13 @@ EXPECTED = {
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
     "spec_decode_num_accepted_tokens_per_pos": "counter",
+    "spec_decode_num_drafts_allowed": "gauge",
 }
 
 
 class Speculative:
     num_drafts = 1
+    draft_settings = ReplaySettings(num_speculative_tokens=1)
 
 
 @pytest.fixture
@@ -219,6 +223,27 @@ def test_log_line(monkeypatch):
     now[0] = 19.0
     logger.record(None, IterationStats())
     assert len(handler.texts) == 1
+
+
+def test_the_line_of_speculation(monkeypatch):
+    lines = []
+    monkeypatch.setattr(loggers.logger, "info", lambda text, *args: lines.append(text % args))
+    now = [0.0]
+    logger = LoggingStatLogger(clock=lambda: now[0])
+    stats = SchedulerStats(
+        num_drafts=4, num_draft_tokens=10, num_accepted_tokens=5, accepted_per_position=[3, 2]
+    )
+    logger.record(stats, IterationStats())
+    now[0] = 10.0
+    logger.record(stats, IterationStats())
+    assert lines[1] == (
+        "SpecDecoding metrics: Mean acceptance length: 2.25, Accepted throughput: 1.00 tokens/s, "
+        "Drafted throughput: 2.00 tokens/s, Accepted: 10 tokens, Drafted: 20 tokens, "
+        "Per-position acceptance rate: 0.750, 0.500, Avg Draft acceptance rate: 50.0%"
+    )
+    now[0] = 20.0
+    logger.record(SchedulerStats(), IterationStats())
+    assert len(lines) == 3, "nothing was drafted"
 
 
 def test_requests_that_never_ran_have_no_intervals():

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.serving_engine import (
     cache_report,
     now,
     total_cached,
+    total_drafts,
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.stream_usage import StreamUsage
@@ -116,6 +117,7 @@ class ServingChat(OpenAIServing):
                 len(prompt_ids),
                 sum(len(completion.token_ids) for completion in completions),
                 total_cached([output]),
+                total_drafts(completions),
             ),
             prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs) if asked_prompt else None,
             prompt_token_ids=prompt_ids if request.return_token_ids else None,

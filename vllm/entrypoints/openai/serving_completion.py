@@ -25,6 +25,7 @@ from vllm.entrypoints.openai.serving_engine import (
     cache_report,
     now,
     total_cached,
+    total_drafts,
 )
 from vllm.entrypoints.openai.text_offsets import Echo, prompt_offsets
 from vllm.exceptions import VLLMValidationError
@@ -181,6 +182,7 @@ class ServingCompletion(OpenAIServing):
                 sum(len(one.prompt.token_ids) for one in planned),
                 0 if request.max_tokens == 0 else generated,
                 total_cached(outputs),
+                total_drafts(completions),
             ),
             kv_transfer_params=join_kv_transfer_params(completions),
             cache_report=cache_report(outputs[0]),

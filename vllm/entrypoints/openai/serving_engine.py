@@ -9,7 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.entrypoints.openai.protocol.base import PromptTokensDetails, UsageInfo
+from vllm.entrypoints.openai.protocol.base import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    UsageInfo,
+)
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt, Truncation
 from vllm.entrypoints.openai.request_limits import RequestLimits
@@ -22,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -173,9 +177,14 @@ class OpenAIServing:
         return await self.renderer.run(work, size=size)
 
     def usage(
-        self, num_prompt: int, num_completion: int, num_cached: int | None = None
+        self,
+        num_prompt: int,
+        num_completion: int,
+        num_cached: int | None = None,
+        num_drafts: tuple[int, int] | None = None,
     ) -> UsageInfo:
-        """Token counts of a reply; `num_cached` are the prompt tokens found in the cache."""
+        """Token counts of a reply; `num_cached` are the prompt tokens found in the cache,
+        `num_drafts` the draft tokens that were accepted and rejected."""
         details = None
         if self.options.prompt_tokens_details and num_cached is not None:
             details = PromptTokensDetails(cached_tokens=num_cached)
@@ -184,7 +193,25 @@ class OpenAIServing:
             completion_tokens=num_completion,
             total_tokens=num_prompt + num_completion,
             prompt_tokens_details=details,
+            completion_tokens_details=draft_details(num_drafts),
         )
+
+
+def draft_details(num_drafts: tuple[int, int] | None) -> CompletionTokensDetails | None:
+    """`num_drafts` (accepted, rejected) as a reply shows them."""
+    if num_drafts is None:
+        return None
+    return CompletionTokensDetails(
+        accepted_prediction_tokens=num_drafts[0], rejected_prediction_tokens=num_drafts[1]
+    )
+
+
+def total_drafts(completions: Iterable[CompletionOutput]) -> tuple[int, int] | None:
+    """Draft tokens that were accepted and rejected; None if no completion had any."""
+    counts = [one.num_drafts for one in completions if one.num_drafts is not None]
+    if not counts:
+        return None
+    return sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
 
 
 def total_cached(outputs: Iterable[RequestOutput]) -> int:

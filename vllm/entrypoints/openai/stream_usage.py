@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.entrypoints.openai.serving_engine import total_drafts
+
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
     from vllm.entrypoints.openai.serving_engine import OpenAIServing
@@ -23,10 +25,15 @@ class StreamUsage:
         self._num_prompt = sum(prompt_lengths)
         self._num_generated = 0
         self._cached: dict[int, int] = {}
+        self._drafts: tuple[int, int] | None = None
 
     def seen(self, prompt_index: int, output: RequestOutput) -> None:
         """Note an engine output of prompt `prompt_index`."""
         self._cached[prompt_index] = max(0, output.num_cached_tokens or 0)
+        new = total_drafts(output.outputs)
+        if new is not None:
+            accepted, rejected = self._drafts or (0, 0)
+            self._drafts = accepted + new[0], rejected + new[1]
 
     def generated(self, num_tokens: int) -> None:
         """Count tokens that go out with the next chunk."""
@@ -35,6 +42,6 @@ class StreamUsage:
     def as_dict(self) -> dict[str, Any]:
         """The `usage` object so far."""
         usage = self._serving.usage(
-            self._num_prompt, self._num_generated, sum(self._cached.values())
+            self._num_prompt, self._num_generated, sum(self._cached.values()), self._drafts
         )
         return usage.model_dump(exclude_none=True)

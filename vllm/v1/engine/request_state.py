@@ -70,6 +70,7 @@ class RequestState:
         self._index = index
         self._own_receipt = CacheReceipt()
         self._num_sent_tokens = 0
+        self._num_drafts: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +101,8 @@ class RequestState:
         if output.num_cached_tokens is not None:
             self.stats.num_cached_tokens = output.num_cached_tokens
             self._receipt().take(output.num_cached_tokens, output.cache_report)
+        if output.num_drafts is not None:
+            self._num_drafts = output.num_drafts
         self.error = output.error
         if self._stop is not None:
             return 0
@@ -199,6 +202,7 @@ class RequestState:
             logprobs,
             None if finish_reason is None else str(finish_reason),
             stop_reason,
+            num_drafts=self._num_drafts if finished else None,
         )
 
     def _prompt_logprobs(self) -> PendingPromptLogprobs | None:

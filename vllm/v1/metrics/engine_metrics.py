@@ -133,6 +133,7 @@ class EngineMetrics:
         )
         self._failures = {s: failures.labels(**self._values, stage=s) for s in FAILURE_STAGES}
         self.spec_counters: dict[str, Counter] = {}
+        self.drafts_allowed: Gauge | None = None
         self._add_speculation(vllm_config)
         self._add_cache_info(vllm_config)
         self._engine = engine
@@ -168,6 +169,13 @@ class EngineMetrics:
         if speculative is None:
             return
         self.spec_counters = self._counters(_SPEC_COUNTERS)
+        if vllm_config.drafter is not None:
+            self.drafts_allowed = self._bound(
+                self._gauge(
+                    "spec_decode_num_drafts_allowed",
+                    "Draft tokens that a step may verify per request now; 0: it does not pay.",
+                )
+            )
         accepted = self._counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens accepted, by position in the draft.",
@@ -223,6 +231,8 @@ class EngineMetrics:
             self._lost_tokens.labels(**self._values, reason=reason).inc(tokens)
         if self._connector is not None and stats.connector is not None:
             self._connector.observe(stats.connector, self._engine)
+        if self.drafts_allowed is not None:
+            self.drafts_allowed.set(stats.num_drafts_allowed)
         if self.spec_counters:
             for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
                 counter.inc(count)

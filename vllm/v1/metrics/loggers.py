@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -51,7 +52,8 @@ class LoggingStatLogger(StatLoggerBase):
         self._since = self._clock()
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._queries = self._hits = 0
-        self._drafts = self._accepted = 0
+        self._drafts = self._draft_tokens = 0
+        self._accepted: list[int] = []
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
@@ -62,8 +64,11 @@ class LoggingStatLogger(StatLoggerBase):
             self._latest = scheduler_stats
             self._queries += scheduler_stats.prefix_queries
             self._hits += scheduler_stats.prefix_hits
-            self._drafts += scheduler_stats.num_draft_tokens
-            self._accepted += scheduler_stats.num_accepted_tokens
+            self._drafts += scheduler_stats.num_drafts
+            self._draft_tokens += scheduler_stats.num_draft_tokens
+            accepted = scheduler_stats.accepted_per_position
+            pairs = zip_longest(self._accepted, accepted, fillvalue=0)
+            self._accepted = [before + new for before, new in pairs]
         if self._clock() - self._since >= envs.VLLM_LOG_STATS_INTERVAL:
             self.log()
 
@@ -73,7 +78,7 @@ class LoggingStatLogger(StatLoggerBase):
         logger.info(
             "Engine %03d: prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, "
             "running: %d reqs, waiting: %d reqs, KV cache usage: %.1f%%, prefix cache hit rate: "
-            "%.1f%%%s",
+            "%.1f%%",
             self._engine_index,
             self._num_prompt_tokens / seconds,
             self._num_generation_tokens / seconds,
@@ -81,9 +86,27 @@ class LoggingStatLogger(StatLoggerBase):
             self._latest.num_waiting,
             self._latest.kv_cache_usage * 100,
             hit_rate * 100,
-            f", drafted: {self._drafts}, accepted: {self._accepted}" if self._drafts else "",
         )
+        if self._draft_tokens:
+            self._log_speculation(seconds)
         self._reset()
+
+    def _log_speculation(self, seconds: float) -> None:
+        """Rates are of the steps that verified drafts; lengths count the token after them."""
+        accepted = sum(self._accepted)
+        logger.info(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, "
+            "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
+            "Accepted: %d tokens, Drafted: %d tokens, "
+            "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            1 + accepted / self._drafts,
+            accepted / seconds,
+            self._draft_tokens / seconds,
+            accepted,
+            self._draft_tokens,
+            ", ".join(f"{count / self._drafts:.3f}" for count in self._accepted),
+            100 * accepted / self._draft_tokens,
+        )
 
 
 class PrometheusStatLogger(StatLoggerBase):

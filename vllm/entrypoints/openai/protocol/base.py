@@ -82,6 +82,13 @@ class PromptTokensDetails(ReplyModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ReplyModel):
+    """How many tokens a drafter proposed that became output, and how many that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageInfo(ReplyModel):
     """Token counts of one reply."""
 
@@ -89,3 +96,4 @@ class UsageInfo(ReplyModel):
     total_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None

@@ -18,8 +18,9 @@ BALANCE = 128
 _NEWEST = 0.2
 #: what drafting has to gain beyond what it costs
 _MARGIN = 1.02
-#: steps without drafts until drafting is tried again, and steps of such a trial
-_PAUSE, _TRIAL = 64, 4
+#: steps of a trial of what did not pay, the fewest steps between two, and the most that trials may
+#: add to the time of all steps
+_TRIAL, _PAUSE, _TRIALS_SHARE = 4, 32, 0.01
 _SECONDS_BETWEEN_RECORDS = 10.0
 
 
@@ -35,7 +36,8 @@ class DraftPolicy:
     A request's *yield* is the mean number of drafts that were accepted in its last steps that
     verified any, those for which the drafter found none included. Drafting pays while the output of
     a step grows by more than its time does (`step_cost`). Where it does not, it is tried for a few
-    steps now and then, unless the batch is so large that not even full acceptance would pay.
+    steps now and then, the more seldom the more a trial costs, unless the batch is so large that
+    not even full acceptance would pay.
     """
 
     def __init__(self, num_drafts: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,10 +69,11 @@ class DraftPolicy:
         pays = 1 + gained / count > ratio * _MARGIN
         if pays:
             return self._turn(True, count, "steps gain more tokens than they take longer")
-        self._steps += 1
-        if self._pays or self._steps > _PAUSE + _TRIAL:
-            self._steps = 0 if self._pays else 1
-        if self._steps > _PAUSE:
+        pause = max(_PAUSE, int(_TRIAL * (ratio - 1) / _TRIALS_SHARE))
+        self._steps = 0 if self._pays else self._steps + 1
+        if self._steps > pause:
+            if self._steps == pause + _TRIAL:
+                self._steps = 0
             return self.num_drafts
         return self._turn(False, count, "too few drafts are accepted for what verifying costs")
 

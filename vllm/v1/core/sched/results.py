@@ -148,7 +148,10 @@ class SchedulerResults(SchedulerState):
                 request.num_output_placeholders -= 1
             request.output_token_ids.extend(tokens)
             request.all_token_ids.extend(tokens)
-            outputs[request.client_index].append(EngineCoreOutput(request_id, tokens))
+            output = EngineCoreOutput(request_id, tokens)
+            if request.num_verified_drafts and request.may_stop_earlier:
+                output.num_drafts = request.draft_counts
+            outputs[request.client_index].append(output)
         return others
 
     def _settle(self, request: Request, num_drafts: int, num_tokens: int) -> None:
@@ -220,6 +223,9 @@ class SchedulerResults(SchedulerState):
         else:
             output = EngineCoreOutput(request.request_id, new_tokens)
             output.num_cached_tokens = request.num_cached_tokens
+            if request.may_stop_earlier:
+                # The front end may end it with what it knows by then.
+                output.num_drafts = request.draft_counts
         output.new_prompt_logprobs = logprobs.prompt
         if new_tokens:
             output.new_logprobs = logprobs.sample

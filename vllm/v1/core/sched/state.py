@@ -369,11 +369,5 @@ def finish_output(request: Request, kv_transfer_params: dict[str, Any] | None) -
         error=request.error,
         kv_transfer_params=kv_transfer_params,
         num_cached_tokens=max(request.num_cached_tokens, 0),
-        num_drafts=_drafts(request),
+        num_drafts=request.draft_counts,
     )
-
-
-def _drafts(request: Request) -> tuple[int, int] | None:
-    """Accepted and rejected; None if there were none."""
-    verified, accepted = request.num_verified_drafts, request.num_accepted_drafts
-    return (accepted, verified - accepted) if verified else None

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests do and what happens to them, run with and without a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parity_checks import MakeEngine, prompts
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.config.speculative import DRAFTS_KEY
+
+#: fp32 logprobs: a row of a matmul of more rows may be added up in another order
+BOUND = 1e-5
+
+
+#: by method, its settings beside `num_speculative_tokens`
+METHODS: dict[str, dict[str, Any]] = {
+    "replay": {"acceptance": 0.6, "seed": 1},
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
+}
+
+
+def engine(
+    make_engine: MakeEngine,
+    drafts: int,
+    family: str = "qwen3_5",
+    method: str = "replay",
+    **settings: Any,
+) -> LLM:
+    if drafts:
+        speculation = {"method": method, "num_speculative_tokens": drafts, **METHODS[method]}
+        settings["speculative_config"] = speculation
+    settings = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 96,
+        "async_scheduling": True,
+    } | settings
+    return make_engine(family, **settings)
+
+
+Told = dict[int, list[int]]
+
+
+class Run:
+    """Outputs of one engine. What a plain engine generates becomes the drafts of another: `told`
+    has it by the order of the calls."""
+
+    def __init__(self, llm: LLM, told: Told | None = None) -> None:
+        self.llm, self.told = llm, told
+        self.outputs: list[RequestOutput] = []
+        self.counted = 0
+
+    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
+        params = []
+        for i, length in enumerate(lengths):
+            drafts = None
+            if self.told is not None:
+                drafts = {DRAFTS_KEY: self.told[self.counted + i]}
+            given = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2} | fields
+            params.append(SamplingParams(max_tokens=length, extra_args=drafts, **given))
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+        outputs = self.llm.generate(batch, params, use_tqdm=False)
+        self.counted += len(lengths)
+        self.outputs += outputs
+        return outputs
+
+    def drafts(self) -> tuple[int, int]:
+        """How many were accepted and rejected."""
+        counts = [one.num_drafts or (0, 0) for o in self.outputs for one in o.outputs]
+        return sum(a for a, _ in counts), sum(r for _, r in counts)
+
+    def tokens(self) -> Told:
+        return {i: list(o.outputs[0].token_ids) for i, o in enumerate(self.outputs)}
+
+
+def batches(run: Run) -> None:
+    """More requests than rows, prompts in chunks beside decodes."""
+    lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
+    run.generate(prompts(lengths), [5 + 4 * i for i in range(len(lengths))])
+
+
+def a_conversation(run: Run) -> None:
+    """Each turn begins with what the turns before left in the cache."""
+    tokens: list[int] = []
+    for question, length in zip(prompts((30, 1, 17, 25)), (19, 16, 17, 21), strict=True):
+        tokens += question
+        (output,) = run.generate([tokens], [length])
+        tokens = tokens + list(output.outputs[0].token_ids)
+
+
+def forks(run: Run) -> None:
+    """Completions of one prompt start from copies of its state; one prompt twice hits the cache."""
+    (prompt,) = prompts((65,))
+    run.generate([prompt], [24], n=3, temperature=1.0, seed=7)
+    run.generate([prompt, prompt[:40]], [12, 12])
+
+
+def rules(run: Run) -> None:
+    """Every filter, and rules on the output, which the drafts before a token belong to."""
+    batch = prompts((20, 30, 9, 44))
+    lengths = [20, 24, 16, 30]
+    stops = {"stop_token_ids": list(range(0, 256, 9))}
+    run.generate(batch[:2], [20, 24], temperature=0.9, seed=3, top_k=30, top_p=0.9, min_p=0.01)
+    run.generate(batch, lengths, presence_penalty=0.7, frequency_penalty=0.3, min_tokens=4)
+    run.generate(batch, lengths, repetition_penalty=1.4, temperature=0.8, seed=1)
+    run.generate(batch, lengths, min_tokens=7, logit_bias={5: 1.5, 77: -3.0}, **stops)
+    run.generate(batch, lengths, allowed_token_ids=[*range(40, 60), 200], **stops)
+    run.generate(batch, lengths, bad_words=["a", "th", "ing"], temperature=1.0, seed=9)
+    run.generate(batch, [24, 3, 18, 9], **stops)
+
+
+def preemptions(run: Run) -> None:
+    """Running requests lose their rows and come back."""
+    scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, steps = scheduler.schedule, 0
+
+    def schedule_and_preempt() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps in (6, 9, 10):
+            while scheduler.running:
+                scheduler._preempt_last()
+        return schedule()
+
+    scheduler.schedule = schedule_and_preempt
+    run.generate(prompts((30, 47)), [34, 40])
+    assert steps > 10
+
+
+def aborts(run: Run) -> None:
+    """Others leave at random; their rows and blocks are used again."""
+    engine, abandoned = run.llm.llm_engine, prompts((12, 50, 31), seed=5)
+    for i, ids in enumerate(abandoned):
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        engine.add_request(f"abandoned-{i}", TokensPrompt(prompt_token_ids=ids), params)
+        for _ in range(4 + i):
+            engine.step()
+        engine.abort_request([f"abandoned-{i}"])
+    run.generate(prompts((25, 64)), [30, 22])
+
+
+SCENARIOS = (batches, a_conversation, forks, rules, preemptions, aborts)
+
+
+def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        for ours, plain in zip(one.outputs, other.outputs, strict=True):
+            assert list(ours.token_ids) == list(plain.token_ids)
+            assert ours.finish_reason == plain.finish_reason
+            for mine, theirs in zip(ours.logprobs or [], plain.logprobs or [], strict=True):
+                assert set(mine) == set(theirs)
+                for token, entry in mine.items():
+                    assert abs(entry.logprob - theirs[token].logprob) < BOUND
+
+
+def with_drafts(
+    make_engine: MakeEngine,
+    scenario: Callable[[Run], None],
+    width: int,
+    method: str = "replay",
+    **settings: Any,
+) -> Run:
+    """Compares the scenario's outputs with and without `width - 1` drafts; the run with them."""
+    plain = Run(engine(make_engine, 0, **settings))
+    scenario(plain)
+    told = plain.tokens() if method == "replay" else None
+    drafted = Run(engine(make_engine, width - 1, method=method, **settings), told)
+    scenario(drafted)
+    compare(drafted.outputs, plain.outputs)
+    return drafted
