@@ -156,13 +156,13 @@ def _read(reply: Reply, dialect: Dialect, started: float, outcome: Outcome) -> f
             raise _ServerError(str(chunk["error"])[:_ERROR_CHARS])
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices", ())[:1]:
-            text = dialect.piece(choice)
-            if text is not None:
+            piece = dialect.piece(choice)
+            if piece is not None:
                 if pieces:
                     outcome.itl.append(now - last)
                 else:
                     outcome.ttft = now - started
-                pieces.append(text)
+                pieces.append(piece)
                 last = now
     outcome.text = "".join(pieces)
     if not pieces:
