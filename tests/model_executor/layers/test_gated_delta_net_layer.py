@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tests.compilation.fake_graphs import Tape
 from tests.model_executor.harness import make_config
+from tests.model_executor.layers.mixer_steps import run
 from tests.tiny_models import tiny_model
 from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, PrefillBatch
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="builds layers on the CPU")
@@ -71,29 +71,6 @@ def build(prefix: str, rank: int, size: int) -> GatedDeltaNet:
         checkpoint().items()
     )
     return layer
-
-
-def run(layer: GatedDeltaNet, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
-    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
-    spec = layer.get_kv_cache_spec(config)
-    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
-    tokens = len(hidden)
-    indices, offsets = chunk_metadata([0, tokens - decodes])
-    metadata = GDNAttentionMetadata(
-        num_tokens=tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        num_prefills=1,
-        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
-        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
-        has_initial_state=torch.tensor([False]),
-        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
-        chunk_indices=indices,
-        chunk_offsets=offsets,
-    )
-    name, blocks = layer.layer_name, metadata.state_indices[:decodes]
-    with set_forward_context(ForwardContext({}, {name: metadata}, decode_blocks={name: blocks})):
-        return layer(hidden)
 
 
 def test_shards_sum_to_the_whole_layer(config: VllmConfig) -> None:

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.model_executor.harness import make_config
+from tests.model_executor.layers.mixer_steps import run
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
     KimiDeltaAttentionShape,
 )
 from vllm.model_executor.models.weights import AutoWeightsLoader
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 SHAPE = KimiDeltaAttentionShape(32, num_heads=4, head_dim=8, conv_kernel_size=4, eps=1e-5)
 
@@ -58,29 +56,6 @@ def build(prefix: str, rank: int, size: int) -> KimiDeltaAttention:
     loader = AutoWeightsLoader(layer, fused=KimiDeltaAttention.CHECKPOINT_NAMES)
     loader.load_weights(checkpoint().items())
     return layer
-
-
-def run(layer: KimiDeltaAttention, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
-    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
-    spec = layer.get_kv_cache_spec(config)
-    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
-    tokens = len(hidden)
-    indices, offsets = chunk_metadata([0, tokens - decodes])
-    metadata = GDNAttentionMetadata(
-        num_tokens=tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        num_prefills=1,
-        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
-        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
-        has_initial_state=torch.tensor([False]),
-        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
-        chunk_indices=indices,
-        chunk_offsets=offsets,
-    )
-    name, blocks = layer.layer_name, metadata.state_indices[:decodes]
-    with set_forward_context(ForwardContext({}, {name: metadata}, decode_blocks={name: blocks})):
-        return layer(hidden)
 
 
 def test_shards_sum_to_the_whole_layer(config: VllmConfig) -> None:

@@ -13,15 +13,13 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 
 from tests.model_executor.harness import make_config
+from tests.model_executor.layers.mixer_steps import run
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
-from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.mamba2 import GatedGroupNorm, Mamba2, Mamba2Shape
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.parameter import Section
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 SHAPE = Mamba2Shape(32, 8, 8, 12, 4, conv_kernel_size=4, eps=1e-5, norm_groups=4)
 
@@ -61,31 +59,6 @@ def build(shape: Mamba2Shape, prefix: str, rank: int, size: int) -> Mamba2:
     layer = Mamba2(shape, prefix, tp_rank=rank, tp_size=size)
     AutoWeightsLoader(layer).load_weights(checkpoint(shape).items())
     return layer
-
-
-def run(layer: Mamba2, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
-    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
-    spec = layer.get_kv_cache_spec(config)
-    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
-    tokens = len(hidden)
-    indices, offsets = chunk_metadata([0, tokens - decodes])
-    metadata = GDNAttentionMetadata(
-        num_tokens=tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        num_prefills=1,
-        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
-        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
-        has_initial_state=torch.tensor([False]),
-        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
-        chunk_indices=indices,
-        chunk_offsets=offsets,
-    )
-    name = layer.layer_name
-    blocks = {name: metadata.state_indices[:decodes]}
-    context = ForwardContext({name: layer}, {name: metadata}, decode_blocks=blocks)
-    with torch.no_grad(), set_forward_context(context):
-        return layer(hidden)
 
 
 @pytest.mark.parametrize(

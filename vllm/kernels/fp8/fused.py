@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm.kernels.fp8 import FP8, Fp8Rows
 from vllm.kernels.fp8.quantize import inverse_scale, to_fp8
-from vllm.kernels.norm.triton import _normalise, _weigh
+from vllm.kernels.norm.triton import added_norm
 from vllm.utils.math_utils import next_power_of_2
 
 FP8_MAX = tl.constexpr(torch.finfo(FP8).max)
@@ -77,13 +77,10 @@ def _fused_add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = col < N
-    x = tl.load(x_ptr + row * stride_x + col, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + row * stride_residual + col, mask=mask, other=0.0)
     w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32)
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + row * N + col, total, mask=mask)
-    y = _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
-    y = y.to(x.dtype).to(tl.float32)
+    x_row, residual_row = x_ptr + row * stride_x, residual_ptr + row * stride_residual
+    y = added_norm(x_row, residual_row, sum_ptr + row * N, w, col, mask, eps, N, ONE_PLUS)
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     _store_fp8(y, out_ptr + row * N + col, scale_ptr + row, mask)
 
 

@@ -97,6 +97,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -
 
 
 @triton.jit
+def added_norm(
+    x_row, residual_row, sum_row, w, col, mask, eps, N: tl.constexpr, ONE_PLUS: tl.constexpr
+):  # fmt: skip
+    """The norm of a row of `x + residual`, in fp32 and not rounded; the sum goes to `sum_row`."""
+    x = tl.load(x_row + col, mask=mask, other=0.0)
+    residual = tl.load(residual_row + col, mask=mask, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(sum_row + col, total, mask=mask)
+    return _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
+
+
+@triton.jit
 def _fused_add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -117,11 +129,8 @@ def _fused_add_rms_norm_kernel(
     start_next(PDL)
     w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32)
     await_previous(PDL)
-    x = tl.load(x_ptr + row * stride_x + col, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + row * stride_residual + col, mask=mask, other=0.0)
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + row * N + col, total, mask=mask)
-    y = _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
+    x_row, residual_row = x_ptr + row * stride_x, residual_ptr + row * stride_residual
+    y = added_norm(x_row, residual_row, sum_ptr + row * N, w, col, mask, eps, N, ONE_PLUS)
     tl.store(out_ptr + row * N + col, y, mask=mask)
 
 

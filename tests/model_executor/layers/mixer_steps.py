@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a recurrent layer alone, with states and metadata made by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.kernels.chunks import chunk_metadata
+from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+
+def run(layer: RecurrentMixer, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
+    """`decodes` sequences with one token and carried (zero) state, then one new sequence."""
+    spec = layer.get_kv_cache_spec(config)
+    layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
+    tokens = len(hidden)
+    indices, offsets = chunk_metadata([0, tokens - decodes])
+    metadata = GDNAttentionMetadata(
+        num_tokens=tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefills=1,
+        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
+        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
+        chunk_indices=indices,
+        chunk_offsets=offsets,
+    )
+    name = layer.layer_name
+    blocks = {name: metadata.state_indices[:decodes]}
+    context = ForwardContext({name: layer}, {name: metadata}, decode_blocks=blocks)
+    with torch.no_grad(), set_forward_context(context):
+        mixed: Tensor = layer(hidden)
+    return mixed
