@@ -232,7 +232,14 @@ class FakeAsyncLLM:
             finish_reason="length" if last else None,
             stop_reason=None,
             kv_transfer_params=self._connector_reply(params, index) if last else None,
+            num_drafts=self._drafts(params) if last else None,
         )
+
+    @staticmethod
+    def _drafts(params: SamplingParams) -> tuple[int, int] | None:
+        """As many as the request says (`vllm_xargs`)."""
+        told = (params.extra_args or {}).get("drafted")
+        return None if told is None else (told[0], told[1])
 
     def _prompt_logprobs(
         self, ids: list[int], params: SamplingParams

@@ -45,7 +45,20 @@ async def test_reply_has_every_key(client: httpx.AsyncClient) -> None:
         "completion_tokens": 7,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": None,
     }
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_counts_drafts(client: httpx.AsyncClient, n: int) -> None:
+    """Of all completions together; the fake engine is told what it had."""
+    told = {"vllm_xargs": {"drafted": [3, 5]}, "max_tokens": 4, "n": n}
+    reply = await complete(client, prompt="hi", **told)
+    expected = {"accepted_prediction_tokens": 3 * n, "rejected_prediction_tokens": 5 * n}
+    assert reply["usage"]["completion_tokens_details"] == expected
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await client.post("/v1/chat/completions", json={"messages": messages, **told})
+    assert chat.json()["usage"]["completion_tokens_details"] == expected
 
 
 @pytest.mark.parametrize(

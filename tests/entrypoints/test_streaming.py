@@ -95,12 +95,15 @@ async def test_echo_in_chat(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("body", [{"prompt": "hi"}, {"messages": HI}])
 async def test_usage(client: httpx.AsyncClient, body: dict) -> None:
     options = {"include_usage": True}
-    *chunks, last = await stream(client, **body, max_tokens=3, stream_options=options)
+    body = {**body, "max_tokens": 3, "vllm_xargs": {"drafted": [2, 1]}}
+    *chunks, last = await stream(client, **body, stream_options=options)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
+    drafts = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    assert last["usage"]["completion_tokens_details"] == drafts
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert all("usage" not in chunk for chunk in chunks)
     options["continuous_usage_stats"] = True
-    *chunks, last = await stream(client, **body, max_tokens=3, stream_options=options)
+    *chunks, last = await stream(client, **body, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts[-3:] == [1, 2, 3] and last["usage"]["completion_tokens"] == 3
 

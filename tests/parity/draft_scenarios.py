@@ -111,6 +111,16 @@ def rules(run: Run) -> None:
     run.generate(batch, [24, 3, 18, 9], **stops)
 
 
+def ends(run: Run) -> None:
+    """Stop strings, which the front end finds after the fact; scored prompts; both in completions
+    of one prompt."""
+    batch = prompts((20, 30, 9, 44))
+    words = ["e", "1", "th", "\u0120", "\n"]
+    run.generate(batch, [60] * 4, stop=words)
+    run.generate(batch, [60] * 4, stop=words, include_stop_str_in_output=True, min_tokens=3)
+    run.generate(batch[:2], [30] * 2, stop=["z"], n=2, temperature=0.9, seed=4, prompt_logprobs=2)
+
+
 def preemptions(run: Run) -> None:
     """Running requests lose their rows and come back."""
     scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
@@ -141,14 +151,23 @@ def aborts(run: Run) -> None:
     run.generate(prompts((25, 64)), [30, 22])
 
 
-SCENARIOS = (batches, a_conversation, forks, rules, preemptions, aborts)
+SCENARIOS = (batches, a_conversation, forks, rules, ends, preemptions, aborts)
 
 
 def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
     for one, other in zip(found, expected, strict=True):
+        assert len(one.prompt_logprobs or []) == len(other.prompt_logprobs or [])
+        for mine, theirs in zip(
+            one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True
+        ):
+            assert (mine is None) == (theirs is None)
+            for token, entry in (mine or {}).items():
+                assert theirs is not None
+                assert abs(entry.logprob - theirs[token].logprob) < BOUND
         for ours, plain in zip(one.outputs, other.outputs, strict=True):
             assert list(ours.token_ids) == list(plain.token_ids)
             assert ours.finish_reason == plain.finish_reason
+            assert ours.stop_reason == plain.stop_reason and ours.text == plain.text
             for mine, theirs in zip(ours.logprobs or [], plain.logprobs or [], strict=True):
                 assert set(mine) == set(theirs)
                 for token, entry in mine.items():

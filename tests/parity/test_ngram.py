@@ -10,6 +10,8 @@ import pytest
 from draft_scenarios import SCENARIOS, Run, engine, with_drafts
 from parity_checks import MakeEngine, in_this_process
 
+from vllm import SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched import draft_policy
 
 pytestmark = [pytest.mark.parity, in_this_process]
@@ -65,3 +67,19 @@ def test_counts_in_the_output_are_those_of_the_metrics(make_engine: MakeEngine) 
     assert accepted > 0
     assert found["vllm:spec_decode_num_accepted_tokens"].value == accepted
     assert found["vllm:spec_decode_num_draft_tokens"].value == accepted + rejected
+
+
+def test_a_grammar_takes_no_drafts_and_stops_nobody_elses(make_engine: MakeEngine) -> None:
+    found = []
+    for drafts in (0, 3):
+        run = Run(engine(make_engine, drafts, method="ngram"))
+        grammar = StructuredOutputsParams(regex="(ab|ba){4,9}")
+        params = [
+            SamplingParams(max_tokens=24, temperature=1.0, seed=5, structured_outputs=grammar),
+            SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, allowed_token_ids=FEW),
+        ]
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in repetitive(2)]
+        found.append(run.llm.generate(batch, params, use_tqdm=False))
+    plain, drafted = ([output.outputs[0] for output in outputs] for outputs in found)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert drafted[0].num_drafts is None and drafted[1].num_drafts is not None

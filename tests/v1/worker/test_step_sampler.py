@@ -90,3 +90,18 @@ def test_metadata_is_made_once_for_the_same_requests(monkeypatch: pytest.MonkeyP
     steps.add("c", other)
     steps.sample("abc", "ac")
     assert made[3:] == [[GREEDY, other]]
+
+
+def test_a_request_samples_once_at_the_end_of_its_prompt_and_after_each_draft_then() -> None:
+    """Among the same requests, which is another number of rows."""
+    params = SamplingParams(temperature=1.0, seed=2)
+    batch = InputBatch(2, width=3)
+    sampler = StepSampler(VOCAB, CPU, Progress.create(2, 3, CPU))
+    for req_id, computed in (("a", 4), ("b", 2)):
+        state = batch.add(req_id, [1, 2, 3, 4], 4, params, computed)
+        sampler.add(state)
+    for scheduled, rows in (({"a": 3, "b": 2}, 4), ({"a": 3, "b": 3}, 6)):
+        order = batch.order(scheduled, {"a", "b"})
+        sampled = sampler.sample(order, torch.zeros(rows, VOCAB), torch.arange(rows), None)
+        assert sampled is not None and len(sampled.sampled_token_ids) == rows
+        batch.advance(order)

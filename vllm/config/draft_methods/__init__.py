@@ -43,7 +43,7 @@ def resolve_method(method: str | None, model: str | None, others: tuple[str, ...
     one of `others`. `VLLMValidationError` for any other, naming what there is."""
     if method is None and model == "ngram":
         return "ngram"
-    if method in ALIASES:
+    if method is not None and method in ALIASES:
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
     supported = (*others, *DRAFT_METHODS)

@@ -34,7 +34,7 @@ class StepSampler:
         #: the rows with adjustments of the step whose output is not known yet
         self._adjusted: AdjustedRows | None = None
         self._adjustments: dict[str, Adjustments] = {}
-        self._key: tuple[int, list[str]] | None = None
+        self._key: tuple[int, int, list[str]] | None = None
         self._metadata: SamplingMetadata | None = None
         self._failed: dict[str, RequestError] = {}
 
@@ -149,7 +149,8 @@ class StepSampler:
         return params
 
     def _metadata_of(self, order: StepOrder) -> SamplingMetadata:
-        key = (order.width, order.sampled.req_ids)
+        decodes = int((order.sampling < order.num_decodes).sum())
+        key = (order.width, decodes, order.sampled.req_ids)
         if self._metadata is None or key != self._key:
             params = self._params_of(order)
             self._metadata = SamplingMetadata.build(params, self._vocab_size, self._device)
