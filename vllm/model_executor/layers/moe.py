@@ -158,6 +158,11 @@ def _load_experts(
     load_sections(param[place], loaded, section, sections=sections, dim=dim)
 
 
+def has_mixtures(model: nn.Module) -> bool:
+    """Whether some layer's kernels follow from how many tokens an expert gets."""
+    return any(isinstance(module, MixtureOfExperts) for module in model.modules())
+
+
 class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
