@@ -152,8 +152,9 @@ def test_routed_slots_are_counted(kernels: Kernels, device: str) -> None:
     found = kernels.route_experts(problem).experts[:, :-1]
     assert torch.equal(counts.cpu(), found.cpu().flatten().long().bincount(minlength=12))
     counts.zero_()
-    first = torch.tensor([4], dtype=torch.int32, device=device)
-    found = kernels.route_experts(replace(problem, num_counted=first)).experts[:4, :-1]
+    slots = torch.arange(9, device=device) * 3
+    slots[4:] = -1
+    found = kernels.route_experts(replace(problem, cache_slots=slots)).experts[:4, :-1]
     assert torch.equal(counts.cpu(), found.cpu().flatten().long().bincount(minlength=12))
 
 

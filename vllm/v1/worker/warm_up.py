@@ -13,7 +13,7 @@ import torch
 from vllm import decisions
 from vllm.kernels.chunks import CHUNK
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import WORTH_CUTTING
-from vllm.model_executor.layers.moe import has_mixtures
+from vllm.model_executor.layers.moe import forget_counts, has_mixtures
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
@@ -219,6 +219,7 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             num_output_tokens=[1 + i] * len(req_ids),
         )
         runner.execute_dummy(_step([], cached, req_ids, width, drafts))
+    forget_counts(runner.model)
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)
