@@ -34,7 +34,11 @@ class ExpertLoads(BaseModel):
 @router.get("/experts")
 async def experts(request: Request) -> ExpertLoads:
     """Tokens per expert and layer; 404 where nothing is counted."""
-    counts = (await server_of(request).engine.collective_rpc("expert_counts"))[0]
+    engine = server_of(request).engine
+    counts: dict[str, list[int]] = {}
+    if engine.vllm_config.observability_config.expert_counts:
+        # Every rank routes every token.
+        (counts, *_) = await engine.collective_rpc("expert_counts")
     if not counts:
         raise APIError(
             HTTPStatus.NOT_FOUND,
