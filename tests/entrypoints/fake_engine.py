@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vllm.config.areas import ObservabilityConfig
 from vllm.decisions import DecisionLog
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
@@ -83,6 +84,7 @@ class FakeVllmConfig:
     model_config: FakeModelConfig
     scheduler_config: FakeSchedulerConfig = field(default_factory=FakeSchedulerConfig)
     parallel_config: FakeParallelConfig = field(default_factory=FakeParallelConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     decisions: DecisionLog = field(default_factory=DecisionLog)
 
 

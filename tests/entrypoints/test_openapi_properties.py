@@ -17,8 +17,8 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs  # noqa: E402
 MAX_EXAMPLES = 20
 OPERATIONS = {
     "GET /health", "GET /ping", "POST /ping", "GET /version", "GET /load", "GET /metrics",
-    "GET /decisions", "GET /v1/models", "GET /v1/models/{name}", "POST /v1/completions",
-    "POST /v1/completions/render", "POST /v1/chat/completions",
+    "GET /decisions", "GET /experts", "GET /v1/models", "GET /v1/models/{name}",
+    "POST /v1/completions", "POST /v1/completions/render", "POST /v1/chat/completions",
     "POST /v1/chat/completions/render", "POST /tokenize", "POST /detokenize",
     "POST /inference/v1/generate", "POST /abort_requests", "POST /sleep", "POST /wake_up",
     "GET /is_sleeping", "POST /collective_rpc", "POST /reset_prefix_cache", "GET /server_info",

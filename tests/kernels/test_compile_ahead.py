@@ -24,7 +24,7 @@ from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prep
 from vllm.kernels.triton.compile_log import begin_launcher
 
 REPOSITORY = Path(__file__).parents[2]
-FAMILIES = ("qwen3_5", "qwen3", "llama")
+FAMILIES = ("qwen3_5", "qwen3", "llama", "qwen3_5_moe")
 PATH = (str(REPOSITORY), str(REPOSITORY / "tests"))
 
 

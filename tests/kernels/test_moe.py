@@ -108,8 +108,7 @@ def routing_problem(
     return RoutingProblem(logits, experts, rule, **fields)
 
 
-@pytest.mark.parametrize("tokens", [5, 0])
-@pytest.mark.parametrize("shared", [None, "added", "gated"])
+@pytest.mark.parametrize(("tokens", "shared"), [(5, None), (3, "added"), (2, "gated"), (0, None)])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_routing_agrees_with_fp64(
     kernels: Kernels, rule: RoutingRule, shared: Any, tokens: int, device: str, dtype: torch.dtype
@@ -152,8 +151,9 @@ def test_routed_slots_are_counted(kernels: Kernels, device: str) -> None:
     found = kernels.route_experts(problem).experts[:, :-1]
     assert torch.equal(counts.cpu(), found.cpu().flatten().long().bincount(minlength=12))
     counts.zero_()
-    first = torch.tensor([4], dtype=torch.int32, device=device)
-    found = kernels.route_experts(replace(problem, num_counted=first)).experts[:4, :-1]
+    slots = torch.arange(9, device=device) * 3
+    slots[4:] = -1
+    found = kernels.route_experts(replace(problem, cache_slots=slots)).experts[:4, :-1]
     assert torch.equal(counts.cpu(), found.cpu().flatten().long().bincount(minlength=12))
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layer_kinds import repeated_layers
+from vllm.model_executor.layers.moe import has_mixtures
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 
-CONFIG = Path(__file__).parents[2] / "benchmarks" / "qwen3_5_4b"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,10 @@ def test_what_makes_a_layer_another_kind(what: str) -> None:
     assert (2 in repeated_layers(made)) == alike
 
 
-@pytest.fixture(scope="module")
-def model() -> DecoderForCausalLM:
-    """Qwen3.5-4B's 32 layers, without memory."""
+def without_memory(name: str) -> DecoderForCausalLM:
+    """The model of a benchmark."""
     config = EngineArgs(
-        str(CONFIG), skip_tokenizer_init=True, max_model_len=64, language_model_only=True
+        str(BENCHMARKS / name), skip_tokenizer_init=True, max_model_len=64, language_model_only=True
     ).create_engine_config()
     assert config.model_config is not None
     with (
@@ -136,6 +136,22 @@ def model() -> DecoderForCausalLM:
         built = initialize_model(config)
     assert isinstance(built, DecoderForCausalLM)
     return built
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderForCausalLM:
+    """Qwen3.5-4B's 32 layers."""
+    return without_memory("qwen3_5_4b")
+
+
+def test_layers_with_experts_are_alike_too() -> None:
+    """The 40 layers of a 35B mixture."""
+    mixture = without_memory("qwen3_5_35b_a3b")
+    assert mixture.repeated_layers() == frozenset(range(5, 40))
+    assert has_mixtures(mixture)
+    # 40 layers of 256 experts and a shared one, each of 3 x 512 x 2048.
+    experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
+    assert experts == 40 * 257 * 3 * 512 * 2048
 
 
 def test_a_hybrid_model_keeps_one_period_and_a_layer(model: DecoderForCausalLM) -> None:

@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far"),
 ]
 
-FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5", "qwen3_5_tied")
+MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe")
+FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5", "qwen3_5_tied", *MIXTURES)
 
 
 def logprobs(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[float]]:

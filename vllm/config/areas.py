@@ -118,6 +118,10 @@ class ObservabilityConfig:
     disable_log_stats: bool = option(
         default=False, help="Do not log throughput and do not collect metrics."
     )
+    expert_counts: bool = option(
+        default=False,
+        help="Count how many tokens every expert of a mixture gets; GET /experts shows it.",
+    )
 
 
 @config

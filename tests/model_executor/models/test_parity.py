@@ -33,7 +33,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
-@pytest.fixture(params=FAMILIES)
+#: its text checkpoint goes through an engine in tests/parity, the wrapper's is compared here
+@pytest.fixture(params=[family for family in FAMILIES if family != "qwen3_5_moe"])
 def path(request: pytest.FixtureRequest) -> Path:
     return tiny_model(request.param)
 

@@ -91,6 +91,19 @@ def test_a_stack_does_not_stand_for_the_shared_expert() -> None:
     assert caught.value.problems == ("missing: mlp.shared_expert.up_proj.weight",)
 
 
+def test_grouped_projections_of_another_size_are_reported() -> None:
+    """By their own names, with all else that does not fit."""
+    path = tiny_model("qwen3_next")
+    model: VllmModel = get_model(make_config(path))
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.0.linear_attn.in_proj_ba.weight"
+    weights[name] = weights[name][:-1]
+    with pytest.raises(WeightsError) as caught:
+        model.load_weights(weights.items())
+    assert f"surplus: {name} [7, 64]" in caught.value.problems
+    assert any("missing: model.layers.0.linear_attn.in_proj_b" in p for p in caught.value.problems)
+
+
 #: how a family's released checkpoints name a tensor
 RELEASED = {
     "mixtral": "model.layers.0.block_sparse_moe.experts.7.w1.weight",

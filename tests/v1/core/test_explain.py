@@ -235,6 +235,15 @@ def test_twelve_tokens_cost_one_block_of_each_group(
     assert cost.num_bytes == sum(group.stride_bytes for group in report.groups)
 
 
+def test_a_mixture_weighs_all_its_experts() -> None:
+    """The 35B benchmark: 64.7 GiB in 16 bits, of which an H200 has room for twice as much."""
+    mixture = BENCHMARK_MODEL.with_name("qwen3_5_35b_a3b")
+    budget = Budget(device_bytes=141 * 10**9, reserved_bytes=2 * 10**9)
+    memory = explained(mixture, {}, budget=budget, what_ifs=False).memory
+    assert memory.weight_bytes == pytest.approx(64.7 * 2**30, rel=0.005)
+    assert memory.arena_bytes > 40 * 10**9
+
+
 def test_device_memory_is_shared_with_weights() -> None:
     options = {"gpu_memory_utilization": 0.9}
     budget = Budget(device_bytes=141 * 10**9, reserved_bytes=2 * 10**9)

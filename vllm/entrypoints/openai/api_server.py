@@ -32,6 +32,7 @@ from vllm.entrypoints.openai.routes import (
     chat,
     completions,
     dev,
+    experts,
     health,
     inference,
     models,
@@ -81,7 +82,7 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
     generating = (completions, chat, responses, messages, inference)
-    for module in (health, models, *generating, abort, tokenize, unsupported):
+    for module in (health, experts, models, *generating, abort, tokenize, unsupported):
         app.include_router(module.router)
     with_info = args.enable_tokenizer_info_endpoint
     app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)

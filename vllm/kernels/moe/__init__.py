@@ -56,8 +56,9 @@ class RoutingProblem:
     expert's gate; further columns are padding. `bias [experts]` fp32 or None.
 
     `shared`: "added" and "gated" append a slot for expert number `num_experts`, with weight 1 or
-    the sigmoid of its logit. `counts [experts]` int64: incremented for every slot of the first
-    `num_counted [1]` int32 tokens, of all if that is None; None: nothing is counted.
+    the sigmoid of its logit. `counts [experts]` int64 is incremented for every routed slot of every
+    token, but for those with a negative one of `cache_slots [tokens]` int64, which are padding;
+    None: nothing is counted.
     """
 
     logits: Tensor
@@ -66,7 +67,7 @@ class RoutingProblem:
     bias: Tensor | None = None
     shared: Literal["added", "gated"] | None = None
     counts: Tensor | None = None
-    num_counted: Tensor | None = None
+    cache_slots: Tensor | None = None
 
     @property
     def slots(self) -> int:

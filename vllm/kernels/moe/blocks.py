@@ -20,8 +20,8 @@ from vllm.kernels.triton.dependent_launch import await_previous, dependent_launc
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
-#: pairs that one program places
-CHUNK = 512
+#: pairs that one program places, where there are few of them and else
+FEW, CHUNK = 64, 512
 #: chunks whose counts are added at once, and blocks that are given their experts at once
 _ROWS = 16
 #: pairs compared with a chunk's at once
@@ -113,6 +113,8 @@ def _place_kernel(
         before_it = (others[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
         rank += tl.sum(before_it.to(tl.int32), 1)
     place = tl.gather(start + before, expert, 0) + rank
+    # Launches may be noted instead of made: then the counts are whatever was in memory.
+    known = known & (place >= 0) & (place < num_blocks * ROWS)
     tl.store(pairs_ptr + place, pair, mask=known)
     if chunk == 0:
         tl.store(ends_ptr + bins, start + total, mask=bins < EXPERTS)
@@ -135,7 +137,7 @@ def sort_into_blocks(experts: Tensor, num_experts: int, rows: int) -> Blocks:
     tokens, slots = experts.shape
     num_pairs, device = tokens * slots, experts.device
     count = most_blocks(num_pairs, num_experts, rows)
-    chunk = min(CHUNK, max(_COMPARED, next_power_of_2(num_pairs)))
+    chunk = FEW if num_pairs <= FEW else CHUNK
     chunks, bins = cdiv(num_pairs, chunk), next_power_of_2(num_experts)
     pairs = torch.empty(count * rows, dtype=torch.int32, device=device)
     block_experts = torch.empty(count, dtype=torch.int32, device=device)

@@ -53,9 +53,8 @@ def _in_best_groups(choice: Tensor, problem: RoutingProblem) -> Tensor:
 def _count(problem: RoutingProblem, chosen: Tensor) -> None:
     assert problem.counts is not None
     ones = torch.ones_like(chosen)
-    if problem.num_counted is not None:
-        row = torch.arange(len(chosen), device=chosen.device)
-        ones *= (row < problem.num_counted)[:, None]
+    if problem.cache_slots is not None:
+        ones *= (problem.cache_slots >= 0)[:, None]
     problem.counts.scatter_add_(0, chosen.flatten(), ones.flatten())
 
 

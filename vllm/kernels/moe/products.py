@@ -16,7 +16,7 @@ from vllm.kernels.triton.launcher import Launcher
 @triton.jit
 def _block_rows(
     pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs,
-    SORTED: tl.constexpr, ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A block's expert, its places, their pairs and which are used. Not SORTED: every pair is a
     block of its own, and `block_experts` is what the router chose."""
@@ -24,7 +24,7 @@ def _block_rows(
     row = tl.arange(0, ROWS)
     place = block * ROWS + row
     if SORTED:
-        used = place < tl.load(ends_ptr + tl.maximum(expert, 0))
+        used = place < tl.load(ends_ptr + tl.minimum(tl.maximum(expert, 0), EXPERTS - 1))
         pair = tl.load(pairs_ptr + place, mask=used, other=-1)
         used = used & (pair >= 0) & (pair < num_pairs)
         pair = tl.where(used, pair, 0)
@@ -55,7 +55,7 @@ def _gate_up_kernel(
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles
     expert, place, pair, used = _block_rows(
-        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, SORTED, ROWS
+        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, EXPERTS, SORTED, ROWS
     )
     if (expert < 0) | (expert >= EXPERTS):
         return
@@ -94,7 +94,7 @@ def _down_kernel(
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles
     expert, place, pair, used = _block_rows(
-        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, SORTED, ROWS
+        pairs_ptr, block_experts_ptr, ends_ptr, block, num_pairs, EXPERTS, SORTED, ROWS
     )
     if (expert < 0) | (expert >= EXPERTS):
         return

@@ -30,12 +30,12 @@ def _in_best_groups(choice, member, GROUPS: tl.constexpr, TOP: tl.constexpr, TOP
 
 @triton.jit(do_not_specialize=["stride_logits"])
 def _route_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, counts_ptr, counted_ptr, stride_logits,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, counts_ptr, cache_slots_ptr, stride_logits,
     epsilon, scale,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_FIRST: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores lie in a tile of groups by members; both are padded to powers of two."""
@@ -77,8 +77,8 @@ def _route_kernel(
     weights = weights * scale
     if COUNT:
         counted = slot < TOP_K
-        if COUNT_FIRST:
-            counted = counted & (token < tl.load(counted_ptr))
+        if PADDED:
+            counted = counted & (tl.load(cache_slots_ptr + token) >= 0)
         tl.atomic_add(counts_ptr + experts, 1, mask=counted, sem="relaxed")
     if SLOTS > TOP_K:
         gate = 1.0
@@ -104,7 +104,7 @@ def route_experts(problem: RoutingProblem) -> Routing:
     members = problem.num_experts // rule.num_groups
     columns = next_power_of_2(members)
     _route[(tokens,)](
-        logits, problem.bias, weights, experts, problem.counts, problem.num_counted,
+        logits, problem.bias, weights, experts, problem.counts, problem.cache_slots,
         logits.stride(0), rule.epsilon, rule.scale,
         TOP_K=rule.top_k,
         SLOTS=slots,
@@ -117,7 +117,7 @@ def route_experts(problem: RoutingProblem) -> Routing:
         BIAS=problem.bias is not None,
         GATED=problem.shared == "gated",
         COUNT=problem.counts is not None,
-        COUNT_FIRST=problem.num_counted is not None,
+        PADDED=problem.cache_slots is not None,
         BLOCK_G=next_power_of_2(rule.num_groups),
         BLOCK_M=columns,
         BLOCK_S=next_power_of_2(slots),

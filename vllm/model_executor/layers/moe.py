@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
+from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.linear import linear, resolve_tp
@@ -158,6 +160,30 @@ def _load_experts(
     load_sections(param[place], loaded, section, sections=sections, dim=dim)
 
 
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    """A model's mixtures, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def has_mixtures(model: nn.Module) -> bool:
+    """Whether some layer's kernels follow from how many tokens an expert gets."""
+    return bool(mixtures_of(model))
+
+
+def expert_counts(model: nn.Module) -> dict[str, list[int]]:
+    """By layer, how many tokens each routed expert got since the start; empty where the
+    configuration does not count. Waits for the device."""
+    counted = {m.layer_name: m.counts for m in mixtures_of(model) if m.counts is not None}
+    return {name: counts.tolist() for name, counts in counted.items()}
+
+
+def forget_counts(model: nn.Module) -> None:
+    """Count from zero again."""
+    for mixture in mixtures_of(model):
+        if mixture.counts is not None:
+            mixture.counts.zero_()
+
+
 class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
@@ -184,6 +210,12 @@ class MixtureOfExperts(nn.Module):
             )
         rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape
+        self.layer_name = prefix
+        config = get_current_vllm_config_or_none()
+        counted = config is not None and config.observability_config.expert_counts
+        #: `[experts]` int64: tokens that each got, where the configuration asks for it; no buffer,
+        #: for it is read while the others sleep
+        self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
         self.experts = Experts(shape, rank, self.tp_size)
         self.shared_expert: GatedMLP | None = None
@@ -202,8 +234,14 @@ class MixtureOfExperts(nn.Module):
         shape, kernels = self.shape, current_platform.kernels
         bias = self.router.e_score_correction_bias
         logits = self.router(x)
+        slots = None
+        if self.counts is not None:
+            # Those of any layer that has some tell tokens from padding.
+            slots = next(iter(get_forward_context().slot_mapping.values()), None)
         routing = kernels.route_experts(
-            RoutingProblem(logits, shape.num_experts, shape.rule, bias, shape.shared)
+            RoutingProblem(
+                logits, shape.num_experts, shape.rule, bias, shape.shared, self.counts, slots
+            )
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
         out = kernels.run_experts(

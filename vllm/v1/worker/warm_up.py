@@ -13,6 +13,7 @@ import torch
 from vllm import decisions
 from vllm.kernels.chunks import CHUNK
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import WORTH_CUTTING
+from vllm.model_executor.layers.moe import forget_counts, has_mixtures
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
@@ -36,6 +37,8 @@ _MANY = 64
 _COUNTS = (16, 32, 256)
 #: queries per request that attention treats as short; each power of two is a tile height
 _SHORT = (1, 2, 4, 8, 16, 32, 64)
+#: tokens whose shares per expert differ by as much as blocks of them do, from few on
+_SHARED_OUT = (128, 256, 512, 1024, 2048, 4096)
 #: a context that is worth splitting
 _CONTEXT = 2048
 
@@ -169,6 +172,10 @@ def _batches(runner: ModelRunner) -> Iterator[DummyBatch]:
         if length <= min(longest, room):
             for context in {0, min(_CONTEXT, room - length)}:
                 yield DummyBatch(1, length, context, _GREEDY, decode=length == 2)
+    if has_mixtures(runner.model):
+        for length in _SHARED_OUT:
+            if length <= longest:
+                yield DummyBatch(1, length, 0, _GREEDY, decode=False)
     if runner.vllm_config.cache_config.splits_scans and longest >= WORTH_CUTTING:
         yield DummyBatch(1, WORTH_CUTTING, 0, _GREEDY, decode=False)
 
@@ -212,6 +219,7 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             num_output_tokens=[1 + i] * len(req_ids),
         )
         runner.execute_dummy(_step([], cached, req_ids, width, drafts))
+    forget_counts(runner.model)
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)

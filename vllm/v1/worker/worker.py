@@ -26,6 +26,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.moe import expert_counts
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
@@ -229,6 +230,10 @@ class Worker:
             if self.kernel_plan is not None:
                 self.kernel_plan.discard()
             logger.warning("kernels that were not compiled ahead: %s", ", ".join(unforeseen))
+
+    def expert_counts(self) -> dict[str, list[int]]:
+        """See `layers.moe.expert_counts`."""
+        return expert_counts(self.model_runner.model)
 
     def num_pending_graphs(self) -> int:
         """Sizes that start-up left to be captured."""

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm.entrypoints.openai.state import server_of
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.expert_metrics import expert_metrics_text
 from vllm.version import __version__
 
 router = APIRouter()
@@ -49,4 +50,8 @@ async def metrics(request: Request) -> Response:
     """Prometheus text."""
     server = server_of(request)
     text = await server.renderer.run(server.engine.metrics_text)
+    config = server.engine.vllm_config
+    if config.observability_config.expert_counts:
+        (counts, *_) = await server.engine.collective_rpc("expert_counts")
+        text += expert_metrics_text(counts, config.model_config.served_names[0])
     return Response(text, media_type=CONTENT_TYPE_LATEST)

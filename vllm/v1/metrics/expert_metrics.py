@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How evenly a mixture's tokens are spread over its experts, as numbers and as a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+
+def imbalance(tokens: list[int]) -> float | None:
+    """The most tokens of an expert over the mean: 1 where all got as many; None without tokens."""
+    total = sum(tokens)
+    return max(tokens) * len(tokens) / total if total else None
+
+
+class _ExpertImbalance(Collector):
+    """One gauge per layer that had tokens."""
+
+    def __init__(self, counts: Mapping[str, list[int]], model_name: str) -> None:
+        self._counts, self._model_name = counts, model_name
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Of the counts given."""
+        gauge = GaugeMetricFamily(
+            "vllm:expert_imbalance",
+            "Tokens of the busiest expert of a layer over the mean, since the start.",
+            labels=("model_name", "layer"),
+        )
+        for layer, tokens in self._counts.items():
+            value = imbalance(tokens)
+            if value is not None:
+                gauge.add_metric((self._model_name, layer), value)
+        yield gauge
+
+
+def expert_metrics_text(counts: Mapping[str, list[int]], model_name: str) -> bytes:
+    """Prometheus text of `counts`: layer -> tokens of every expert."""
+    registry = CollectorRegistry()
+    registry.register(_ExpertImbalance(counts, model_name))
+    return generate_latest(registry)
