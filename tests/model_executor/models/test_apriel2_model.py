@@ -364,7 +364,9 @@ def test_what_an_mlp_cannot_be(mlp, message, tmp_path):
         ({"type": "fixed"}, "decoder.num_blocks must be a positive number"),
         ({**pattern(["gdn"]), "pattern": ["kda"]}, "decoder.blocks has no 'kda'"),
         ({**pattern(["gdn"]), "pattern": []}, "decoder.pattern must list"),
-        (stochastic(1), "a stochastic mixer"),
+        (stochastic(1, main="none"), "main_mixer_name 'none'"),
+        (stochastic(1, {}), "has no mixers"),
+        (stochastic(1, {"a": stochastic(1)["block"]["mixer"]}), "inside a stochastic mixer"),
     ],
 )
 def test_what_a_decoder_cannot_be(decoder, message, tmp_path):
