@@ -13,6 +13,7 @@ import pytest
 import torch
 from apriel2_models import (
     MIXERS,
+    WINDOW,
     Reference,
     convolution,
     delta_rule,
@@ -33,6 +34,7 @@ from vllm.model_executor.layers.rotary_embedding import attention_factor
 from vllm.model_executor.layers.rotary_embedding import inverse_frequencies as our_frequencies
 from vllm.model_executor.models.apriel2_mixers import rope_parameters
 from vllm.model_executor.models.weights import WeightsError
+from vllm.model_executor.state_layers import collect_layers
 from vllm.transformers_utils.config import get_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 
@@ -417,3 +419,40 @@ def test_groups_are_kinds_of_state_never_layers(tmp_path):
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     groups = get_kv_cache_groups(config, specs)
     assert sorted(len(group.layer_names) for group in groups) == [1, 11, 12]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_what_a_window_keeps(mixer, tmp_path):
+    """A window makes the state that of a window, and nothing else does."""
+    path, _ = checkpoint(tmp_path, [mixer])
+    config = make_config(path)
+    (layer,) = Harness(path, config=config).layers.values()
+    kinds = {"attention": "full_attention", "sliding_window": "sliding_window"}
+    spec = layer.get_kv_cache_spec(config)
+    assert spec.kind == kinds.get(mixer, "mamba")
+    assert spec.window == (WINDOW if mixer == "sliding_window" else None)
+
+
+def test_prefills_have_more_tokens_than_there_are_states(model):
+    """None is cut off: the number of states bounds sequences, not tokens."""
+    path, reference = model
+    found = Harness(path, num_seqs=1).logits([Chunk(0, 0, ids(200))])
+    assert_logits(found, reference.logits(ids(200)))
+
+
+def test_a_supernet_keeps_state_for_the_mixers_in_use(tmp_path):
+    """Layers of any placement are as many groups as kinds, and unused ones keep nothing."""
+    path = save(tmp_path, stochastic(4), make_tensors(stochastic(4)))
+    config = make_config(path)
+    model = Harness(path, config=config).model
+    for placement, sizes in (("all-gdn", [4]), ("every2nd-kda", [2, 2])):
+        model.set_layer_placements(placement)
+        layers = collect_layers(config, model)
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+        assert [len(g.layer_names) for g in get_kv_cache_groups(config, specs)] == sizes
+        planned = collect_layers(config, model, placement="all-attention")
+        assert all(".attention." in name for name in planned) and len(planned) == 4
+    before = model.get_layer_placements()
+    with pytest.raises(VLLMValidationError, match="layer 1 has no mixer 'mamba'"):
+        model.set_layer_placements(["gdn", "mamba", "gdn", "gdn"])
+    assert model.get_layer_placements() == before
