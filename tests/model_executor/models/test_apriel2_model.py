@@ -104,6 +104,7 @@ def test_golden_vectors_of_convolution_and_norm():
 def test_golden_vectors_of_our_kernels():
     """The engine's reference, against which all other kernels are tested, on the same inputs."""
     from vllm.kernels.naive import NaiveKernels
+    from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
     from vllm.model_executor.layers.fla.ops.kda.problem import KdaGates, KdaPrefill
 
     q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
@@ -114,19 +115,17 @@ def test_golden_vectors_of_our_kernels():
     )
     qkv, A_log = torch.cat([q, k, v], dim=-1), torch.tensor([0.5]).double().log()
     state, out = torch.full((1, 1, 2, 2), torch.nan).double(), torch.zeros(3, 1, 2).double()
-    NaiveKernels().gdn_prefill(
-        qkv, a[:, None], b[:, None], A_log, torch.tensor([0.25]).double(), state,
-        chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2), out=out,
-        num_k_heads=1, num_v_heads=1, head_k_dim=2, head_v_dim=2, **made,
-    )  # fmt: skip
+    chunks = dict(chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2))
+    gates = (a[:, None], b[:, None], A_log, torch.tensor([0.25]).double())
+    NaiveKernels().gdn_prefill(GdnPrefill(qkv, *gates, state, out=out, **made, **chunks))
     golden = torch.tensor([[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]])
     torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
     final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]]).double()
     torch.testing.assert_close(state[0, 0].mT, final, atol=2e-6, rtol=0)
     f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
     bias = torch.tensor([[0.25, -0.25]]).double()
-    gates = KdaGates(f[:, None], b[:, None], A_log, bias)
-    NaiveKernels().kda_prefill(KdaPrefill(qkv, gates, state, out=out, **made))
+    kda = KdaPrefill(qkv, KdaGates(f[:, None], b[:, None], A_log, bias), state, out=out, **made)
+    NaiveKernels().kda_prefill(kda)
     golden = torch.tensor([[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]])
     torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
 

@@ -254,7 +254,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap", "_beside"):
+        self._beside = []
+        for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap"):
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
