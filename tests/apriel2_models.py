@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import EOS_TOKEN_ID, MAX_POSITION, PAD_TOKEN_ID, VOCAB_SIZE, _tokenizer
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
+
+from tests.tiny_models import EOS_TOKEN_ID, MAX_POSITION, PAD_TOKEN_ID, VOCAB_SIZE, _tokenizer
 
 HIDDEN, MLP, WINDOW = 64, 96, 8
 Tensors = dict[str, Tensor]

@@ -7,15 +7,18 @@ appended to it, or why it is not run. A command that no line covers fails the fi
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.apriel2_models import make_tensors, save, stochastic
 from tests.docs.commands import ROOT, Command, commands_of, documented_commands
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.main import SUBCOMMANDS, find_command
@@ -25,7 +28,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3_5-code")
 #: words of the text that stand for a model
-_MODELS = ("MODEL", "$MODEL", "M", "Qwen3.5-4B", "Qwen/Qwen3-8B")
+_MODELS = ("MODEL", "$MODEL", "M", "Qwen3.5-4B", "Qwen/Qwen3-8B", "SUPERNET")
 #: of a deeper model than the one at hand
 _LAYER_IDS = re.compile(r"(layer_ids\": )\[[^\]]*\]")
 _SMALL_ENGINE = ["--max-model-len", "256", "--kv-cache-memory-bytes", "64M"]
@@ -53,6 +56,7 @@ SMOKE: dict[str, list[str]] = {
     "vllm bench throughput": ["--num-prompts", "2", "--output-len", "4", "--input-len", "16"]
     + _SMALL_ENGINE,
     "vllm explain MODEL": [],
+    "vllm explain SUPERNET": [],
     "vllm explain Qwen3.5-4B": [],
     "vllm tune --list": [],
 }
@@ -101,6 +105,18 @@ def is_mention(command: Command) -> bool:
     return command.words[0] == "vllm" and flags_only and "--list" not in rest
 
 
+@functools.cache
+def supernet() -> str:
+    """A tiny supernet; its directory stays until the machine forgets its temporary files."""
+    decoder = stochastic(4)
+    return str(save(Path(tempfile.mkdtemp(prefix="supernet-")), decoder, make_tensors(decoder)))
+
+
+def stand_in(word: str) -> str:
+    """The model that is tried where the text says `word`."""
+    return supernet() if word == "SUPERNET" else MODEL
+
+
 def test_every_command_is_declared() -> None:
     unknown = [
         str(command)
@@ -125,7 +141,9 @@ def arguments(command: Command, tmp_path: Path) -> list[str]:
     for word in command.words:
         optional = optional or word.startswith("[")
         if not optional:
-            words.append(MODEL if word in _MODELS else _LAYER_IDS.sub(r"\1[1, 4, 8]", word))
+            words.append(
+                stand_in(word) if word in _MODELS else _LAYER_IDS.sub(r"\1[1, 4, 8]", word)
+            )
         optional = optional and not word.endswith("]")
     for index, word in enumerate(words[:-1]):
         if word in ("--output", "--output-json", "-o"):
@@ -181,7 +199,7 @@ def test_server_flags_make_a_configuration(
     args = AsyncEngineArgs.from_cli_args(parsed)
     if args.kv_transfer_config and "my_package" in str(args.kv_transfer_config):
         return  # the page's own connector lives in a package of the reader
-    assert args.create_engine_config().model_config.model in MODEL
+    assert args.create_engine_config().model_config.model in (MODEL, supernet())
 
 
 @pytest.mark.parametrize("name", ["vllm bench startup MODEL", "vllm run-batch"])

@@ -17,6 +17,7 @@ from vllm.config.areas import ObservabilityConfig
 from vllm.decisions import DecisionLog
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
+from vllm.model_executor.placements import Placement, expand
 from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -114,6 +115,7 @@ class FakeAsyncLLM:
         self.error: Exception = EngineDeadError("core killed")
         self.dead = False
         self.asleep = False
+        self.placement = {0: "gdn", 1: "gdn"}
         self.shut_down = False
 
     @property
@@ -134,7 +136,13 @@ class FakeAsyncLLM:
         if self.dead:
             raise self.dead_error
 
+    async def change_placement(self, placement: Placement, mode: str = "wait") -> list[Any]:
+        self.placement = dict(enumerate(expand(placement, 2)))
+        return [self.placement]
+
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        if method in ("get_layer_placements", "get_mixer_names"):
+            return [self.placement if method == "get_layer_placements" else ("gdn", "kda")]
         return [{"method": method, "kind": int, **kwargs}]
 
     async def reset_prefix_cache(

@@ -22,7 +22,7 @@ OPERATIONS = {
     "POST /v1/chat/completions/render", "POST /tokenize", "POST /detokenize",
     "POST /inference/v1/generate", "POST /abort_requests", "POST /sleep", "POST /wake_up",
     "GET /is_sleeping", "POST /collective_rpc", "POST /reset_prefix_cache", "GET /server_info",
-    "GET /get_world_size",
+    "GET /get_world_size", "GET /placements", "POST /placements",
 }  # fmt: skip
 #: what random bodies hardly ever get right, so that the rest of them is looked at
 VALID = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [71, 72]}

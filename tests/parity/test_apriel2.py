@@ -93,6 +93,34 @@ def test_the_sanitizer_finds_nothing(
         assert_equals(output, checkpoint.reference)
 
 
+@in_this_process
+def test_more_rows_than_states(checkpoints: dict[str, Checkpoint], make_engine: MakeEngine) -> None:
+    """Steps (and graphs, where there are any) have room for 64 requests, the memory for a few: rows
+    without a state are padding, and who is preempted computes many more tokens than there are
+    states."""
+    checkpoint = checkpoints["recurrent"]
+    llm = make_engine(
+        "llama", model=str(checkpoint.path), max_num_seqs=64, kv_cache_memory_bytes=120_000
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    config = scheduler.kv_cache_config
+    assert max(config.plan.num_blocks(i) for i in range(len(config.kv_cache_groups))) < 32
+    preempted = 0
+    schedule = scheduler.schedule
+
+    def schedule_and_preempt() -> Any:
+        nonlocal preempted
+        if preempted < 3 and scheduler.running and scheduler.running[-1].num_output_tokens > 2:
+            scheduler._preempt_last()
+            preempted += 1
+        return schedule()
+
+    scheduler.schedule = schedule_and_preempt
+    for output in generate(llm, prompts((1, 90, 1, 60, 75, 2) * 2), 8):
+        assert_equals(output, checkpoint.reference)
+    assert preempted == 3
+
+
 def test_hidden_states_are_the_streams_of_the_equations(
     checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -38,6 +38,11 @@ def _none_or(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return None if value is None else check(-1 if value == "auto" else _text(value))
 
 
+def _joined(value: Any) -> Any:
+    """A list of names as text."""
+    return ",".join(value) if isinstance(value, list | tuple) else value
+
+
 def _text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -107,6 +112,11 @@ class ModelConfig:
     hf_token: bool | str | None = option(
         default=None,
         help="Token for the hub, exported as HF_TOKEN; without a value: the saved login.",
+    )
+    placement: Annotated[str | None, BeforeValidator(_joined)] = option(
+        default=None,
+        help="Mixer of each layer of a supernet (Apriel2): names joined by commas, or `all-X`, "
+        "`everyNth-X`, `bookend-attn-X`; the checkpoint's main mixers when absent.",
     )
     hf_overrides: Any = option(
         default_factory=dict,

@@ -55,6 +55,7 @@ def _resolve(config: VllmConfig) -> None:
         rules = MODELS_CONFIG_MAP.get(config.model_config.architecture)
         if rules is not None:
             rules.verify_and_update_config(config)
+        _check_placement(config.model_config)
         _resolve_quantization(config)
         if config.model_config.is_hybrid:
             _check_convolution_dtype(config)
@@ -115,6 +116,19 @@ def resolve_hybrid_manager(
         )
     decisions.record("hybrid_kv_cache_manager", "off", reason, "on")
     return True
+
+
+def _check_placement(model: ModelConfig) -> None:
+    """`VLLMValidationError` for a placement of what is no supernet."""
+    if model.placement is None:
+        return
+    if not ModelRegistry.has_placements(model.architectures):
+        raise VLLMValidationError(
+            f"--placement chooses among the mixers of a supernet, but {model.architecture} has one "
+            "per layer; leave it out",
+            parameter="placement",
+            value=model.placement,
+        )
 
 
 def _resolve_quantization(config: VllmConfig) -> None:

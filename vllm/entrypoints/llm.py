@@ -285,6 +285,17 @@ class LLM(LLMRefusals):
         with self._shared.turn:
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def change_placement(self, placement: Sequence[str] | str) -> list[dict[int, str]]:
+        """Use other mixers of a supernet: a name for each layer, or `all-X`, `everyNth-X`,
+        `bookend-attn-X`. Returns them by layer, from every worker.
+
+        All state is dropped and memory planned for the mixers in use. Raises `VLLMValidationError`
+        for a placement that the model does not have or whose state does not fit, and while requests
+        of other threads run; nothing is changed then.
+        """
+        with self._shared.turn:
+            return self.llm_engine.change_placement(placement)
+
     # ---- sleeping ------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:

@@ -10,10 +10,16 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.interfaces import HasPlacements
+from vllm.model_executor.placements import Placement
 
 
-def collect_layers(vllm_config: VllmConfig, *models: nn.Module) -> dict[str, AttentionLayerBase]:
+def collect_layers(
+    vllm_config: VllmConfig, *models: nn.Module, placement: Placement | None = None
+) -> dict[str, AttentionLayerBase]:
     """Every layer with state of `models`, built from `vllm_config`, by name, in module order.
+
+    Of a supernet, those that are in use, or would be with `placement`.
 
     A layer is named by its `layer_name`. Layers of other packages may instead enter themselves in
     `compilation_config.static_forward_context` when they are made. ValueError for a name used
@@ -23,8 +29,12 @@ def collect_layers(vllm_config: VllmConfig, *models: nn.Module) -> dict[str, Att
     names = {id(layer): name for name, layer in entered.items()}
     layers: dict[str, AttentionLayerBase] = {}
     for model in models:
+        unused: set[int] = set()
+        if isinstance(model, HasPlacements):
+            for mixer in model.unused_mixers(placement):
+                unused |= {id(module) for module in mixer.modules()}
         for module in model.modules():
-            if isinstance(module, AttentionLayerBase):
+            if isinstance(module, AttentionLayerBase) and id(module) not in unused:
                 name = names.get(id(module)) or module.layer_name
                 if name in layers:
                     raise ValueError(f"two layers with state are named {name!r}")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from apriel2_models import (
     MIXERS,
+    WINDOW,
     Reference,
     convolution,
     delta_rule,
@@ -33,6 +34,7 @@ from vllm.model_executor.layers.rotary_embedding import attention_factor
 from vllm.model_executor.layers.rotary_embedding import inverse_frequencies as our_frequencies
 from vllm.model_executor.models.apriel2_mixers import rope_parameters
 from vllm.model_executor.models.weights import WeightsError
+from vllm.model_executor.state_layers import collect_layers
 from vllm.transformers_utils.config import get_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 
@@ -102,6 +104,7 @@ def test_golden_vectors_of_convolution_and_norm():
 def test_golden_vectors_of_our_kernels():
     """The engine's reference, against which all other kernels are tested, on the same inputs."""
     from vllm.kernels.naive import NaiveKernels
+    from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
     from vllm.model_executor.layers.fla.ops.kda.problem import KdaGates, KdaPrefill
 
     q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
@@ -112,19 +115,17 @@ def test_golden_vectors_of_our_kernels():
     )
     qkv, A_log = torch.cat([q, k, v], dim=-1), torch.tensor([0.5]).double().log()
     state, out = torch.full((1, 1, 2, 2), torch.nan).double(), torch.zeros(3, 1, 2).double()
-    NaiveKernels().gdn_prefill(
-        qkv, a[:, None], b[:, None], A_log, torch.tensor([0.25]).double(), state,
-        chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2), out=out,
-        num_k_heads=1, num_v_heads=1, head_k_dim=2, head_v_dim=2, **made,
-    )  # fmt: skip
+    chunks = dict(chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2))
+    gates = (a[:, None], b[:, None], A_log, torch.tensor([0.25]).double())
+    NaiveKernels().gdn_prefill(GdnPrefill(qkv, *gates, state, out=out, **made, **chunks))
     golden = torch.tensor([[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]])
     torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
     final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]]).double()
     torch.testing.assert_close(state[0, 0].mT, final, atol=2e-6, rtol=0)
     f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
     bias = torch.tensor([[0.25, -0.25]]).double()
-    gates = KdaGates(f[:, None], b[:, None], A_log, bias)
-    NaiveKernels().kda_prefill(KdaPrefill(qkv, gates, state, out=out, **made))
+    kda = KdaPrefill(qkv, KdaGates(f[:, None], b[:, None], A_log, bias), state, out=out, **made)
+    NaiveKernels().kda_prefill(kda)
     golden = torch.tensor([[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]])
     torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
 
@@ -364,7 +365,9 @@ def test_what_an_mlp_cannot_be(mlp, message, tmp_path):
         ({"type": "fixed"}, "decoder.num_blocks must be a positive number"),
         ({**pattern(["gdn"]), "pattern": ["kda"]}, "decoder.blocks has no 'kda'"),
         ({**pattern(["gdn"]), "pattern": []}, "decoder.pattern must list"),
-        (stochastic(1), "a stochastic mixer"),
+        (stochastic(1, main="none"), "main_mixer_name 'none'"),
+        (stochastic(1, {}), "has no mixers"),
+        (stochastic(1, {"a": stochastic(1)["block"]["mixer"]}), "inside a stochastic mixer"),
     ],
 )
 def test_what_a_decoder_cannot_be(decoder, message, tmp_path):
@@ -415,3 +418,40 @@ def test_groups_are_kinds_of_state_never_layers(tmp_path):
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     groups = get_kv_cache_groups(config, specs)
     assert sorted(len(group.layer_names) for group in groups) == [1, 11, 12]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_what_a_window_keeps(mixer, tmp_path):
+    """A window makes the state that of a window, and nothing else does."""
+    path, _ = checkpoint(tmp_path, [mixer])
+    config = make_config(path)
+    (layer,) = Harness(path, config=config).layers.values()
+    kinds = {"attention": "full_attention", "sliding_window": "sliding_window"}
+    spec = layer.get_kv_cache_spec(config)
+    assert spec.kind == kinds.get(mixer, "mamba")
+    assert spec.window == (WINDOW if mixer == "sliding_window" else None)
+
+
+def test_prefills_have_more_tokens_than_there_are_states(model):
+    """None is cut off: the number of states bounds sequences, not tokens."""
+    path, reference = model
+    found = Harness(path, num_seqs=1).logits([Chunk(0, 0, ids(200))])
+    assert_logits(found, reference.logits(ids(200)))
+
+
+def test_a_supernet_keeps_state_for_the_mixers_in_use(tmp_path):
+    """Layers of any placement are as many groups as kinds, and unused ones keep nothing."""
+    path = save(tmp_path, stochastic(4), make_tensors(stochastic(4)))
+    config = make_config(path)
+    model = Harness(path, config=config).model
+    for placement, sizes in (("all-gdn", [4]), ("every2nd-kda", [2, 2])):
+        model.set_layer_placements(placement)
+        layers = collect_layers(config, model)
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+        assert [len(g.layer_names) for g in get_kv_cache_groups(config, specs)] == sizes
+        planned = collect_layers(config, model, placement="all-attention")
+        assert all(".attention." in name for name in planned) and len(planned) == 4
+    before = model.get_layer_placements()
+    with pytest.raises(VLLMValidationError, match="layer 1 has no mixer 'mamba'"):
+        model.set_layer_placements(["gdn", "mamba", "gdn", "gdn"])
+    assert model.get_layer_placements() == before

@@ -36,6 +36,7 @@ from vllm.entrypoints.openai.routes import (
     health,
     inference,
     models,
+    placements,
     responses,
     sleep,
     tokenize,
@@ -84,6 +85,7 @@ def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
     generating = (completions, chat, responses, messages, inference)
     for module in (health, experts, models, *generating, abort, tokenize, unsupported):
         app.include_router(module.router)
+    app.include_router(placements.router)
     with_info = args.enable_tokenizer_info_endpoint
     app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)
     if envs.VLLM_SERVER_DEV_MODE:

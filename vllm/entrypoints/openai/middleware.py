@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
 
-_GUARDED = ("/v1", "/v2", "/inference", "/abort_requests")
+_GUARDED = ("/v1", "/v2", "/inference", "/abort_requests", "/placements")
 _UNAUTHORIZED = ErrorInfo(
     HTTPStatus.UNAUTHORIZED,
     "AuthenticationError",

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.models.apriel2_mixers import (
     MIXERS,
     Apriel2Mixer,
+    StochasticMixer,
     has_biases,
     mixer_class,
     only_silu,
@@ -24,8 +25,10 @@ from vllm.model_executor.models.apriel2_mixers import (
     unsupported,
 )
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
+from vllm.model_executor.placements import Placement, check_names, expand, placement_error
 from vllm.transformers_utils.configs.apriel2 import (
     ATTENTION_TYPES,
     Apriel2TextConfig,
@@ -53,7 +56,7 @@ class Apriel2DecoderLayer(DecoderLayer):
         block = config.block(index)
         eps = norm_epsilon(block)
         self.input_layernorm = RMSNorm(config.hidden_size, eps)
-        self.mixer = _new_mixer(config.mixers(index), vllm_config, f"{prefix}.mixer")
+        self.mixer = _new_mixer(config, index, vllm_config, f"{prefix}.mixer")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
         self.mlp = _new_mlp(block.get("mlp") or {}, vllm_config, f"{prefix}.mlp")
 
@@ -64,10 +67,11 @@ class Apriel2DecoderLayer(DecoderLayer):
 
 
 def _new_mixer(
-    mixers: dict[str, Description], vllm_config: VllmConfig, prefix: str
+    config: Apriel2TextConfig, layer: int, vllm_config: VllmConfig, prefix: str
 ) -> Apriel2Mixer:
+    mixers = config.mixers(layer)
     if "" not in mixers:
-        raise unsupported(prefix, "a stochastic mixer", "a pattern that names one mixer per layer")
+        return StochasticMixer(mixers, vllm_config, prefix, config.main_mixer_name(layer))
     made: Apriel2Mixer = mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
     return made
 
@@ -90,9 +94,9 @@ def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP
     )
 
 
-class Apriel2ForCausalLM(DecoderForCausalLM):
-    """`apriel2_text` checkpoints: plain ones, and supernets of which a pattern takes one mixer of
-    each layer, the one that its block's name names."""
+class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
+    """`apriel2_text` checkpoints: plain ones, supernets, and supernets of which a pattern takes one
+    mixer of each layer, the one that its block's name names."""
 
     fused_names = (
         *DecoderForCausalLM.fused_names[3:],
@@ -112,6 +116,8 @@ class Apriel2ForCausalLM(DecoderForCausalLM):
     ) -> None:
         self.weights_mapper = _names_in(vllm_config.model_config.hf_text_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+        if vllm_config.model_config.placement is not None:
+            self.set_layer_placements(vllm_config.model_config.placement)
 
     def _init_model(
         self,
@@ -122,6 +128,41 @@ class Apriel2ForCausalLM(DecoderForCausalLM):
         config = vllm_config.model_config.hf_text_config
         make = partial(layer_type or Apriel2DecoderLayer, vllm_config)
         return DecoderModel(config, make, RMSNorm, prefix)
+
+    def _supernet_layers(self) -> dict[int, StochasticMixer]:
+        return {
+            i: layer.mixer
+            for i, layer in enumerate(self.model.layers)
+            if isinstance(layer, Apriel2DecoderLayer) and isinstance(layer.mixer, StochasticMixer)
+        }
+
+    def get_mixer_names(self) -> tuple[str, ...]:
+        return next((tuple(layer.mixers) for layer in self._supernet_layers().values()), ())
+
+    def get_layer_placements(self) -> dict[int, str]:
+        return {i: layer.active for i, layer in self._supernet_layers().items()}
+
+    def set_layer_placements(self, placement: Placement) -> dict[int, str]:
+        names = self._checked(placement)
+        for i, layer in self._supernet_layers().items():
+            layer.active = names[i]
+        return self.get_layer_placements()
+
+    def unused_mixers(self, placement: Placement | None = None) -> list[nn.Module]:
+        names = self.get_layer_placements() if placement is None else self._checked(placement)
+        return [
+            mixer
+            for i, layer in self._supernet_layers().items()
+            for name, mixer in layer.mixers.items()
+            if name != names[i]
+        ]
+
+    def _checked(self, placement: Placement) -> list[str]:
+        if not self._supernet_layers():
+            raise placement_error("the model is no supernet: each of its layers has one mixer")
+        names = expand(placement, self.config.num_hidden_layers)
+        check_names(names, {i: list(one.mixers) for i, one in self._supernet_layers().items()})
+        return names
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As the base. Biases that the config switches off beside others are zero."""

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
@@ -178,6 +178,32 @@ MIXERS: dict[str, type[Any]] = {
     "gdn": Apriel2GatedDeltaNet,
     "kda": Apriel2KimiDeltaAttention,
 }
+
+
+class StochasticMixer(nn.Module, Apriel2Mixer):
+    """Several mixers of one layer of a supernet, by name; steps run the one that is `active`."""
+
+    def __init__(
+        self, mixers: Mapping[str, Description], vllm_config: VllmConfig, prefix: str, active: str
+    ) -> None:
+        super().__init__()
+        dotted = [name for name in mixers if "." in name]
+        if dotted:
+            raise unsupported(prefix, f"a mixer named {dotted[0]!r}", "names without dots")
+        self.mixers = nn.ModuleDict(
+            {
+                name: mixer_class(mixer, prefix)(mixer, vllm_config, f"{prefix}.mixers.{name}")
+                for name, mixer in mixers.items()
+            }
+        )
+        self.active = active
+
+    def mix_stream(
+        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        mixer = self.mixers[self.active]
+        assert isinstance(mixer, Apriel2Mixer)
+        return mixer.mix_stream(norm, positions, stream)
 
 
 def mixer_class(mixer: Description, prefix: str) -> type[Any]:

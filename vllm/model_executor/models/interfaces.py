@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -87,6 +87,31 @@ class LeavesOutLayers:
     @abstractmethod
     def leaving_out(self, layers: frozenset[int]) -> AbstractContextManager[None]:
         """Inside the block a step does not run these."""
+
+
+class HasPlacements:
+    """A supernet: layers have several token mixers each, of which one is used."""
+
+    @abstractmethod
+    def get_mixer_names(self) -> tuple[str, ...]:
+        """Of the first layer that has several, () without one."""
+
+    @abstractmethod
+    def get_layer_placements(self) -> dict[int, str]:
+        """The mixer in use, of each layer that has several."""
+
+    @abstractmethod
+    def set_layer_placements(self, placement: Sequence[str] | str) -> dict[int, str]:
+        """Use these mixers from the next step on, one name per layer (layers with one mixer ignore
+        theirs) or a short form (`vllm.model_executor.placements`); returns them by layer.
+
+        `VLLMValidationError` for a mixer that a layer has not, or another number of layers;
+        nothing is changed then.
+        """
+
+    @abstractmethod
+    def unused_mixers(self, placement: Sequence[str] | str | None = None) -> list[nn.Module]:
+        """The mixers that no layer uses, now or with `placement`; raises as above."""
 
 
 class EagleModelMixin:

@@ -90,6 +90,10 @@ class _ModelRegistry:
     def has_inner_state(self, architectures: str | Iterable[str]) -> bool:
         return interfaces.has_inner_state(self.resolve_model_cls(architectures)[0])
 
+    def has_placements(self, architectures: str | Iterable[str]) -> bool:
+        """Whether a model's layers may have several token mixers each."""
+        return issubclass(self.resolve_model_cls(architectures)[0], interfaces.HasPlacements)
+
     def supports_eagle3(self, architectures: str | Iterable[str]) -> bool:
         return interfaces.supports_eagle3(self.resolve_model_cls(architectures)[0])
 

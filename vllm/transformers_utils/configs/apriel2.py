@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils.model_arch_config_convertor import (
@@ -204,5 +204,7 @@ def _error(message: str) -> VLLMValidationError:
     return VLLMValidationError(f"Apriel2 config: {message}", parameter="model")
 
 
-for _model_type in (Apriel2TextConfig.model_type, Apriel2Config.model_type):
-    MODEL_ARCH_CONFIG_CONVERTORS[_model_type] = Apriel2ArchConfigConvertor
+for _class in (Apriel2TextConfig, Apriel2Config):
+    MODEL_ARCH_CONFIG_CONVERTORS[_class.model_type] = Apriel2ArchConfigConvertor
+    # Tokenizers are loaded by the type of the model.
+    AutoConfig.register(_class.model_type, _class, exist_ok=True)

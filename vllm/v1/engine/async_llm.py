@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream
+from vllm.v1.engine.placements import PlacementChange, PlacementGate, asked_for, busy, check_mode
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.prometheus import metrics_text
 from vllm.v1.metrics.reader import Metric
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
+    from vllm.model_executor.placements import Placement
     from vllm.v1.engine.input_processor import ProcessedInput
     from vllm.v1.executor.abstract import Executor
 
@@ -112,6 +114,7 @@ class AsyncLLM:
         self._handler: asyncio.Task[None] | None = None
         #: held by the call that changes what sleeps
         self._sleep_lock = asyncio.Lock()
+        self._placement_gate = PlacementGate()
         self._error: BaseException | None = None
         self._loggers = self._front_end.make_stat_loggers()
         startup_phases.log_ledger()
@@ -207,6 +210,7 @@ class AsyncLLM:
             if self._loggers is not None and not isinstance(error, VLLMValidationError):
                 self._loggers.record(None, IterationStats(failures=["input"]))
             raise
+        await self._placement_gate.passed()
         stream = self._start(processed, request_id)
         finished = False
         try:
@@ -314,11 +318,38 @@ class AsyncLLM:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a worker method; one result per worker."""
+        if (placement := asked_for(method, args, kwargs)) is not None:
+            return await self.change_placement(placement, "refuse")
         self._ensure_handler()
         results: list[Any] = await self.engine_core.call_utility(
             "collective_rpc", method, timeout, args, kwargs
         )
         return results
+
+    async def change_placement(
+        self, placement: Placement, mode: str = "wait"
+    ) -> list[dict[int, str]]:
+        """Use other mixers of a supernet: see `LLM.change_placement`.
+
+        `mode`: "wait" lets running requests end with the present placement, "refuse" raises
+        `VLLMValidationError` while there are any. New ones are held back and run with the new one.
+        """
+        check_mode(mode)
+        async with self._placement_gate.closed():
+            while (change := await asyncio.shield(self._change_placement(placement))).is_busy:
+                if mode == "refuse":
+                    raise busy()
+                while self.output_processor.has_unfinished_requests():
+                    await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(_TICK_S)
+        return change.placements
+
+    async def _change_placement(self, placement: Placement) -> PlacementChange:
+        self._ensure_handler()
+        change: PlacementChange = await self.engine_core.call_utility("change_placement", placement)
+        if not change.is_busy:
+            self._front_end.show_placement(placement, change)
+        return change
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

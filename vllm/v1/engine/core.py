@@ -38,6 +38,7 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.late_captures import LateCaptures
+from vllm.v1.engine.placements import CorePlacements, PlacementChange
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -46,6 +47,7 @@ from vllm.v1.structured_output.masks import StepMasks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.placements import Placement
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -96,7 +98,16 @@ class EngineCore:
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
         self.late_captures = LateCaptures(vllm_config, self.executor)
+        self._placements = CorePlacements(
+            vllm_config,
+            self.scheduler,
+            self.executor,
+            self._drain,
+            self._plan_memory,
+            self._adopt_memory,
+        )
         self._utilities: dict[str, Callable[..., Any]] = {
+            "change_placement": self.change_placement,
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.reset_prefix_cache,
             "check_health": self.executor.check_health,
@@ -112,18 +123,26 @@ class EngineCore:
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         specs = self.executor.get_kv_cache_specs()
-        available_bytes = self.executor.determine_available_memory()
+        self._available_bytes = self.executor.determine_available_memory()
         if self._model_config.max_model_len_auto:
-            self._fit_max_model_len(specs[0], min(available_bytes))
-        configs = get_kv_cache_configs(self.vllm_config, specs, available_bytes)
-        self.vllm_config.cache_config.num_gpu_blocks = configs[0].num_blocks
+            self._fit_max_model_len(specs[0], min(self._available_bytes))
+        configs = self._plan_memory(specs)
+        self._adopt_memory(configs[0])
         self.executor.initialize_from_config(configs)
-        if configs[0].kv_cache_groups:
-            tokens, full_length = get_kv_cache_capacity(self.vllm_config, configs[0])
-            cache = self.vllm_config.cache_config
+        return configs[0]
+
+    def _plan_memory(self, specs: list[dict[str, KVCacheSpec]]) -> list[KVCacheConfig]:
+        """For each worker; ValueError if a request of full length does not fit."""
+        return get_kv_cache_configs(self.vllm_config, specs, self._available_bytes)
+
+    def _adopt_memory(self, config: KVCacheConfig) -> None:
+        """Work out how much the workers' memory holds."""
+        cache = self.vllm_config.cache_config
+        cache.num_gpu_blocks = config.num_blocks
+        if config.kv_cache_groups:
+            tokens, full_length = get_kv_cache_capacity(self.vllm_config, config)
             cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
             logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
-        return configs[0]
 
     def _fit_max_model_len(self, specs: dict[str, KVCacheSpec], available_bytes: int) -> None:
         model, scheduler = self._model_config, self.vllm_config.scheduler_config
@@ -307,6 +326,15 @@ class EngineCore:
         result = self._utilities[method](*args)
         self._publish_events()
         return result
+
+    def change_placement(self, placement: Placement) -> PlacementChange:
+        """Use other mixers of a supernet; see `CorePlacements.change`."""
+        if self.sleeping.is_sleeping:
+            raise VLLMValidationError(ASLEEP, "placement")
+        change = self._placements.change(placement)
+        if not change.is_busy:
+            self.late_captures = LateCaptures(self.vllm_config, self.executor)
+        return change
 
     def collective_rpc(
         self,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.model_executor.placements import Placement
+    from vllm.v1.engine.placements import PlacementChange
 
 
 class FrontEnd:
@@ -63,6 +65,15 @@ class FrontEnd:
         """Tell the statistics that the engine fell asleep at `level`, or woke up (0)."""
         if self._loggers is not None and (level or not self.sleep.asleep):
             self._loggers.record_sleep(level)
+
+    def show_placement(self, placement: Placement, change: PlacementChange) -> None:
+        """From now on the configuration describes another placement."""
+        cache = self.vllm_config.cache_config
+        self.model_config.placement = (
+            placement if isinstance(placement, str) else ",".join(placement)
+        )
+        cache.num_gpu_blocks = change.num_gpu_blocks
+        cache.capacity_tokens = change.capacity_tokens
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

@@ -15,6 +15,7 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.parallel_sampling import child_requests
+from vllm.v1.engine.placements import PlacementChange, asked_for, busy
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
+    from vllm.model_executor.placements import Placement
     from vllm.v1.executor.abstract import Executor
 
 
@@ -190,7 +192,17 @@ class LLMEngine:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if (placement := asked_for(method, args, kwargs)) is not None:
+            return self.change_placement(placement)
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    def change_placement(self, placement: Placement) -> list[dict[int, str]]:
+        """See `LLM.change_placement`."""
+        change: PlacementChange = self.engine_core.call_utility("change_placement", placement)
+        if change.is_busy:
+            raise busy()
+        self._front_end.show_placement(placement, change)
+        return change.placements
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """`func(model)` on every worker."""

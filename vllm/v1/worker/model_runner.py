@@ -24,7 +24,8 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.models.interfaces import LeavesOutLayers, VllmModel
+from vllm.model_executor.models.interfaces import HasPlacements, LeavesOutLayers, VllmModel
+from vllm.model_executor.placements import Placement, placement_error
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -110,6 +111,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
+        #: other modules with layers that keep state
+        self._beside: list[nn.Module] = []
         self.capture: HiddenStateCapture | None = None
         self.tap: ResidualTap
         self.sanitizer: Sanitizer | None = None
@@ -123,11 +126,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         loader = get_model_loader(self.vllm_config.load_config)
         self.model = loader.build_model(self.vllm_config, self.model_config)
         self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
-        beside: list[nn.Module] = [] if self.capture is None else [self.capture.model]
+        self._beside = [] if self.capture is None else [self.capture.model]
         if self.drafter is not None:
-            beside += attach_drafter(self.drafter, self.model)
+            self._beside += attach_drafter(self.drafter, self.model)
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
-        self.layers = collect_layers(self.vllm_config, self.model, *beside)
+        self._collect_layers()
+
+    def _collect_layers(self) -> None:
+        """Of a supernet, only the layers that are in use keep state."""
+        self.layers = collect_layers(self.vllm_config, self.model, *self._beside)
         hand_over_layers(self.vllm_config, self.layers)
 
     @torch.no_grad()
@@ -138,10 +145,31 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.drafter is not None:
             self.drafter.load_weights()
 
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return {
-            name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in self.layers.items()
-        }
+    def get_kv_cache_spec(self, placement: Placement | None = None) -> dict[str, KVCacheSpec]:
+        """What the layers keep, by name; with `placement`, what a supernet's would."""
+        layers = self.layers
+        if placement is not None:
+            models = (self.model, *self._beside)
+            layers = collect_layers(self.vllm_config, *models, placement=placement)
+        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
+
+    def place(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
+        """Use other mixers of a supernet, with memory for them, which is all that is kept; no
+        request is left. Returns them by layer."""
+        model = self.supernet()
+        self.drop_graphs()
+        self.release_kv_cache()
+        self.journals = None
+        placed = model.set_layer_placements(placement)
+        self._collect_layers()
+        self.initialize_kv_cache(config)
+        return placed
+
+    def supernet(self) -> HasPlacements:
+        """The model; `VLLMValidationError` if its layers have one mixer each."""
+        if not isinstance(self.model, HasPlacements) or not self.model.get_mixer_names():
+            raise placement_error("the model is no supernet: each of its layers has one mixer")
+        return self.model
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the arena, bind each layer's view of it and make the metadata builders."""
@@ -237,6 +265,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
+        self._beside = []
         for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap"):
             self.__dict__.pop(name, None)
 

@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import (
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.moe import expert_counts
+from vllm.model_executor.placements import Placement
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
@@ -202,6 +203,27 @@ class Worker:
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
             if (connector := self._connector_slot.connector) is not None:
                 connector.register_memory(self.model_runner.state_memory())
+
+    def get_placement_specs(self, placement: Placement) -> dict[str, KVCacheSpec]:
+        """What the layers that a placement uses would keep; `VLLMValidationError` for one that the
+        model does not have."""
+        self.model_runner.supernet()
+        return self.model_runner.get_kv_cache_spec(placement)
+
+    def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
+        """Use these mixers, with memory for them, and capture their graphs; no request is left."""
+        placed = self.model_runner.place(placement, config)
+        if self.device.type == "cuda":
+            warm_up(self.model_runner)
+        return placed
+
+    def get_layer_placements(self) -> dict[int, str]:
+        """A supernet's mixer of each layer that has several."""
+        return self.model_runner.supernet().get_layer_placements()
+
+    def get_mixer_names(self) -> tuple[str, ...]:
+        """The mixers of a supernet's layers."""
+        return self.model_runner.supernet().get_mixer_names()
 
     def get_kv_connector_handshake_metadata(
         self,

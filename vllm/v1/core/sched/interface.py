@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm.exceptions import VLLMValidationError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events.messages import KVCacheEvent
@@ -80,6 +82,15 @@ class SchedulerInterface(ABC):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget cached prefixes; False if blocks in use stopped it."""
+
+    def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        """Go on with other state memory, all of it empty; no request is left.
+
+        `VLLMValidationError` from a scheduler that cannot.
+        """
+        raise VLLMValidationError(
+            f"{type(self).__name__} cannot go on with other state memory; start the engine anew"
+        )
 
     def get_kv_connector(self) -> KVConnectorBase_V1 | None:
         """The scheduler's side of the KV connector, if there is one."""

@@ -133,6 +133,11 @@ class SchedulerState(SchedulerInterface):
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             self.recompute_failed_loads = policy == "recompute"
 
+    def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        assert not self.requests and self.transfer is None
+        self.kv_cache_config = kv_cache_config
+        self.kv_cache_manager = self._create_kv_cache_manager()
+
     def _create_kv_cache_manager(self) -> KVCacheManager:
         events = self.vllm_config.kv_events_config
         return KVCacheManager(

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A supernet's placements: the tokens of each are those of the equivalent fixed model, and changing
+them while requests come and go corrupts none and leaks nothing.
+
+`VLLM_TEST_ALL_PLACEMENTS=1` tries all 256 instead of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apriel2_models import MIXERS, Reference, make_tensors, pattern, save, stochastic
+from parity_checks import MakeEngine, generate, in_this_process, prompts
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = [pytest.mark.parity]
+
+LAYERS = 4
+ALL = [list(names) for names in itertools.product(MIXERS, repeat=LAYERS)]
+SAMPLE = [
+    *([name] * LAYERS for name in MIXERS),
+    ["attention", "gdn", "kda", "sliding_window"],
+    ["kda", "kda", "sliding_window", "gdn"],
+]
+TRIED = ALL if os.environ.get("VLLM_TEST_ALL_PLACEMENTS") == "1" else SAMPLE
+
+
+class Supernet:
+    """A checkpoint, and the equations of any of its placements."""
+
+    def __init__(self, path: Path) -> None:
+        self.decoder = stochastic(LAYERS)
+        self.tensors = make_tensors(self.decoder)
+        self.path = save(path / "supernet", self.decoder, self.tensors)
+
+    def fixed(self, path: Path, names: list[str]) -> Path:
+        """The same weights under a pattern."""
+        return save(path, pattern(names), self.tensors)
+
+    def assert_equals(self, output: RequestOutput, names: list[str]) -> None:
+        """Every token is the choice of that placement's equations, given those before it."""
+        prompt, tokens = list(output.prompt_token_ids or []), list(output.outputs[0].token_ids)
+        reference = Reference(self.decoder, self.tensors, names)
+        logits = reference.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist(), names
+
+
+@pytest.fixture(scope="module")
+def supernet(tmp_path_factory: pytest.TempPathFactory) -> Supernet:
+    return Supernet(tmp_path_factory.mktemp("apriel2"))
+
+
+def make(make_engine: MakeEngine, path: Path, **settings: Any) -> LLM:
+    settings = {"max_num_batched_tokens": 64, "enable_prefix_caching": True} | settings
+    return make_engine("llama", model=str(path), **settings)
+
+
+def as_dict(names: list[str]) -> dict[int, str]:
+    return dict(enumerate(names))
+
+
+def test_every_placement_is_the_fixed_model(supernet: Supernet, make_engine: MakeEngine) -> None:
+    """Also when the same tokens were cached under another one."""
+    llm = make(make_engine, supernet.path)
+    batch = prompts((1, 20, 70))
+    for names in TRIED:
+        assert llm.change_placement(names) == [as_dict(names)]
+        for _ in range(2):
+            outputs = generate(llm, batch, 6)
+        assert outputs[-1].num_cached_tokens
+        for output in outputs:
+            supernet.assert_equals(output, names)
+
+
+@in_this_process
+def test_bits_are_those_of_the_fixed_model_and_come_back(
+    supernet: Supernet, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """From one placement to another and back; groups and pages are the fixed model's, too."""
+    llm = make(make_engine, supernet.path, logprobs_mode="raw_logprobs")
+    batch = prompts((5, 40, 70))
+
+    def logprobs(engine: LLM) -> list[list[float]]:
+        outputs = generate(engine, batch, 8)
+        rows = [output.outputs[0].logprobs or [] for output in outputs]
+        return [[entry.logprob for step in row for entry in step.values()] for row in rows]
+
+    seen = {}
+    for i, names in enumerate(SAMPLE[-2:] + SAMPLE[-2:]):
+        assert llm.collective_rpc("set_layer_placements", args=(names,)) == [as_dict(names)]
+        assert llm.collective_rpc("get_layer_placements") == [as_dict(names)]
+        found = logprobs(llm)
+        assert seen.setdefault(tuple(names), found) == found
+        if i < 2:
+            fixed = make(make_engine, supernet.fixed(tmp_path / str(i), names))
+            assert logprobs(fixed) == found
+            ours, theirs = (
+                engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+                for engine in (llm, fixed)
+            )
+            assert [len(g.layer_names) for g in ours.kv_cache_groups] == [
+                len(g.layer_names) for g in theirs.kv_cache_groups
+            ]
+            assert ours.plan.page_bytes == theirs.plan.page_bytes
+            assert ours.num_blocks == theirs.num_blocks
+
+
+def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -> None:
+    llm = make(make_engine, supernet.path, placement="every2nd-gdn")
+    names = ["attention", "gdn", "attention", "gdn"]
+    assert llm.collective_rpc("get_layer_placements") == [as_dict(names)]
+    assert llm.collective_rpc("get_mixer_names") == [tuple(MIXERS)]
+    for output in generate(llm, prompts((20,)), 6):
+        supernet.assert_equals(output, names)
+    assert [group.layers for group in llm.explain().groups] == [2, 2]
+    llm.change_placement("all-kda")
+    assert [group.layers for group in llm.explain().groups] == [LAYERS]
+
+
+@in_this_process
+def test_what_is_refused_changes_nothing(
+    supernet: Supernet, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    memory = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 2048}
+    llm = make(make_engine, supernet.path, placement="all-gdn", **memory)
+    before = generate(llm, prompts((30,)), 6)[0].outputs[0].token_ids
+    refused = [
+        (["gdn"] * 3, "it names 3 layers"),
+        (["gdn", "gdn", "gdn", "mamba"], "layer 3 has no mixer 'mamba'; it has attention"),
+        ("all-attention", "placement: One request of max_model_len 2048 needs"),
+    ]
+    for placement, message in refused:
+        with pytest.raises(VLLMValidationError, match=message):
+            llm.change_placement(placement)
+        assert llm.collective_rpc("get_layer_placements") == [as_dict(["gdn"] * LAYERS)]
+        output = generate(llm, prompts((30,)), 6)[0]
+        assert output.outputs[0].token_ids == before
+        assert output.num_cached_tokens
+    with pytest.raises(VLLMValidationError, match="takes one placement"):
+        llm.collective_rpc("set_layer_placements")
+    engine = llm.llm_engine
+    engine.add_request("running", TokensPrompt(prompt_token_ids=[1, 2]), SamplingParams())
+    with pytest.raises(VLLMValidationError, match="requests are running"):
+        llm.change_placement("all-kda")
+    engine.abort_all()
+    engine.step()
+    fixed = supernet.fixed(tmp_path / "fixed", ["gdn"] * LAYERS)
+    with pytest.raises(VLLMValidationError, match="no supernet"):
+        make(make_engine, fixed).change_placement("all-gdn")
+    with pytest.raises(VLLMValidationError, match="no supernet"):
+        make(make_engine, fixed, placement="all-gdn")
+    with pytest.raises(VLLMValidationError, match="LlamaForCausalLM has one per layer"):
+        make_engine("llama", placement="all-gdn")
+
+
+def test_drafts_and_the_sanitizer_go_on(supernet: Supernet, make_engine: MakeEngine) -> None:
+    drafter = {"method": "replay", "num_speculative_tokens": 3, "acceptance": 0.5}
+    llm = make(make_engine, supernet.path, speculative_config=drafter, sanitize=True)
+    for names in (*SAMPLE[-2:], SAMPLE[0]):
+        llm.change_placement(names)
+        for output in generate(llm, prompts((5, 40)), 8):
+            supernet.assert_equals(output, names)
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far")
+def test_all_ranks_change_together(supernet: Supernet, make_engine: MakeEngine) -> None:
+    llm = make(make_engine, supernet.path, tensor_parallel_size=2)
+    names = SAMPLE[-2]
+    assert llm.change_placement(names) == [as_dict(names)] * 2
+    with pytest.raises(VLLMValidationError, match="layer 0 has no mixer 'mamba'"):
+        llm.change_placement(["mamba"] * LAYERS)
+    for output in generate(llm, prompts((20,)), 6):
+        supernet.assert_equals(output, names)
+
+
+# ---- under load ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    args = AsyncEngineArgs(
+        model=str(supernet.path),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=8 * 2**20,
+    )
+    engine = AsyncLLM.from_engine_args(args)
+    yield engine
+    engine.shutdown()
+
+
+def test_changes_under_load_corrupt_nothing(supernet: Supernet, served: AsyncLLM) -> None:
+    """Every request computes all its tokens with one placement: its text is what that placement
+    gives when nothing else happens. In the end nothing is left."""
+    changes = int(os.environ.get("VLLM_TEST_CHANGES", "8"))
+    rng = random.Random(0)
+    batch = prompts((3, 17, 40, 70))
+    ended: list[RequestOutput] = []
+    done = asyncio.Event()
+
+    async def one(name: str, ids: list[int], length: int) -> RequestOutput:
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        async for output in served.generate(TokensPrompt(prompt_token_ids=ids), params, name):
+            last = output
+        return last
+
+    async def client(number: int) -> None:
+        for turn in itertools.count():
+            if done.is_set():
+                return
+            ids, length = rng.choice(batch), rng.randint(1, 12)
+            ended.append(await one(f"{number}-{turn}", ids, length))
+
+    async def change() -> list[list[str]]:
+        tried: list[list[str]] = []
+        for _ in range(changes):
+            await asyncio.sleep(rng.random() * 0.1)
+            names = rng.choice(ALL)
+            assert await served.change_placement(names) == [as_dict(names)]
+            tried.append(names)
+        done.set()
+        return tried
+
+    async def run() -> None:
+        clients = [asyncio.ensure_future(client(i)) for i in range(6)]
+        tried = await change()
+        await asyncio.gather(*clients)
+        assert len(ended) >= changes
+        texts: dict[int, list[list[int]]] = {i: [] for i in range(len(batch))}
+        for names in [["attention"] * LAYERS, *tried]:
+            await served.change_placement(names)
+            quiet = (one(f"{names}-{i}", ids, 12) for i, ids in enumerate(batch))
+            for i, output in enumerate(await asyncio.gather(*quiet)):
+                texts[i].append(list(output.outputs[0].token_ids))
+        for output in ended:
+            tokens = list(output.outputs[0].token_ids)
+            possible = texts[batch.index(list(output.prompt_token_ids or []))]
+            assert tokens in [text[: len(tokens)] for text in possible]
+            assert output.outputs[0].finish_reason == "length"
+        assert len({str(found) for found in texts[3]}) > 1
+        busy = asyncio.ensure_future(one("long", batch[0], 200))
+        await asyncio.sleep(0.05)
+        with pytest.raises(VLLMValidationError, match="requests are running"):
+            await served.change_placement("all-gdn", "refuse")
+        await busy
+        with pytest.raises(VLLMValidationError, match="mode must be 'wait' or 'refuse'"):
+            await served.change_placement("all-gdn", "now")
+        usage = [m for m in served.get_metrics() if m.name == "vllm:kv_cache_usage_perc"]
+        assert [metric.value for metric in usage] == [0.0]
+
+    asyncio.run(run())

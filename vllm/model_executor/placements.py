@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of a supernet: which of its token mixers each layer uses.
+
+A placement is a list with a name for every layer, or a short form of one: `all-X`; `everyNth-X` (X
+in layers N - 1, 2N - 1, ..., attention elsewhere); `bookend-attn-X` (attention in the first two and
+the last two layers, X between); or names joined by commas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from vllm.exceptions import VLLMValidationError
+
+_ALIASES = {"swa": "sliding_window", "attn": "attention"}
+_EVERY = re.compile(r"every(\d+)(?:st|nd|rd|th)-(.+)")
+
+Placement = Sequence[str] | str
+
+
+def expand(placement: Placement, num_layers: int) -> list[str]:
+    """The name of each layer's mixer, whatever form the placement has.
+
+    `VLLMValidationError` for a list of another length than `num_layers`, or of other things.
+    """
+    names = _expanded(placement, num_layers) if isinstance(placement, str) else placement
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise placement_error(f"expected a list of names, or a string, got {placement!r}")
+    if len(names) != num_layers:
+        raise placement_error(f"it names {len(names)} layers, but the model has {num_layers}")
+    return list(names)
+
+
+def _expanded(text: str, num_layers: int) -> list[str]:
+    every = _EVERY.fullmatch(text)
+    if every is not None and int(every[1]) > 0:
+        step, name = int(every[1]), _full(every[2])
+        return [name if (i + 1) % step == 0 else "attention" for i in range(num_layers)]
+    if text.startswith("all-"):
+        return [_full(text.removeprefix("all-"))] * num_layers
+    if text.startswith("bookend-attn-"):
+        name = _full(text.removeprefix("bookend-attn-"))
+        inner = range(2, num_layers - 2)
+        return [name if i in inner else "attention" for i in range(num_layers)]
+    return [_full(part.strip()) for part in text.split(",")]
+
+
+def _full(name: str) -> str:
+    return _ALIASES.get(name, name)
+
+
+def check_names(names: Sequence[str], choices: Mapping[int, Sequence[str]]) -> None:
+    """`VLLMValidationError` unless each layer of `choices` has a mixer of that name."""
+    for layer, known in choices.items():
+        if names[layer] not in known:
+            raise placement_error(
+                f"layer {layer} has no mixer {names[layer]!r}; it has {', '.join(known)}"
+            )
+
+
+def placement_error(message: str) -> VLLMValidationError:
+    return VLLMValidationError(f"placement: {message}", parameter="placement")
