@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.entrypoints.anthropic import routes as messages
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
+from vllm.entrypoints.openai.direct_send import DirectSend
 from vllm.entrypoints.openai.errors import install_handlers
 from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import (
@@ -119,6 +120,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
         app.add_middleware(RequestIdHeader)
     app.add_middleware(HttpMetrics)
     app.add_middleware(HeadRequests)
+    app.add_middleware(DirectSend)
     for path in reversed(args.middleware):
         app.add_middleware(import_middleware(path))
 

@@ -19,7 +19,7 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_stream import OutputStream
+from vllm.v1.engine.output_stream import OutputStream, Wakes
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.prometheus import metrics_text
 from vllm.v1.metrics.reader import Metric
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
     from vllm.v1.engine.input_processor import ProcessedInput
+    from vllm.v1.engine.output_processor import ProcessedOutputs
     from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -40,6 +41,8 @@ logger = init_logger(__name__)
 #: as one output if their tokens' texts are new
 _CHUNK = 128
 _LOGPROBS_PER_OUTPUT = 2
+#: messages of the core whose tokens go out together when they come faster than they are handled
+_MOST_TOGETHER = 8
 #: pause between looks at whether all requests have ended
 _TICK_S = 0.02
 
@@ -109,6 +112,7 @@ class AsyncLLM:
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
         self._streams: set[OutputStream] = set()
+        self._wakes = Wakes()
         self._handler: asyncio.Task[None] | None = None
         #: held by the call that changes what sleeps
         self._sleep_lock = asyncio.Lock()
@@ -235,7 +239,7 @@ class AsyncLLM:
             raise self.dead_error
         self._front_end.require_awake()
         self._ensure_handler()
-        stream = OutputStream(processed.request.sampling_params.output_kind)
+        stream = OutputStream(processed.request.sampling_params.output_kind, self._wakes)
         children = self.output_processor.add_request(
             processed.request, request_id, processed.prompt_text, stream.put
         )
@@ -274,7 +278,7 @@ class AsyncLLM:
     async def _handle_outputs(self) -> None:
         try:
             while True:
-                await self._handle(await self.engine_core.get_output())
+                await self._handle_all(await self.engine_core.get_outputs())
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -285,17 +289,42 @@ class AsyncLLM:
             for stream in self._streams:
                 stream.fail(dead)
 
+    async def _handle_all(self, waiting: list[EngineCoreOutputs | EngineDeadError]) -> None:
+        """Messages that came while others were handled: behind like this, consumers take the
+        tokens of several steps at once."""
+        for first in range(0, len(waiting), _MOST_TOGETHER):
+            together = waiting[first : first + _MOST_TOGETHER]
+            try:
+                for outputs in together:
+                    if isinstance(outputs, EngineDeadError):
+                        raise outputs
+                    if outputs is not together[-1]:
+                        self._wakes.hold()
+                    await self._handle(outputs)
+            finally:
+                self._wakes.release()
+
     async def _handle(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats() if self._loggers is not None else None
-        for part in _turns(outputs.outputs):
+        plain, outputs.plain = outputs.plain, None
+        # First tokens are among these.
+        for outputs.outputs in _turns(outputs.outputs):
             # Before the first one, too: messages may be waiting in a row.
             await asyncio.sleep(0)
-            outputs.outputs = part
-            processed = self.output_processor.process_outputs(outputs, iteration)
-            self.engine_core.abort_requests(processed.aborts)
-            self.engine_core.stop_requests(processed.stops)
+            self._finish_with(self.output_processor.process_outputs(outputs, iteration))
+        rows = [] if plain is None else self.output_processor.plain_rows(plain)
+        for first in range(0, len(rows), _CHUNK):
+            await asyncio.sleep(0)
+            part = rows[first : first + _CHUNK]
+            self._finish_with(
+                self.output_processor.process_plain(part, outputs.timestamp, iteration)
+            )
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration)
+
+    def _finish_with(self, processed: ProcessedOutputs) -> None:
+        self.engine_core.abort_requests(processed.aborts)
+        self.engine_core.stop_requests(processed.stops)
 
     # ---- utilities -----------------------------------------------------------------------------
 

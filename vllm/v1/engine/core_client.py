@@ -238,11 +238,14 @@ class _Mailbox:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def get(self) -> EngineCoreOutputs | EngineDeadError:
+    async def get(self) -> list[EngineCoreOutputs | EngineDeadError]:
+        """All there are, at least one."""
         while True:
             with self._lock:
                 if self._items:
-                    return self._items.popleft()
+                    items = list(self._items)
+                    self._items.clear()
+                    return items
                 self._loop = asyncio.get_running_loop()
                 self._waiter = self._loop.create_future()
                 waiter = self._waiter
@@ -263,12 +266,10 @@ class AsyncMPClient(_MPClient):
         """Set as soon as the engine's death is known."""
         return self._link.dead
 
-    async def get_output(self) -> EngineCoreOutputs:
-        """The next outputs; raises `EngineDeadError` when the engine is dead."""
-        outputs = await self._mailbox.get()
-        if isinstance(outputs, EngineDeadError):
-            raise outputs
-        return outputs
+    async def get_outputs(self) -> list[EngineCoreOutputs | EngineDeadError]:
+        """All outputs that wait, at least one, in order; when the engine is dead, its error is the
+        last one."""
+        return await self._mailbox.get()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._link.call(method, *args))

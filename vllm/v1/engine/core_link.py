@@ -30,6 +30,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_process import CoreProcess
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.plain_outputs import PlainOutputsUnpacker
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class CoreLink:
 
     def _read(self) -> None:
         decoder = MsgpackDecoder(EngineCoreOutputs)
+        unpacker = PlainOutputsUnpacker()
         poller = zmq.Poller()
         poller.register(self._outputs, zmq.POLLIN)
         poller.register(self._core.process.sentinel, zmq.POLLIN)
@@ -181,6 +183,7 @@ class CoreLink:
                     outputs = decoder.decode(self._outputs.recv())
                     if outputs.fatal is not None:
                         return self._die(outputs.fatal)
+                    unpacker.unpack(outputs)
                     self._deliver(outputs)
                 elif self._core.process.sentinel in events:
                     return self._die(f"its process ended (exit code {self._exit_code()})")

@@ -38,6 +38,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.engine.parallel_sampling import child_requests
+from vllm.v1.engine.plain_outputs import PlainOutputsPacker
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object, unpickle_setup
 
@@ -191,14 +192,14 @@ class EngineCoreProc:
             self._inputs.put((kind, payload))
 
     def _write(self) -> None:
-        encoder = MsgpackEncoder()
+        encoder, packer = MsgpackEncoder(), PlainOutputsPacker()
         with self._context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.LINGER, int(_FLUSH_S * 1000))
             socket.connect(self._addresses.outputs)
             while (outputs := self._outputs.get()) is not None:
                 try:
-                    frame = encoder.encode(outputs)
+                    frame = encoder.encode(packer.pack(outputs))
                 except Exception as error:
                     socket.send(encoder.encode(EngineCoreOutputs(fatal=str(error))))
                     raise
