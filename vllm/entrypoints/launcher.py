@@ -43,6 +43,9 @@ _WATCH_INTERVAL_S = 0.25
 #: seconds that failed requests get to send their error after the engine's death
 _DEATH_GRACE_S = 5
 _EXIT_FORCED = 130
+#: Every step makes some objects per stream, all of which live until it has been sent: by default
+#: each step would look for garbage among them, and now and then among those of all requests.
+_GC_THRESHOLDS = (50_000, 20, 50)
 #: seconds that cancelled requests get to tell their clients
 _LAST_WORDS_S = 2.0
 
@@ -176,6 +179,7 @@ async def _serve(
         # What start-up allocated stays for good; collections need not look at it again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         _install_signals(server, engine)
         helpers = [asyncio.create_task(_watch(server, engine))]
         if args.enable_ssl_refresh and args.ssl_certfile and args.ssl_keyfile:

@@ -308,16 +308,17 @@ class AsyncLLM:
         iteration = IterationStats() if self._loggers is not None else None
         plain, outputs.plain = outputs.plain, None
         # First tokens are among these.
-        for outputs.outputs in _turns(outputs.outputs):
+        for part in _turns(outputs.outputs):
             # Before the first one, too: messages may be waiting in a row.
             await asyncio.sleep(0)
+            outputs.outputs = part
             self._finish_with(self.output_processor.process_outputs(outputs, iteration))
         rows = [] if plain is None else self.output_processor.plain_rows(plain)
         for first in range(0, len(rows), _CHUNK):
             await asyncio.sleep(0)
-            part = rows[first : first + _CHUNK]
+            some = rows[first : first + _CHUNK]
             self._finish_with(
-                self.output_processor.process_plain(part, outputs.timestamp, iteration)
+                self.output_processor.process_plain(some, outputs.timestamp, iteration)
             )
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration)

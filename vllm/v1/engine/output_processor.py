@@ -186,9 +186,7 @@ class OutputProcessor:
         iteration: IterationStats | None,
         processed: ProcessedOutputs,
     ) -> None:
-        logger.error(
-            "the outputs of request %s cannot be made", state.external_id, exc_info=error
-        )
+        logger.error("the outputs of request %s cannot be made", state.external_id, exc_info=error)
         self._fail(state, error, timestamp, iteration, processed)
 
     def _fail(

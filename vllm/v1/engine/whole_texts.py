@@ -54,9 +54,7 @@ _made: weakref.WeakKeyDictionary[PreTrainedTokenizerFast, dict[bool, WholeTexts]
 _made = weakref.WeakKeyDictionary()
 
 
-def whole_texts(
-    tokenizer: PreTrainedTokenizerFast, skip_special_tokens: bool
-) -> WholeTexts | None:
+def whole_texts(tokenizer: PreTrainedTokenizerFast, skip_special_tokens: bool) -> WholeTexts | None:
     """The texts of a byte-level tokenizer, shared by all requests; None for other tokenizers."""
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.decoder, ByteLevel):

@@ -156,7 +156,9 @@ class EngineMetrics:
         return Counter(f"vllm:{name}", text, (*_LABELS, *extra), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> TallyHistogram:
-        return TallyHistogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
+        return TallyHistogram(
+            f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets
+        )
 
     def _bound(self, metric: M) -> M:
         return metric.labels(**self._values)
