@@ -18,6 +18,9 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x02"
     SHUTDOWN = b"\x03"
     STOP = b"\x04"
+    #: a further client, and the end of one
+    ATTACH = b"\x05"
+    DETACH = b"\x06"
 
 
 class FinishReason(enum.IntEnum):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core_link import CoreLink
+from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
 
@@ -161,7 +161,7 @@ class InprocClient(EngineCoreClient):
 class _MPClient:
     """The core in its own process. Sending never blocks."""
 
-    def __init__(self, link: CoreLink) -> None:
+    def __init__(self, link: ClientLink) -> None:
         self._link = link
         self._finalizer = weakref.finalize(self, link.close)
 
@@ -252,14 +252,12 @@ class _Mailbox:
             await waiter
 
 
-class AsyncMPClient(_MPClient):
-    """For `AsyncLLM`."""
+class _AsyncClient(_MPClient):
+    """Outputs for an event loop."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
-    ) -> None:
-        self._mailbox = _Mailbox()
-        super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put))
+    def __init__(self, link: ClientLink, mailbox: _Mailbox) -> None:
+        self._mailbox = mailbox
+        super().__init__(link)
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -273,3 +271,25 @@ class AsyncMPClient(_MPClient):
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._link.call(method, *args))
+
+
+class AsyncMPClient(_AsyncClient):
+    """For `AsyncLLM`, with a core of its own; further clients may be attached to that."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
+    ) -> None:
+        mailbox = _Mailbox()
+        #: the sockets' end
+        self.link = CoreLink(vllm_config, executor_class, log_stats, mailbox.put)
+        super().__init__(self.link, mailbox)
+
+
+class AttachedClient(_AsyncClient):
+    """For `AsyncLLM`, with a core that another process has started (see `AttachedLink`)."""
+
+    def __init__(self, directory: str, client_index: int, core_process_id: int | None) -> None:
+        mailbox = _Mailbox()
+        #: the sockets' end
+        self.link = AttachedLink(directory, client_index, core_process_id, mailbox.put)
+        super().__init__(self.link, mailbox)
