@@ -43,18 +43,29 @@ from vllm.entrypoints.openai.routes import (
 )
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.entrypoints.openai.user_middleware import import_middleware
+from vllm.entrypoints.tally import Counted, Tallies
 from vllm.logger import init_logger
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.siblings import Siblings
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
 
 
-def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
-    """The application that serves `engine`; wraps nothing that would buffer a stream."""
-    server = make_server(engine, args)
+def build_app(
+    engine: AsyncLLM,
+    args: FrontEndArgs,
+    siblings: Siblings | None = None,
+    tallies: Tallies | None = None,
+) -> FastAPI:
+    """The application that serves `engine`; wraps nothing that would buffer a stream.
+
+    `siblings`, `tallies`: where other processes serve the same engine.
+    """
+    tallies = tallies or Tallies()
+    server = make_server(engine, args, siblings, tallies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -76,7 +87,7 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
     app.state.log_error_stack = args.log_error_stack
     _include_routes(app, args)
     install_handlers(app)
-    _add_middleware(app, server, args)
+    _add_middleware(app, server, args, tallies)
     return app
 
 
@@ -92,7 +103,7 @@ def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
         app.include_router(sleep.router)
 
 
-def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
+def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: Tallies) -> None:
     """Innermost first."""
     # Once as decompressed, and once as it arrives.
     app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
@@ -105,6 +116,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
             QueueLimit,
             max_running=server.engine.vllm_config.scheduler_config.max_num_seqs,
             max_queued=args.max_queued_requests,
+            tally=tallies.of(Counted.GENERATING),
         )
     if keys := args.api_keys():
         app.add_middleware(Authentication, keys=keys)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +18,17 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream, Wakes
-from vllm.v1.engine.sleep import check_sleep, check_tags
-from vllm.v1.metrics.prometheus import metrics_text
+from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
+from vllm.v1.metrics.merge import snapshot
+from vllm.v1.metrics.prometheus import REGISTRY, metrics_text
 from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric as PrometheusMetric
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import VllmConfig
@@ -83,7 +86,8 @@ def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
 class AsyncLLM:
     """Serves many callers of one event loop; the core runs in its own process.
 
-    `meanwhile`: called once while the core starts.
+    `meanwhile`: called once while the core starts. `client`: to a core that another process has
+    started and shares out.
     """
 
     def __init__(
@@ -92,8 +96,10 @@ class AsyncLLM:
         executor_class: type[Executor] | None = None,
         log_stats: bool = True,
         meanwhile: Callable[[], None] | None = None,
+        client: AttachedClient | None = None,
     ) -> None:
-        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
+        self.engine_core: AsyncMPClient | AttachedClient
+        self.engine_core = client or AsyncMPClient(vllm_config, executor_class, log_stats)
         try:
             # While the core starts.
             with startup_phases.startup_phase("import front end"):
@@ -117,7 +123,7 @@ class AsyncLLM:
         #: held by the call that changes what sleeps
         self._sleep_lock = asyncio.Lock()
         self._error: BaseException | None = None
-        self._loggers = self._front_end.make_stat_loggers()
+        self._loggers = self._front_end.make_stat_loggers(alone=client is None)
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -368,16 +374,41 @@ class AsyncLLM:
         when `wake_up` is called while requests finish: then nothing sleeps.
         """
         check_sleep(self.vllm_config, level)
-        if mode not in ("abort", "wait"):
-            raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
+        check_mode(mode)
         with self._front_end.sleep.waiting() as check:
-            if mode == "abort":
-                await self.abort(self.unfinished_request_ids())
-            while self.output_processor.has_unfinished_requests():
-                await asyncio.sleep(_TICK_S)
-                check()
+            await self._come_to_rest(mode, check)
             # Once the core is told, its answer counts, whether or not the caller waits for it.
             await asyncio.shield(self._fall_asleep(level, check))
+
+    async def _come_to_rest(self, mode: str, check: Callable[[], None]) -> None:
+        """Abort the unfinished requests, or wait for them."""
+        if mode == "abort":
+            await self.abort(self.unfinished_request_ids())
+        while self.output_processor.has_unfinished_requests():
+            await asyncio.sleep(_TICK_S)
+            check()
+
+    @contextlib.asynccontextmanager
+    async def resting(self, mode: str) -> AsyncGenerator[None, None]:
+        """One process's part of a sleep that another one commands: no request of this front end
+        runs, and new ones are refused, while the block lasts. A wake-up calls it off."""
+        with self._front_end.sleep.waiting() as check:
+            await self._come_to_rest(mode, check)
+            yield
+
+    def call_off_rest(self) -> None:
+        """The core is to be woken up: do not wait any longer to sleep."""
+        self._front_end.sleep.call_off()
+
+    def note_sleep(self, level: int) -> None:
+        """Another process has put the core to sleep."""
+        self._front_end.sleep.fell_asleep()
+        self._front_end.show_sleep(level)
+
+    def note_wake_up(self, tags: Iterable[str]) -> None:
+        """Another process has woken these up."""
+        self._front_end.sleep.woke_up(tags)
+        self._front_end.show_sleep(0)
 
     async def _fall_asleep(self, level: int, check: Callable[[], None]) -> None:
         async with self._sleep_lock:
@@ -407,6 +438,10 @@ class AsyncLLM:
     def get_metrics(self) -> list[Metric]:
         """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
         return self._front_end.get_metrics()
+
+    def metrics_snapshot(self) -> list[PrometheusMetric]:
+        """This engine's metrics and those of its process, for `metrics.merge`."""
+        return snapshot([REGISTRY, self._front_end.metrics])
 
     def metrics_text(self) -> bytes:
         """This engine's metrics and those of its process, as `/metrics` shows them."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -49,7 +50,7 @@ def _combination(metric: Metric, sample: Sample) -> Callable[[float, float], flo
     if sample.name.endswith(_CREATED) or sample.name == _STARTED:
         return min
     if metric.type in _ADDED or metric.name in _ADDED_GAUGES:
-        return float.__add__
+        return operator.add
     return max
 
 

@@ -47,6 +47,5 @@ async def list_decisions(request: Request) -> list[dict[str, Any]]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    server = server_of(request)
-    text = await server.renderer.run(server.engine.metrics_text)
+    text = await server_of(request).siblings.metrics_text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
