@@ -136,11 +136,15 @@ def run_server_loop(
     make_engine: Callable[[], AsyncLLM],
     make_app: Callable[[AsyncLLM], FastAPI],
     tallies: Tallies,
+    take_stop: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
-    """As `serve`, of a socket that stays; `make_engine` and `make_app` run on the event loop."""
+    """As `serve`, of a socket that stays; `make_engine` and `make_app` run on the event loop.
+
+    `take_stop` is given what makes the server finish, as the first signal does.
+    """
     # Templates and bodies are parsed in threads, and the event loop must not wait for them.
     with short_turns():
-        return uvloop.run(_serve(sock, args, make_engine, make_app, tallies))
+        return uvloop.run(_serve(sock, args, make_engine, make_app, tallies, take_stop))
 
 
 def remove_unix_socket(args: FrontEndArgs) -> None:
@@ -172,6 +176,10 @@ class _Server(uvicorn.Server):
         self._gate = ShutdownGate(app)
         super().__init__(_uvicorn_config(self._gate, args, tallies))
 
+    def finish(self) -> None:
+        """Let running requests finish, then end."""
+        self.should_exit = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
@@ -196,6 +204,7 @@ async def _serve(
     make_engine: Callable[[], AsyncLLM],
     make_app: Callable[[AsyncLLM], FastAPI],
     tallies: Tallies,
+    take_stop: Callable[[Callable[[], None]], None] | None,
 ) -> int:
     raise_open_file_limit()
     engine = make_engine()
@@ -207,6 +216,8 @@ async def _serve(
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         _install_signals(server, engine)
+        if take_stop is not None:
+            take_stop(server.finish)
         helpers = [asyncio.create_task(_watch(server, engine))]
         if args.enable_ssl_refresh and args.ssl_certfile and args.ssl_keyfile:
             helpers.append(asyncio.create_task(refresh_certificates(server.config)))

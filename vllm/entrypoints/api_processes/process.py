@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,11 @@ class CommandedEngine:
         self._engine = engine
         self._client = client
         self._rest: contextlib.AbstractAsyncContextManager[None] | None = None
+        self._finish: Callable[[], None] | None = None
+
+    def take_stop(self, finish: Callable[[], None]) -> None:
+        """From now on the server can be told to end."""
+        self._finish = finish
 
     def handlers(self) -> Handlers:
         """All of it, by name."""
@@ -110,8 +115,9 @@ class CommandedEngine:
         self._client.link.lose(cause)
 
     async def stop(self) -> None:
-        """As SIGTERM: finish what runs, then end."""
-        signal.raise_signal(signal.SIGTERM)
+        """Finish what runs, then end."""
+        if self._finish is not None:
+            self._finish()
 
 
 def import_application() -> None:
@@ -139,7 +145,8 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tallies = Tallies(TallyFile(setup.tally_path, setup.num_places), setup.place)
     made: list[ControlPort] = []
-    made_ready: list[asyncio.Task[None]] = []
+    commands: list[CommandedEngine] = []
+    telling: list[asyncio.Task[None]] = []
 
     def make_engine() -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -149,16 +156,18 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
         engine = AsyncLLM(setup.vllm_config, log_stats=setup.log_stats, client=client)
         if setup.sleep_level:
             engine.note_sleep(setup.sleep_level)
-        commands = CommandedEngine(engine, client)
-        made.append(ControlPort(pipe, commands.handlers(), gone=lambda: None))
+        commands.append(CommandedEngine(engine, client))
+        made.append(ControlPort(pipe, commands[0].handlers(), gone=lambda: None))
         return engine
 
     def make_app(engine: AsyncLLM) -> FastAPI:
         from vllm.entrypoints.openai.api_server import build_app
 
         (port,) = made
-        app = build_app(engine, args, ServedTogether(engine, port), tallies)
-        made_ready.append(asyncio.get_running_loop().create_task(port.call("ready")))
-        return app
+        return build_app(engine, args, ServedTogether(engine, port), tallies)
 
-    raise SystemExit(run_server_loop(sock, args, make_engine, make_app, tallies))
+    def take_stop(finish: Callable[[], None]) -> None:
+        commands[0].take_stop(finish)
+        telling.append(asyncio.get_running_loop().create_task(made[0].call("ready")))
+
+    raise SystemExit(run_server_loop(sock, args, make_engine, make_app, tallies, take_stop))

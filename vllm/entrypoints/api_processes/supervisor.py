@@ -212,10 +212,13 @@ class Supervisor:
             if process.port is not None:
                 with contextlib.suppress(PeerGoneError):
                     await process.port.call("lose_core", error.cause or "it died")
-        if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
-            # They end by themselves when their requests have had the error.
-            self._stopping = True
-            self._spawn_task(self._kill_later(_GRACE_S))
+        if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH and self._processes:
+            return
+        # They end by themselves when their requests have had the error.
+        self._stopping = True
+        if not self._processes:
+            self._all_gone.set()
+        self._spawn_task(self._kill_later(_GRACE_S))
 
     async def _log_throughput(self) -> None:
         while True:
@@ -231,13 +234,14 @@ class Supervisor:
             process.port.close()
         place = process.place
         del self._processes[place]
-        self._tallies.clear(place)
-        self._metrics.lose(place)
         if self._stopping or self._core.dead is not None:
             if not self._processes:
                 self._all_gone.set()
             return
-        self._core.link.detach(process.client_index)
+        self._tallies.clear(place)
+        self._metrics.lose(place)
+        with contextlib.suppress(EngineDeadError):  # `_follow_core` is about to hear of it
+            self._core.link.detach(process.client_index)
         self._failed_starts += not process.is_ready
         code = process.process.exitcode
         logger.error("API process %d died (exit code %s); its requests are lost", place, code)
@@ -247,7 +251,10 @@ class Supervisor:
             return
         logger.info("another process takes the place of API process %d", place)
         self._processes[place] = _ApiProcess(place, self._sockets[place])
-        self._introduce(self._processes[place])
+        try:
+            self._introduce(self._processes[place])
+        except EngineDeadError:
+            self._processes.pop(place).kill()
 
     # ---- the end -------------------------------------------------------------------------------
 
