@@ -146,10 +146,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_metrics_are_those_of_all_processes(server: Server) -> None:
-    before = (
-        server.metric("vllm:generation_tokens_total"),
-        server.metric("vllm:request_success_total"),
-    )
+    names = ("vllm:generation_tokens_total", "vllm:request_success_total")
+    before = [server.metric(name) for name in names]
     with ThreadPoolExecutor(4) as pool:
         body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
         replies = list(pool.map(lambda _: server.post(COMPLETIONS, **body), range(12)))
