@@ -46,7 +46,7 @@ def launch_flags(path: Path, backend: str = "file") -> list[str]:
         json.dumps(speculative),
         "--kv_transfer_config",
         json.dumps(transfer),
-        *("--api-server-count", "4", "--renderer-num-workers", "2"),
+        *("--api-server-count", "2", "--renderer-num-workers", "2"),
         "--max-model-len",
         str(MAX_MODEL_LEN),
         "--dtype",

@@ -12,7 +12,6 @@ import sys
 import httpx
 import pytest
 
-from vllm import decisions
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli import openai_client
 from vllm.entrypoints.cli.collect_env import describe_environment
@@ -91,8 +90,6 @@ def test_the_flags_that_speculators_passes() -> None:
     assert (front.host, front.port) == ("127.0.0.1", 8001)
     assert front.disable_uvicorn_access_log and front.api_keys() == []
     assert front.api_server_count == 4 and front.renderer_num_workers == 2
-    [choice] = [d for d in decisions.decisions() if d.what == "API server processes"]
-    assert (choice.chosen, choice.instead_of) == ("1", "4")
     assert engine.model == "m" and engine.max_model_len == 129 and engine.enforce_eager
     assert engine.enable_chunked_prefill is False
     assert engine.speculative_config == {"method": "extract_hidden_states"}
@@ -136,6 +133,8 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
         ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
         ({"headless": True}, "--headless"),
         ({"api_server_count": 0}, "--api-server-count"),
+        ({"api_server_count": -2}, "--api-server-count"),
+        ({"api_server_death": "ignore"}, "--api-server-death"),
         ({"renderer_num_workers": 0}, "--renderer-num-workers"),
         ({"no_such_field": 1}, "no_such_field"),
     ],

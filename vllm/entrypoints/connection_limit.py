@@ -9,10 +9,12 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.tally import Tally
 
 
-def limited_protocol(max_connections: int) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, whose connections over the limit answer 503 to everything."""
+def limited_protocol(max_connections: int, tally: Tally) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, whose connections over the limit answer 503 to everything; `tally`: the
+    open ones of all processes that serve."""
     refusal = ErrorInfo(
         HTTPStatus.SERVICE_UNAVAILABLE,
         "ServiceUnavailable",
@@ -21,12 +23,17 @@ def limited_protocol(max_connections: int) -> type[HttpToolsProtocol]:
     ).response({"retry-after": "1", "connection": "close"})
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Counts itself among `connections`, as uvicorn keeps them."""
+        """Counts itself, while it is one too many as well."""
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            tally.leave()
+            super().connection_lost(exc)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) <= max_connections:
+            if tally.try_enter(max_connections):
                 return
+            tally.enter()
             # Closing at once would often lose the answer: the client's request, unread, makes the
             # system reset the connection. So wait for the request, but not for ever.
             self.app = refusal

@@ -23,6 +23,7 @@ from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.shutdown_gate import ShutdownGate
 from vllm.entrypoints.ssl_refresh import refresh_certificates
+from vllm.entrypoints.tally import Counted, Tallies
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
@@ -43,13 +44,17 @@ _WATCH_INTERVAL_S = 0.25
 #: seconds that failed requests get to send their error after the engine's death
 _DEATH_GRACE_S = 5
 _EXIT_FORCED = 130
+#: Every step makes some objects per stream, all of which live until it has been sent: by default
+#: each step would look for garbage among them, and now and then among those of all requests.
+_GC_THRESHOLDS = (50_000, 20, 50)
 #: seconds that cancelled requests get to tell their clients
 _LAST_WORDS_S = 2.0
 
 
-def bind(args: FrontEndArgs) -> socket.socket:
+def bind(args: FrontEndArgs, shared: bool = False) -> socket.socket:
     """A bound socket that does not listen yet, so readiness probes fail until the model is loaded.
 
+    `shared`: others may listen at the same address, and connections are spread over all.
     Raises `VLLMValidationError` when the address cannot be had.
     """
     if args.uds:
@@ -57,6 +62,8 @@ def bind(args: FrontEndArgs) -> socket.socket:
     family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((args.host or "", args.port))
     except OSError as error:
@@ -115,17 +122,42 @@ def serve(
     The first SIGTERM or SIGINT drains, a second one exits at once. 0 after a clean stop, 1 after
     the engine's death; a failing start raises.
     """
-    for number in _SIGNALS:
-        signal.signal(number, _stop_starting)
+    stop_start_at_signals()
     try:
-        # Templates and bodies are parsed in threads, and the event loop must not wait for them.
-        with short_turns():
-            return uvloop.run(_serve(sock, args, make_engine, make_app))
+        return run_server_loop(sock, args, make_engine, make_app, Tallies())
     finally:
         sock.close()
-        if args.uds:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(args.uds)
+        remove_unix_socket(args)
+
+
+def run_server_loop(
+    sock: socket.socket,
+    args: FrontEndArgs,
+    make_engine: Callable[[], AsyncLLM],
+    make_app: Callable[[AsyncLLM], FastAPI],
+    tallies: Tallies,
+    take_stop: Callable[[Callable[[], None]], None] | None = None,
+) -> int:
+    """As `serve`, of a socket that stays; `make_engine` and `make_app` run on the event loop.
+
+    `take_stop` is given what makes the server finish, as the first signal does.
+    """
+    # Templates and bodies are parsed in threads, and the event loop must not wait for them.
+    with short_turns():
+        return uvloop.run(_serve(sock, args, make_engine, make_app, tallies, take_stop))
+
+
+def remove_unix_socket(args: FrontEndArgs) -> None:
+    """Take away the file of `--uds`."""
+    if args.uds:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(args.uds)
+
+
+def stop_start_at_signals() -> None:
+    """Until the event loop handles signals, they unwind the start."""
+    for number in _SIGNALS:
+        signal.signal(number, _stop_starting)
 
 
 def _stop_starting(number: int, frame: object) -> NoReturn:
@@ -140,9 +172,13 @@ class _Server(uvicorn.Server):
     more than one whose connection fails.
     """
 
-    def __init__(self, app: FastAPI, args: FrontEndArgs) -> None:
+    def __init__(self, app: FastAPI, args: FrontEndArgs, tallies: Tallies) -> None:
         self._gate = ShutdownGate(app)
-        super().__init__(_uvicorn_config(self._gate, args))
+        super().__init__(_uvicorn_config(self._gate, args, tallies))
+
+    def finish(self) -> None:
+        """Let running requests finish, then end."""
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -167,16 +203,21 @@ async def _serve(
     args: FrontEndArgs,
     make_engine: Callable[[], AsyncLLM],
     make_app: Callable[[AsyncLLM], FastAPI],
+    tallies: Tallies,
+    take_stop: Callable[[Callable[[], None]], None] | None,
 ) -> int:
     raise_open_file_limit()
     engine = make_engine()
     startup_phases.begin("server ready")
     try:
-        server = _Server(make_app(engine), args)
+        server = _Server(make_app(engine), args, tallies)
         # What start-up allocated stays for good; collections need not look at it again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         _install_signals(server, engine)
+        if take_stop is not None:
+            take_stop(server.finish)
         helpers = [asyncio.create_task(_watch(server, engine))]
         if args.enable_ssl_refresh and args.ssl_certfile and args.ssl_keyfile:
             helpers.append(asyncio.create_task(refresh_certificates(server.config)))
@@ -190,13 +231,15 @@ async def _serve(
         engine.shutdown()
 
 
-def _uvicorn_config(app: ASGIApp, args: FrontEndArgs) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvicorn.Config:
     from vllm.entrypoints.connection_limit import limited_protocol
 
+    open_ones = tallies.of(Counted.CONNECTIONS)
+    most = args.max_connections
     ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
     return uvicorn.Config(
         app,
-        http=limited_protocol(args.max_connections) if args.max_connections else "httptools",
+        http=limited_protocol(most, open_ones) if most else "httptools",
         ws="none",
         log_level=args.uvicorn_log_level,
         log_config=log_config(args),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.v1.engine.tokenizer_fixture import make_tokenizer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import Detokenizer, StreamDecoder, WindowDecoder
+from vllm.v1.engine.whole_texts import whole_texts
 
 TOKENIZER = make_tokenizer()
 
@@ -129,3 +130,24 @@ def test_without_tokenizer_or_detokenize_there_is_no_text():
         detokenizer = Detokenizer(tokenizer, [], params)
         assert detokenizer.update([5, 6], False) is None
         assert (detokenizer.text, detokenizer.token_ids) == ("", [5, 6])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 420), max_size=40), st.integers(0, 8), st.booleans())
+def test_whole_texts_change_no_piece(ids, cut, skip):
+    """Any ids, also bytes that are no text, special tokens and ids without a token."""
+    backend = TOKENIZER.backend_tokenizer
+    alone = StreamDecoder(backend, ids[:cut], skip)
+    table = StreamDecoder(backend, ids[:cut], skip, whole_texts(TOKENIZER, skip))
+    assert [table.decode(i) for i in ids[cut:]] == [alone.decode(i) for i in ids[cut:]]
+
+
+def test_tokenizers_that_join_texts_otherwise_have_no_table():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    assert whole_texts(PreTrainedTokenizerFast(tokenizer_object=backend), True) is None
+    assert whole_texts(TOKENIZER, True) is whole_texts(TOKENIZER, True)
+    assert whole_texts(TOKENIZER, True) is not whole_texts(TOKENIZER, False)

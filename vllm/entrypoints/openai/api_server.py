@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.entrypoints.anthropic import routes as messages
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
+from vllm.entrypoints.openai.direct_send import DirectSend
 from vllm.entrypoints.openai.errors import install_handlers
 from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import (
@@ -44,18 +45,29 @@ from vllm.entrypoints.openai.routes import (
 )
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.entrypoints.openai.user_middleware import import_middleware
+from vllm.entrypoints.tally import Counted, Tallies
 from vllm.logger import init_logger
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.siblings import Siblings
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
 
 
-def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
-    """The application that serves `engine`; wraps nothing that would buffer a stream."""
-    server = make_server(engine, args)
+def build_app(
+    engine: AsyncLLM,
+    args: FrontEndArgs,
+    siblings: Siblings | None = None,
+    tallies: Tallies | None = None,
+) -> FastAPI:
+    """The application that serves `engine`; wraps nothing that would buffer a stream.
+
+    `siblings`, `tallies`: where other processes serve the same engine.
+    """
+    tallies = tallies or Tallies()
+    server = make_server(engine, args, siblings, tallies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -77,7 +89,7 @@ def build_app(engine: AsyncLLM, args: FrontEndArgs) -> FastAPI:
     app.state.log_error_stack = args.log_error_stack
     _include_routes(app, args)
     install_handlers(app)
-    _add_middleware(app, server, args)
+    _add_middleware(app, server, args, tallies)
     return app
 
 
@@ -94,7 +106,7 @@ def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
         app.include_router(sleep.router)
 
 
-def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
+def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: Tallies) -> None:
     """Innermost first."""
     # Once as decompressed, and once as it arrives.
     app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
@@ -107,6 +119,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
             QueueLimit,
             max_running=server.engine.vllm_config.scheduler_config.max_num_seqs,
             max_queued=args.max_queued_requests,
+            tally=tallies.of(Counted.GENERATING),
         )
     if keys := args.api_keys():
         app.add_middleware(Authentication, keys=keys)
@@ -122,6 +135,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs) -> None:
         app.add_middleware(RequestIdHeader)
     app.add_middleware(HttpMetrics)
     app.add_middleware(HeadRequests)
+    app.add_middleware(DirectSend)
     for path in reversed(args.middleware):
         app.add_middleware(import_middleware(path))
 

@@ -75,6 +75,10 @@ class ChatStream:
         started = False
         try:
             async for _, output in source:
+                if started and self._only_delta and _goes_on(output):
+                    if events := self._go_on(output.outputs[0]):
+                        yield events
+                    continue
                 self._usage.seen(0, output)
                 events = await self._build([output], partial(self._events, output, not started))
                 started = True
@@ -94,6 +98,22 @@ class ChatStream:
             if completion.token_ids or completion.finish_reason is not None:
                 events += self._delta(output, completion)
         return b"".join(events)
+
+    def _go_on(self, completion: CompletionOutput) -> bytes:
+        """The event for new tokens of one choice that goes on, where events hold nothing else."""
+        index = completion.index
+        self._usage.generated(len(completion.token_ids))
+        splitter = self._splitters[index]
+        if splitter is None:
+            return self._texts[index]["content"].event(completion.text)
+        delta = splitter.feed(completion.text, finished=False)
+        if delta.calls or (delta.reasoning and delta.content):
+            return event(self._chunk(index, delta.as_dict()))
+        if delta.content:
+            return self._texts[index]["content"].event(delta.content)
+        if delta.reasoning:
+            return self._texts[index]["reasoning"].event(delta.reasoning)
+        return b""
 
     def _text_chunk(self, index: int, key: str, text: str) -> dict[str, Any]:
         return self._chunk(index, {key: text})
@@ -118,10 +138,6 @@ class ChatStream:
             reason = splitter.finish_reason(reason)
         if reason is None and not delta and not self._wants_tokens:
             return ()
-        if reason is None and len(delta) == 1 and self._only_delta:
-            key, text = next(iter(delta.items()))
-            if key in _TEXT_KEYS:
-                return (self._texts[completion.index][key].event(text),)
         chunk = self._chunk(completion.index, delta)
         choice = chunk["choices"][0]
         choice["logprobs"] = self._logprobs(completion)
@@ -142,3 +158,11 @@ class ChatStream:
         if self._usage.on_every_chunk:
             chunk["usage"] = self._usage.as_dict()
         return chunk
+
+
+def _goes_on(output: RequestOutput) -> bool:
+    """Whether the output is new tokens of one choice and nothing else."""
+    if len(output.outputs) != 1:
+        return False
+    completion = output.outputs[0]
+    return completion.finish_reason is None and bool(completion.token_ids)

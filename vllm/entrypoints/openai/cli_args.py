@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from vllm import decisions, envs
+from vllm import envs
 from vllm.engine.unsupported_flags import (
     UNSUPPORTED_SERVER_FLAGS,
     add_unsupported,
@@ -27,6 +27,8 @@ from vllm.utils.options import FlagKind, config, flag_name, option
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+#: `api_server_count`: as many as are of use
+AUTO = -1
 #: served when no model is named
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -97,11 +99,17 @@ class FrontEndArgs:
         default=False, help="Send X-Request-Id with every reply."
     )
     disable_fastapi_docs: bool = option(default=False, help="No /docs and /openapi.json.")
-    api_server_count: PositiveInt = option(
+    api_server_count: int = option(
         default=1,
         aliases=("-asc",),
-        help="API processes. One serves, whatever the number (recorded as a decision): templates "
-        "and tokenising, which keep it busy, run in the threads of --renderer-num-workers.",
+        kind=FlagKind.LENGTH,
+        help="API processes that share the port, in front of one engine; auto (-1): one per 256 of "
+        "--max-num-seqs, as far as there are cores.",
+    )
+    api_server_death: Literal["replace", "stop"] = option(
+        default="replace",
+        help="What follows when one of several API processes dies: another one takes its place, or "
+        "the server stops.",
     )
     renderer_num_workers: PositiveInt | None = option(
         default=None,
@@ -229,9 +237,12 @@ class FrontEndArgs:
                 "replica",
                 "headless",
             )
-        if self.api_server_count > 1:
-            why = "templates and tokenising run in threads; see --renderer-num-workers"
-            decisions.record("API server processes", 1, why, self.api_server_count)
+        if self.api_server_count != AUTO and self.api_server_count < 1:
+            raise VLLMValidationError(
+                f"--api-server-count must be positive or auto, got {self.api_server_count}",
+                "api_server_count",
+                self.api_server_count,
+            )
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> FrontEndArgs:

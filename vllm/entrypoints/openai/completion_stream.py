@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,9 @@ class CompletionStream:
         """The encoded events of each output, without `[DONE]`."""
         try:
             async for prompt_index, output in source:
+                if (text := self._text_event(prompt_index, output)) is not None:
+                    yield text
+                    continue
                 self._usage.seen(prompt_index, output)
                 make = functools.partial(self._events, prompt_index, output)
                 if events := await self._serving.build([output], make):
@@ -90,28 +93,28 @@ class CompletionStream:
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
 
+    def _text_event(self, prompt_index: int, output: RequestOutput) -> bytes | None:
+        """The event of an output that holds nothing but new text of one choice; else None."""
+        if not self._only_text or len(output.outputs) != 1:
+            return None
+        completion = output.outputs[0]
+        state = self._choices[prompt_index * self._num_choices + completion.index]
+        num_tokens = len(completion.token_ids)
+        if (
+            not (state.started and num_tokens)
+            or completion.finish_reason is not None
+            or completion.kv_transfer_params is not None
+        ):
+            return None
+        self._usage.generated(num_tokens)
+        return state.texts.event(completion.text)
+
     def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
         return b"".join(
-            encoded
+            event(chunk)
             for completion in output.outputs
-            for encoded in self._encoded(prompt_index, output, completion)
+            for chunk in self._chunks(prompt_index, output, completion)
         )
-
-    def _encoded(
-        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> Iterable[bytes]:
-        state = self._choices[prompt_index * self._num_choices + completion.index]
-        if (
-            self._only_text
-            and completion.finish_reason is None
-            and completion.token_ids
-            and completion.kv_transfer_params is None
-            and (state.started or not self._request.echo)
-        ):
-            state.started = True
-            self._usage.generated(len(completion.token_ids))
-            return (state.texts.event(completion.text),)
-        return map(event, self._chunks(prompt_index, output, completion))
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         return {**self._head, "choices": [_choice(index, text)]}

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
+from vllm.entrypoints.tally import OwnTally, Tally
 
 _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests", "/placements")
 _UNAUTHORIZED = ErrorInfo(
@@ -145,8 +146,13 @@ class HeadRequests:
 class LoadCounter:
     """Counts the POST requests in progress, for `/load`."""
 
-    def __init__(self) -> None:
-        self.running = 0
+    def __init__(self, tally: Tally | None = None) -> None:
+        self._tally = tally or OwnTally()
+
+    @property
+    def running(self) -> int:
+        """In all processes that serve."""
+        return self._tally.total
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """`app` with its requests counted."""
@@ -155,10 +161,10 @@ class LoadCounter:
             if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)
                 return
-            self.running += 1
+            self._tally.enter()
             try:
                 await app(scope, receive, send)
             finally:
-                self.running -= 1
+                self._tally.leave()
 
         return counted

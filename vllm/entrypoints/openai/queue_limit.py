@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.route_path import route_path
+from vllm.entrypoints.tally import OwnTally, Tally
 
 _GENERATING = frozenset(
     {
@@ -26,13 +27,16 @@ class QueueLimit:
     """Answers 503 to a generation request while `max_running + max_queued` are in progress.
 
     A request counts from its arrival to the end of its reply, before its body is read, so that
-    none of the stages in between can pile up work. It counts once, whatever its `n`.
+    none of the stages in between can pile up work. It counts once, whatever its `n`. `tally`: of
+    all processes that serve.
     """
 
-    def __init__(self, app: ASGIApp, max_running: int, max_queued: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_running: int, max_queued: int, tally: Tally | None = None
+    ) -> None:
         self.app = app
         self._limit = max_running + max_queued
-        self._num_in_progress = 0
+        self._in_progress = tally or OwnTally()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = (
@@ -43,14 +47,13 @@ class QueueLimit:
         if not counts:
             await self.app(scope, receive, send)
             return
-        if self._num_in_progress >= self._limit:
+        if not self._in_progress.try_enter(self._limit):
             await self._refuse(scope, receive, send)
             return
-        self._num_in_progress += 1
         try:
             await self.app(scope, receive, send)
         finally:
-            self._num_in_progress -= 1
+            self._in_progress.leave()
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         info = ErrorInfo(

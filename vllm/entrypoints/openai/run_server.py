@@ -21,6 +21,7 @@ from vllm.utils.imports import gc_paused
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _APPLICATION = "vllm.entrypoints.openai.api_server"
@@ -40,6 +41,8 @@ def run_server(namespace: argparse.Namespace) -> int:
     check_certificates(args)
     for path in args.middleware:
         import_middleware(path)
+    if args.api_server_count != 1:
+        return _run_several(args, engine_args)
     sock = bind(args)
 
     def make_engine() -> AsyncLLM:
@@ -54,6 +57,20 @@ def run_server(namespace: argparse.Namespace) -> int:
         return build_app(engine, args)
 
     return serve(sock, args, make_engine, make_app)
+
+
+def _run_several(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
+    """With more than one API process, or as many as turn out to be of use."""
+    from vllm.engine.batch_defaults import UsageContext
+    from vllm.entrypoints.api_processes.serve import serve_together
+    from vllm.entrypoints.launcher import bind
+
+    # Before the model is looked at: an address that is taken is a mistake found in milliseconds.
+    first = bind(args, shared=True)
+    startup_phases.end(startup_phases.IMPORT)
+    config = engine_args.create_engine_config(UsageContext.API_SERVER)
+    log_stats = not config.observability_config.disable_log_stats
+    return serve_together(first, args, config, log_stats=log_stats)
 
 
 @startup_phases.startup_phase("import server")

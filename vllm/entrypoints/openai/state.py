@@ -25,6 +25,8 @@ from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.serving_render import ServingRender
 from vllm.entrypoints.openai.serving_tokenization import ServingTokenization
 from vllm.entrypoints.openai.serving_tokens import ServingTokens
+from vllm.entrypoints.openai.siblings import Alone, Siblings
+from vllm.entrypoints.tally import Counted, Tallies
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,12 +47,15 @@ class Server:
     render: ServingRender
     tokens: ServingTokens
     load: LoadCounter
+    siblings: Siblings
     #: seconds a request may take, None for no limit
     request_timeout_s: float | None = None
 
 
-def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
-    """Wire the serving objects to `engine` as `args` says."""
+def make_server(
+    engine: AsyncLLM, args: FrontEndArgs, siblings: Siblings | None, tallies: Tallies
+) -> Server:
+    """Wire the serving objects to `engine` as `args` says; without `siblings` it serves alone."""
     model_config = engine.model_config
     models = ServingModels(
         model_config.served_names, model_config.model, model_config.max_model_len
@@ -98,7 +103,8 @@ def make_server(engine: AsyncLLM, args: FrontEndArgs) -> Server:
         tokenization=ServingTokenization(models, renderer),
         render=ServingRender(completion, chat),
         tokens=ServingTokens(engine, models, renderer, options),
-        load=LoadCounter(),
+        load=LoadCounter(tallies.of(Counted.LOAD)),
+        siblings=siblings or Alone(engine, renderer),
         request_timeout_s=args.request_timeout,
     )
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.deadline import Deadline, shutting_down
+from vllm.entrypoints.openai.direct_send import direct_send
 from vllm.entrypoints.openai.errors import describe
 from vllm.logger import init_logger
 
@@ -123,12 +124,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_until_over(receive, send)
+            await self._send_until_over(receive, send, direct_send(scope, send))
         finally:
             await self.chunks.aclose()
 
-    async def _send_until_over(self, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send_all(send))
+    async def _send_until_over(self, receive: Receive, send: Send, direct: Send) -> None:
+        sender = asyncio.create_task(self._send_all(send, direct))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait(
@@ -146,11 +147,11 @@ class EventStream(Response):
         finally:
             await _cancel(sender, gone)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, direct: Send) -> None:
         await send({"type": "http.response.body", "body": self.first, "more_body": True})
         try:
             async for chunk in self.chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await direct({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             await self._send_end(send, error)
         else:

@@ -18,6 +18,9 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x02"
     SHUTDOWN = b"\x03"
     STOP = b"\x04"
+    #: a further client, and the end of one
+    ATTACH = b"\x05"
+    DETACH = b"\x06"
 
 
 class FinishReason(enum.IntEnum):
@@ -126,6 +129,17 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_drafts: tuple[int, int] | None = None
 
 
+class PlainOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of requests that just go on, as arrays; see `vllm.v1.engine.plain_outputs`."""
+
+    #: int32, request after request
+    token_ids: bytes
+    #: tokens of each request, int32 `[requests]`; None: one each
+    counts: bytes | None = None
+    #: in the order of the tokens; None: those of the message before
+    request_ids: list[str] | None = None
+
+
 class UtilityOutput(msgspec.Struct, array_like=True):
     """Reply to a utility call; `result` is pickled when it is not msgpack-native."""
 
@@ -171,3 +185,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     utility_output: UtilityOutput | None = None
     #: the core is dead: the cause; nothing follows
     fatal: str | None = None
+    #: how many of `outputs`, the first ones, hold nothing but tokens of requests that go on
+    num_plain: int = 0
+    #: those, when the message comes from another process
+    plain: PlainOutputs | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +18,24 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_stream import OutputStream
-from vllm.v1.engine.placements import PlacementChange, PlacementGate, asked_for, busy, check_mode
-from vllm.v1.engine.sleep import check_sleep, check_tags
-from vllm.v1.metrics.prometheus import metrics_text
+from vllm.v1.engine.output_stream import OutputStream, Wakes
+from vllm.v1.engine.placements import (
+    PlacementChange,
+    PlacementGate,
+    asked_for,
+    busy,
+    check_change_mode,
+)
+from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
+from vllm.v1.metrics.merge import snapshot
+from vllm.v1.metrics.prometheus import REGISTRY, metrics_text
 from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric as PrometheusMetric
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import VllmConfig
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.engine.batch_defaults import UsageContext
     from vllm.model_executor.placements import Placement
     from vllm.v1.engine.input_processor import ProcessedInput
+    from vllm.v1.engine.output_processor import ProcessedOutputs
     from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -42,6 +52,8 @@ logger = init_logger(__name__)
 #: as one output if their tokens' texts are new
 _CHUNK = 128
 _LOGPROBS_PER_OUTPUT = 2
+#: messages of the core whose tokens go out together when they come faster than they are handled
+_MOST_TOGETHER = 8
 #: pause between looks at whether all requests have ended
 _TICK_S = 0.02
 
@@ -82,7 +94,8 @@ def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
 class AsyncLLM:
     """Serves many callers of one event loop; the core runs in its own process.
 
-    `meanwhile`: called once while the core starts.
+    `meanwhile`: called once while the core starts. `client`: to a core that another process has
+    started and shares out.
     """
 
     def __init__(
@@ -91,8 +104,10 @@ class AsyncLLM:
         executor_class: type[Executor] | None = None,
         log_stats: bool = True,
         meanwhile: Callable[[], None] | None = None,
+        client: AttachedClient | None = None,
     ) -> None:
-        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
+        self.engine_core: AsyncMPClient | AttachedClient
+        self.engine_core = client or AsyncMPClient(vllm_config, executor_class, log_stats)
         try:
             # While the core starts.
             with startup_phases.startup_phase("import front end"):
@@ -111,12 +126,14 @@ class AsyncLLM:
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
         self._streams: set[OutputStream] = set()
+        self._wakes = Wakes()
         self._handler: asyncio.Task[None] | None = None
         #: held by the call that changes what sleeps
         self._sleep_lock = asyncio.Lock()
         self._placement_gate = PlacementGate()
+        self._shares_core = client is not None
         self._error: BaseException | None = None
-        self._loggers = self._front_end.make_stat_loggers()
+        self._loggers = self._front_end.make_stat_loggers(alone=client is None)
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -239,7 +256,7 @@ class AsyncLLM:
             raise self.dead_error
         self._front_end.require_awake()
         self._ensure_handler()
-        stream = OutputStream(processed.request.sampling_params.output_kind)
+        stream = OutputStream(processed.request.sampling_params.output_kind, self._wakes)
         children = self.output_processor.add_request(
             processed.request, request_id, processed.prompt_text, stream.put
         )
@@ -278,7 +295,7 @@ class AsyncLLM:
     async def _handle_outputs(self) -> None:
         try:
             while True:
-                await self._handle(await self.engine_core.get_output())
+                await self._handle_all(await self.engine_core.get_outputs())
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -289,17 +306,43 @@ class AsyncLLM:
             for stream in self._streams:
                 stream.fail(dead)
 
+    async def _handle_all(self, waiting: list[EngineCoreOutputs | EngineDeadError]) -> None:
+        """Messages that came while others were handled: behind like this, consumers take the
+        tokens of several steps at once."""
+        for first in range(0, len(waiting), _MOST_TOGETHER):
+            together = waiting[first : first + _MOST_TOGETHER]
+            try:
+                for outputs in together:
+                    if isinstance(outputs, EngineDeadError):
+                        raise outputs
+                    if outputs is not together[-1]:
+                        self._wakes.hold()
+                    await self._handle(outputs)
+            finally:
+                self._wakes.release()
+
     async def _handle(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats() if self._loggers is not None else None
+        plain, outputs.plain = outputs.plain, None
+        # First tokens are among these.
         for part in _turns(outputs.outputs):
             # Before the first one, too: messages may be waiting in a row.
             await asyncio.sleep(0)
             outputs.outputs = part
-            processed = self.output_processor.process_outputs(outputs, iteration)
-            self.engine_core.abort_requests(processed.aborts)
-            self.engine_core.stop_requests(processed.stops)
+            self._finish_with(self.output_processor.process_outputs(outputs, iteration))
+        rows = [] if plain is None else self.output_processor.plain_rows(plain)
+        for first in range(0, len(rows), _CHUNK):
+            await asyncio.sleep(0)
+            some = rows[first : first + _CHUNK]
+            self._finish_with(
+                self.output_processor.process_plain(some, outputs.timestamp, iteration)
+            )
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration)
+
+    def _finish_with(self, processed: ProcessedOutputs) -> None:
+        self.engine_core.abort_requests(processed.aborts)
+        self.engine_core.stop_requests(processed.stops)
 
     # ---- utilities -----------------------------------------------------------------------------
 
@@ -333,8 +376,16 @@ class AsyncLLM:
 
         `mode`: "wait" lets running requests end with the present placement, "refuse" raises
         `VLLMValidationError` while there are any. New ones are held back and run with the new one.
+        Where several processes share the core, none can hold back the others' requests:
+        `VLLMValidationError`.
         """
-        check_mode(mode)
+        check_change_mode(mode)
+        if self._shares_core:
+            raise VLLMValidationError(
+                "several API processes serve this engine, so the placement cannot change; start "
+                "it with --api-server-count 1, or with the placement",
+                "placement",
+            )
         async with self._placement_gate.closed():
             while (change := await asyncio.shield(self._change_placement(placement))).is_busy:
                 if mode == "refuse":
@@ -369,16 +420,41 @@ class AsyncLLM:
         when `wake_up` is called while requests finish: then nothing sleeps.
         """
         check_sleep(self.vllm_config, level)
-        if mode not in ("abort", "wait"):
-            raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
+        check_mode(mode)
         with self._front_end.sleep.waiting() as check:
-            if mode == "abort":
-                await self.abort(self.unfinished_request_ids())
-            while self.output_processor.has_unfinished_requests():
-                await asyncio.sleep(_TICK_S)
-                check()
+            await self._come_to_rest(mode, check)
             # Once the core is told, its answer counts, whether or not the caller waits for it.
             await asyncio.shield(self._fall_asleep(level, check))
+
+    async def _come_to_rest(self, mode: str, check: Callable[[], None]) -> None:
+        """Abort the unfinished requests, or wait for them."""
+        if mode == "abort":
+            await self.abort(self.unfinished_request_ids())
+        while self.output_processor.has_unfinished_requests():
+            await asyncio.sleep(_TICK_S)
+            check()
+
+    @contextlib.asynccontextmanager
+    async def resting(self, mode: str) -> AsyncGenerator[None, None]:
+        """One process's part of a sleep that another one commands: no request of this front end
+        runs, and new ones are refused, while the block lasts. A wake-up calls it off."""
+        with self._front_end.sleep.waiting() as check:
+            await self._come_to_rest(mode, check)
+            yield
+
+    def call_off_rest(self) -> None:
+        """The core is to be woken up: do not wait any longer to sleep."""
+        self._front_end.sleep.call_off()
+
+    def note_sleep(self, level: int) -> None:
+        """Another process has put the core to sleep."""
+        self._front_end.sleep.fell_asleep()
+        self._front_end.show_sleep(level)
+
+    def note_wake_up(self, tags: Iterable[str]) -> None:
+        """Another process has woken these up."""
+        self._front_end.sleep.woke_up(tags)
+        self._front_end.show_sleep(0)
 
     async def _fall_asleep(self, level: int, check: Callable[[], None]) -> None:
         async with self._sleep_lock:
@@ -408,6 +484,10 @@ class AsyncLLM:
     def get_metrics(self) -> list[Metric]:
         """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
         return self._front_end.get_metrics()
+
+    def metrics_snapshot(self) -> list[PrometheusMetric]:
+        """This engine's metrics and those of its process, for `metrics.merge`."""
+        return snapshot([REGISTRY, self._front_end.metrics])
 
     def metrics_text(self) -> bytes:
         """This engine's metrics and those of its process, as `/metrics` shows them."""

@@ -237,6 +237,11 @@ class EngineCore:
     def abort_all(self) -> None:
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
 
+    def abort_client(self, client_index: int) -> None:
+        """Abort all requests of a client that is gone."""
+        own = self.scheduler.request_ids_of(client_index)
+        self.scheduler.finish_requests(own, RequestStatus.FINISHED_ABORTED)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
         return bool(self._in_flight) or self.scheduler.has_requests()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core_link import CoreLink
+from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
 
@@ -161,7 +161,7 @@ class InprocClient(EngineCoreClient):
 class _MPClient:
     """The core in its own process. Sending never blocks."""
 
-    def __init__(self, link: CoreLink) -> None:
+    def __init__(self, link: ClientLink) -> None:
         self._link = link
         self._finalizer = weakref.finalize(self, link.close)
 
@@ -238,37 +238,58 @@ class _Mailbox:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def get(self) -> EngineCoreOutputs | EngineDeadError:
+    async def get(self) -> list[EngineCoreOutputs | EngineDeadError]:
+        """All there are, at least one."""
         while True:
             with self._lock:
                 if self._items:
-                    return self._items.popleft()
+                    items = list(self._items)
+                    self._items.clear()
+                    return items
                 self._loop = asyncio.get_running_loop()
                 self._waiter = self._loop.create_future()
                 waiter = self._waiter
             await waiter
 
 
-class AsyncMPClient(_MPClient):
-    """For `AsyncLLM`."""
+class _AsyncClient(_MPClient):
+    """Outputs for an event loop."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
-    ) -> None:
-        self._mailbox = _Mailbox()
-        super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._mailbox.put))
+    def __init__(self, link: ClientLink, mailbox: _Mailbox) -> None:
+        self._mailbox = mailbox
+        super().__init__(link)
 
     @property
     def dead(self) -> EngineDeadError | None:
         """Set as soon as the engine's death is known."""
         return self._link.dead
 
-    async def get_output(self) -> EngineCoreOutputs:
-        """The next outputs; raises `EngineDeadError` when the engine is dead."""
-        outputs = await self._mailbox.get()
-        if isinstance(outputs, EngineDeadError):
-            raise outputs
-        return outputs
+    async def get_outputs(self) -> list[EngineCoreOutputs | EngineDeadError]:
+        """All outputs that wait, at least one, in order; when the engine is dead, its error is the
+        last one."""
+        return await self._mailbox.get()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._link.call(method, *args))
+
+
+class AsyncMPClient(_AsyncClient):
+    """For `AsyncLLM`, with a core of its own; further clients may be attached to that."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
+    ) -> None:
+        mailbox = _Mailbox()
+        #: the sockets' end
+        self.link = CoreLink(vllm_config, executor_class, log_stats, mailbox.put)
+        super().__init__(self.link, mailbox)
+
+
+class AttachedClient(_AsyncClient):
+    """For `AsyncLLM`, with a core that another process has started (see `AttachedLink`)."""
+
+    def __init__(self, directory: str, client_index: int, core_process_id: int | None) -> None:
+        mailbox = _Mailbox()
+        #: the sockets' end
+        self.link = AttachedLink(directory, client_index, core_process_id, mailbox.put)
+        super().__init__(self.link, mailbox)

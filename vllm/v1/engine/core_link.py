@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_process import CoreProcess
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.plain_outputs import PlainOutputsUnpacker
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
 
 if TYPE_CHECKING:
@@ -46,13 +48,175 @@ _PEER_POLL_MS = 20
 _PEER_TIMEOUT_MS = 1000
 
 
-class CoreLink:
-    """A core process and the sockets to it; nothing may be sent before `wait_ready` has returned.
+def client_addresses(directory: str, client_index: int) -> CoreAddresses:
+    """Where a client of the core binds its sockets."""
+    return CoreAddresses(
+        f"ipc://{directory}/requests-{client_index}", f"ipc://{directory}/outputs-{client_index}"
+    )
+
+
+class ClientLink(ABC):
+    """One client's sockets to a core, which may have several clients.
 
     Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
     its finalizer. Belongs to the process that made it: in a forked child sending raises
     `RuntimeError`, and `close` leaves everything to the parent.
     """
+
+    def __init__(self, addresses: CoreAddresses, client_index: int, sink: Sink) -> None:
+        self.client_index = client_index
+        self.process = OwnProcess()
+        self.dead: EngineDeadError | None = None
+        self._sink = sink
+        self._encoder = MsgpackEncoder()
+        self._send_lock = threading.RLock()  # a signal handler may close while sending
+        self._call_ids = itertools.count()
+        self._calls: dict[int, Future[Any]] = {}
+        self._closed = False
+        self._context = zmq.Context()
+        self._requests = self._bind(zmq.PUSH, addresses.requests)
+        self._outputs = self._bind(zmq.PULL, addresses.outputs)
+        self._stop_read, self._stop_write = os.pipe()
+        self._reader = threading.Thread(target=self._read, name="core-outputs", daemon=True)
+
+    @property
+    @abstractmethod
+    def process_id(self) -> int | None:
+        """The core's process."""
+
+    @abstractmethod
+    def wait_ready(self) -> None:
+        """Block until the core can take requests; raises what kept it from starting."""
+
+    @abstractmethod
+    def close(self, timeout_s: float | None = None) -> None:
+        """Release sockets, thread and files, and stop the core if it is this link's own."""
+
+    @abstractmethod
+    def _core_ended(self) -> str | None:
+        """Why nothing more comes although nobody said so; None while the core runs."""
+
+    @abstractmethod
+    def _watched(self) -> list[int]:
+        """Files that become readable when `_core_ended` may say something."""
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        return socket
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        for request in requests:
+            request.client_index = self.client_index
+        self._send(EngineCoreRequestType.ADD, requests)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(EngineCoreRequestType.ABORT, request_ids)
+
+    def stop(self, stops: list[StopRequest]) -> None:
+        self._send(EngineCoreRequestType.STOP, stops)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Run a utility in the core. The future fails with `VLLMValidationError` when the call
+        cannot be honoured, with `EngineGenerateError` when the utility fails, with
+        `EngineDeadError` when the engine dies first."""
+        call_id = next(self._call_ids)
+        future: Future[Any] = Future()
+        self._calls[call_id] = future
+        message = (self.client_index, call_id, method, [pack_object(arg) for arg in args])
+        try:
+            self._send(EngineCoreRequestType.UTILITY, message)
+        except BaseException:
+            self._calls.pop(call_id, None)
+            raise
+        return future
+
+    def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        self.process.require()
+        if self.dead is not None:
+            raise EngineDeadError(self.dead.cause)
+        frame = self._encoder.encode(message)
+        with self._send_lock:
+            if self._closed:
+                raise EngineDeadError("it was shut down")
+            # Without its peer the socket would wait for another one, which never comes.
+            while not self._requests.poll(_PEER_POLL_MS, zmq.POLLOUT):
+                if self.dead is not None:
+                    raise EngineDeadError(self.dead.cause)
+            self._requests.send_multipart((kind.value, frame))
+
+    # ---- receiving (reader thread) -------------------------------------------------------------
+
+    def _read(self) -> None:
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        unpacker = PlainOutputsUnpacker()
+        poller = zmq.Poller()
+        poller.register(self._outputs, zmq.POLLIN)
+        poller.register(self._stop_read, zmq.POLLIN)
+        for watched in self._watched():
+            poller.register(watched, zmq.POLLIN)
+        try:
+            while True:
+                events = dict(poller.poll())
+                if self._stop_read in events:
+                    return self._die(self._core_ended() or "it was shut down")
+                if self._outputs in events:
+                    outputs = decoder.decode(self._outputs.recv())
+                    if outputs.fatal is not None:
+                        return self._die(outputs.fatal)
+                    unpacker.unpack(outputs)
+                    self._deliver(outputs)
+                elif (cause := self._core_ended()) is not None:
+                    return self._die(cause)
+        except Exception as error:
+            logger.exception("reading the engine core's outputs failed")
+            self._die(f"its outputs cannot be read: {error}")
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        reply = outputs.utility_output
+        if reply is None:
+            self._sink(outputs)
+            return
+        future = self._calls.pop(reply.call_id)
+        if not future.set_running_or_notify_cancel():
+            return
+        if reply.error is None:
+            future.set_result(reply.result)
+        elif reply.refused:
+            future.set_exception(VLLMValidationError(reply.error, reply.parameter))
+        else:
+            future.set_exception(EngineGenerateError(reply.error))
+
+    def _die(self, cause: str) -> None:
+        error = EngineDeadError(cause)
+        self.dead = error
+        for future in list(self._calls.values()):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._calls.clear()
+        self._sink(error)
+
+    def _release(self) -> None:
+        """End the reader's thread and the sockets."""
+        if self._reader.ident is not None:
+            os.write(self._stop_write, b"x")
+            if threading.current_thread() is not self._reader:
+                self._reader.join()
+
+    def _release_files(self) -> None:
+        self._context.destroy(linger=0)
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+
+
+class CoreLink(ClientLink):
+    """A core process of one's own and the sockets to it; nothing may be sent before `wait_ready`
+    has returned. Its client has the index 0, and tells the core of further ones."""
 
     def __init__(
         self,
@@ -61,32 +225,19 @@ class CoreLink:
         log_stats: bool,
         sink: Sink,
     ) -> None:
-        self.process = OwnProcess()
-        self._sink = sink
         self._vllm_config = vllm_config
         self._started = False
-        self._directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
-        addresses = CoreAddresses(
-            f"ipc://{self._directory}/requests", f"ipc://{self._directory}/outputs"
-        )
-        self._encoder = MsgpackEncoder()
-        self._send_lock = threading.RLock()  # a signal handler may close while sending
-        self._call_ids = itertools.count()
-        self._calls: dict[int, Future[Any]] = {}
-        self._closed = False
-        self.dead: EngineDeadError | None = None
+        #: where further clients may put their sockets
+        self.directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
+        addresses = client_addresses(self.directory, 0)
         try:
             # the process starts before any socket or thread exists, so that forking is safe
             with vllm_config.decisions.current():
                 self._core = CoreProcess(vllm_config, executor_class, log_stats, addresses)
         except BaseException:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
             raise
-        self._context = zmq.Context()
-        self._requests = self._bind(zmq.PUSH, addresses.requests)
-        self._outputs = self._bind(zmq.PULL, addresses.outputs)
-        self._stop_read, self._stop_write = os.pipe()
-        self._reader = threading.Thread(target=self._read, name="core-outputs", daemon=True)
+        super().__init__(addresses, 0, sink)
         atexit.register(self.close)
 
     def wait_ready(self) -> None:
@@ -116,107 +267,25 @@ class CoreLink:
     def process_id(self) -> int | None:
         return self._core.process.pid
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address)
-        return socket
+    def attach(self, client_index: int) -> None:
+        """The core listens to the client whose sockets are at `client_addresses`; they may come
+        later. An index is used once."""
+        addresses = client_addresses(self.directory, client_index)
+        message = (client_index, addresses.requests, addresses.outputs)
+        self._send(EngineCoreRequestType.ATTACH, message)
 
-    # ---- sending -------------------------------------------------------------------------------
+    def detach(self, client_index: int) -> None:
+        """The client is gone: its requests are aborted."""
+        self._send(EngineCoreRequestType.DETACH, client_index)
 
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        self._send(EngineCoreRequestType.ADD, requests)
+    def _watched(self) -> list[int]:
+        return [self._core.process.sentinel]
 
-    def abort(self, request_ids: list[str]) -> None:
-        self._send(EngineCoreRequestType.ABORT, request_ids)
-
-    def stop(self, stops: list[StopRequest]) -> None:
-        self._send(EngineCoreRequestType.STOP, stops)
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Run a utility in the core. The future fails with `VLLMValidationError` when the call
-        cannot be honoured, with `EngineGenerateError` when the utility fails, with
-        `EngineDeadError` when the engine dies first."""
-        call_id = next(self._call_ids)
-        future: Future[Any] = Future()
-        self._calls[call_id] = future
-        message = (call_id, method, [pack_object(arg) for arg in args])
-        try:
-            self._send(EngineCoreRequestType.UTILITY, message)
-        except BaseException:
-            self._calls.pop(call_id, None)
-            raise
-        return future
-
-    def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
-        self.process.require()
-        if self.dead is not None:
-            raise EngineDeadError(self.dead.cause)
-        frame = self._encoder.encode(message)
-        with self._send_lock:
-            if self._closed:
-                raise EngineDeadError("it was shut down")
-            # Without its peer the socket would wait for another one, which never comes.
-            while not self._requests.poll(_PEER_POLL_MS, zmq.POLLOUT):
-                if self.dead is not None:
-                    raise EngineDeadError(self.dead.cause)
-            self._requests.send_multipart((kind.value, frame))
-
-    # ---- receiving (reader thread) -------------------------------------------------------------
-
-    def _read(self) -> None:
-        decoder = MsgpackDecoder(EngineCoreOutputs)
-        poller = zmq.Poller()
-        poller.register(self._outputs, zmq.POLLIN)
-        poller.register(self._core.process.sentinel, zmq.POLLIN)
-        poller.register(self._stop_read, zmq.POLLIN)
-        try:
-            while True:
-                events = dict(poller.poll())
-                if self._stop_read in events:
-                    return self._die("it was shut down")
-                if self._outputs in events:
-                    outputs = decoder.decode(self._outputs.recv())
-                    if outputs.fatal is not None:
-                        return self._die(outputs.fatal)
-                    self._deliver(outputs)
-                elif self._core.process.sentinel in events:
-                    return self._die(f"its process ended (exit code {self._exit_code()})")
-        except Exception as error:
-            logger.exception("reading the engine core's outputs failed")
-            self._die(f"its outputs cannot be read: {error}")
-
-    def _exit_code(self) -> int | None:
+    def _core_ended(self) -> str | None:
+        if self._closed or self._core.process.is_alive():
+            return None
         self._core.process.join(1.0)
-        return self._core.process.exitcode
-
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        reply = outputs.utility_output
-        if reply is None:
-            self._sink(outputs)
-            return
-        future = self._calls.pop(reply.call_id)
-        if not future.set_running_or_notify_cancel():
-            return
-        if reply.error is None:
-            future.set_result(reply.result)
-        elif reply.refused:
-            future.set_exception(VLLMValidationError(reply.error, reply.parameter))
-        else:
-            future.set_exception(EngineGenerateError(reply.error))
-
-    def _die(self, cause: str) -> None:
-        error = EngineDeadError(cause)
-        self.dead = error
-        for future in list(self._calls.values()):
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        self._calls.clear()
-        self._sink(error)
-
-    # ---- the end -------------------------------------------------------------------------------
+        return f"its process ended (exit code {self._core.process.exitcode})"
 
     def close(self, timeout_s: float | None = None) -> None:
         """Stop the core, release sockets, thread and files; safe to call twice.
@@ -237,12 +306,50 @@ class CoreLink:
                     if self._requests.poll(_PEER_TIMEOUT_MS, zmq.POLLOUT):
                         self._requests.send_multipart(frames)
         atexit.unregister(self.close)
-        if self._reader.ident is not None:
-            os.write(self._stop_write, b"x")
-            if threading.current_thread() is not self._reader:
-                self._reader.join()
+        self._release()
         self._core.stop(timeout_s)
-        self._context.destroy(linger=0)
-        os.close(self._stop_read)
-        os.close(self._stop_write)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._release_files()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class AttachedLink(ClientLink):
+    """The sockets of a further client of a core that runs already; who started the core has told it
+    of this client, and calls `lose` when the core has died."""
+
+    def __init__(
+        self, directory: str, client_index: int, core_process_id: int | None, sink: Sink
+    ) -> None:
+        self._core_process_id = core_process_id
+        self._lost: str | None = None
+        super().__init__(client_addresses(directory, client_index), client_index, sink)
+
+    @property
+    def process_id(self) -> int | None:
+        return self._core_process_id
+
+    def wait_ready(self) -> None:
+        if self._reader.ident is None:
+            self._reader.start()
+
+    def lose(self, cause: str) -> None:
+        """The core is gone."""
+        with self._send_lock:
+            if not self._closed and self._lost is None:
+                self._lost = cause
+                os.write(self._stop_write, b"x")
+
+    def close(self, timeout_s: float | None = None) -> None:
+        if not self.process.is_own:
+            return
+        with self._send_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._release()
+        self._release_files()
+
+    def _watched(self) -> list[int]:
+        return []
+
+    def _core_ended(self) -> str | None:
+        return self._lost

@@ -28,7 +28,8 @@ class CoreSetup:
 
 @dataclass(frozen=True)
 class CoreAddresses:
-    """ZMQ addresses; the client binds both."""
+    """ZMQ addresses of one client, which binds both. The client that started the core has the index
+    0; it attaches further ones, and detaches those that are gone."""
 
     requests: str
     outputs: str

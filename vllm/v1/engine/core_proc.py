@@ -28,7 +28,6 @@ from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
 from vllm.utils.parent_watch import ParentWatch
 from vllm.v1.engine import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
@@ -38,11 +37,17 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.engine.parallel_sampling import child_requests
-from vllm.v1.request import Request
+from vllm.v1.engine.plain_outputs import PlainOutputsPacker
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object, unpickle_setup
 
 logger = init_logger(__name__)
 
+#: outputs for a client, a new client's address, or None: the client is gone; None at the end
+ForWriter = tuple[int, EngineCoreOutputs | str | None] | None
+
+#: the client that started the core, and all clients
+_FIRST_CLIENT = 0
+_EVERYONE = -1
 #: needed by every core, but not by this module
 _IMPORTED_LATE = (
     "transformers.models.auto.configuration_auto",
@@ -71,7 +76,7 @@ class EngineCoreProc:
         self._inputs: queue.SimpleQueue[tuple[EngineCoreRequestType | None, Any]] = (
             queue.SimpleQueue()
         )
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[ForWriter] = queue.SimpleQueue()
         self._stopping = False
         core.executor.register_failure_callback(lambda error: self._inputs.put((None, error)))
         self._reader = self._thread("core-input", self._read)
@@ -92,7 +97,7 @@ class EngineCoreProc:
             self._drain()
         except BaseException as error:
             cause = f"{type(error).__name__}: {error}"
-            self._outputs.put(EngineCoreOutputs(fatal=cause))
+            self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=cause)))
             raise
         finally:
             self._outputs.put(None)
@@ -119,15 +124,21 @@ class EngineCoreProc:
         if kind is None:
             raise payload
         if kind is EngineCoreRequestType.ADD:
-            refused = [r for r in map(self._core.add_request, payload) if r is not None]
+            client_index, requests = payload
+            refused = [r for r in map(self._core.add_request, requests) if r is not None]
             if refused:
-                self._outputs.put(EngineCoreOutputs(outputs=refused, timestamp=time.monotonic()))
+                outputs = EngineCoreOutputs(outputs=refused, timestamp=time.monotonic())
+                self._outputs.put((client_index, outputs))
         elif kind is EngineCoreRequestType.ABORT:
             self._core.abort_requests(payload)
         elif kind is EngineCoreRequestType.STOP:
             self._core.stop_requests(payload)
         elif kind is EngineCoreRequestType.UTILITY:
-            self._outputs.put(EngineCoreOutputs(utility_output=self._call_utility(*payload)))
+            client_index, *call = payload
+            outputs = EngineCoreOutputs(utility_output=self._call_utility(*call))
+            self._outputs.put((client_index, outputs))
+        elif kind is EngineCoreRequestType.DETACH:
+            self._core.abort_client(payload)
         else:
             self._stopping = True
 
@@ -145,8 +156,8 @@ class EngineCoreProc:
         if not self._core.has_work():
             return
         produced = self._core.step()
-        for outputs in produced.values():
-            self._outputs.put(outputs)
+        for item in produced.items():
+            self._outputs.put(item)
         if not produced and self._core.only_waits and self._inputs.empty():
             time.sleep(_TICK_S)
 
@@ -177,32 +188,72 @@ class EngineCoreProc:
         requests = MsgpackDecoder(list[EngineCoreRequest])
         stops = MsgpackDecoder(list[StopRequest])
         anything: MsgpackDecoder[Any] = MsgpackDecoder(object)
+        attached: dict[int, str] = {_FIRST_CLIENT: self._addresses.requests}
         while True:
             kind_frame, payload_frame = socket.recv_multipart()
             kind = EngineCoreRequestType(kind_frame)
-            payload: list[Request | EngineCoreOutput] | Any
+            payload: Any
             if kind is EngineCoreRequestType.ADD:
-                children = chain.from_iterable(map(child_requests, requests.decode(payload_frame)))
-                payload = list(map(self._core.receive, children))
+                received = requests.decode(payload_frame)
+                client_index = received[0].client_index
+                if client_index not in attached:  # the last words of a client that is gone
+                    continue
+                children = chain.from_iterable(map(child_requests, received))
+                payload = client_index, list(map(self._core.receive, children))
             elif kind is EngineCoreRequestType.STOP:
                 payload = stops.decode(payload_frame)
             else:
                 payload = anything.decode(payload_frame)
+            if kind is EngineCoreRequestType.ATTACH:
+                client_index, attached[payload[0]], outputs = payload
+                socket.connect(attached[client_index])
+                self._outputs.put((client_index, outputs))
+                continue
+            if kind is EngineCoreRequestType.DETACH:
+                socket.disconnect(attached.pop(payload))
+                self._outputs.put((payload, None))
             self._inputs.put((kind, payload))
 
     def _write(self) -> None:
         encoder = MsgpackEncoder()
-        with self._context.socket(zmq.PUSH) as socket:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.LINGER, int(_FLUSH_S * 1000))
-            socket.connect(self._addresses.outputs)
-            while (outputs := self._outputs.get()) is not None:
-                try:
-                    frame = encoder.encode(outputs)
-                except Exception as error:
-                    socket.send(encoder.encode(EngineCoreOutputs(fatal=str(error))))
-                    raise
-                socket.send(frame)
+        clients = {_FIRST_CLIENT: _OutputSocket(self._context, self._addresses.outputs)}
+        try:
+            while (item := self._outputs.get()) is not None:
+                client_index, message = item
+                if isinstance(message, str):
+                    clients[client_index] = _OutputSocket(self._context, message)
+                elif message is None:
+                    clients.pop(client_index).close(linger_s=0)
+                elif client_index == _EVERYONE:
+                    for client in clients.values():
+                        client.send(encoder, message)
+                elif (one := clients.get(client_index)) is not None:  # else it is gone
+                    one.send(encoder, message)
+        except Exception as error:
+            for client in clients.values():
+                client.send(encoder, EngineCoreOutputs(fatal=str(error)))
+            raise
+        finally:
+            for client in clients.values():
+                client.close(linger_s=_FLUSH_S)
+
+
+class _OutputSocket:
+    """Outputs to one client."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+        self._packer = PlainOutputsPacker()
+
+    def send(self, encoder: MsgpackEncoder, outputs: EngineCoreOutputs) -> None:
+        """Encode and hand over; never blocks."""
+        self._socket.send(encoder.encode(self._packer.pack(outputs)))
+
+    def close(self, linger_s: float) -> None:
+        """What is not delivered `linger_s` from now is lost."""
+        self._socket.close(linger=int(linger_s * 1000))
 
 
 # ---- the process -------------------------------------------------------------------------------

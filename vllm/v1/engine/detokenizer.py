@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.whole_texts import WholeTexts, whole_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,21 +30,42 @@ class TokenDecoder(ABC):
 
 
 class StreamDecoder(TokenDecoder):
-    """Decoding by the `tokenizers` library."""
+    """Decoding by the `tokenizers` library; with `whole` only where a token is not enough."""
 
-    def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: list[int],
+        skip_special_tokens: bool,
+        whole: WholeTexts | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._stream = DecodeStream(
-            ids=[t for t in context if t < self._size], skip_special_tokens=skip_special_tokens
-        )
+        self._whole = whole
+        known = [t for t in context if t < self._size]
+        #: None: the text so far ends with a whole character
+        self._stream: DecodeStream | None = None
+        if whole is None or not whole.end_whole(known):
+            self._stream = DecodeStream(ids=known, skip_special_tokens=skip_special_tokens)
 
     def decode(self, token_id: int) -> str:
+        if self._stream is None:
+            assert self._whole is not None
+            text = self._whole[token_id]
+            if text is not None:
+                return text
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        text = self._step(token_id, self._stream)
+        if text and self._whole is not None:
+            self._stream = None
+        return text
+
+    def _step(self, token_id: int, stream: DecodeStream) -> str:
         if token_id >= self._size:
             return ""  # padded vocabularies have ids without text
         try:
-            return self._stream.step(self._tokenizer, token_id) or ""
+            return stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
             if "Invalid prefix encountered" not in str(error):
                 raise
@@ -111,7 +133,8 @@ def make_decoder(
     skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
     decoder: TokenDecoder
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        decoder = StreamDecoder(tokenizer.backend_tokenizer, context, skip)
+        whole = whole_texts(tokenizer, skip)
+        decoder = StreamDecoder(tokenizer.backend_tokenizer, context, skip, whole)
     else:
         decoder = WindowDecoder(tokenizer, context, skip, spaces)
     if not spaces and not skip:
@@ -141,9 +164,31 @@ class Detokenizer:
         longest = max(map(len, self._stop), default=1)
         #: characters kept back in streams because they could begin a stop string
         self._held_back = 0 if self._include_stop else longest - 1
+        #: whether text is certain as soon as it is there
+        self.sends_at_once = not self._stop
         self.token_ids: list[int] = []
-        self.text = ""
+        self._text = ""
+        #: behind `_text`
+        self._new_texts: list[str] = []
         self._num_sent = 0
+
+    @property
+    def text(self) -> str:
+        """All text so far, up to a stop string."""
+        if self._new_texts:
+            self._text += "".join(self._new_texts)
+            self._new_texts.clear()
+        return self._text
+
+    def pass_on(self, token_id: int) -> str:
+        """Add a token and take its new text; where text is sent at once, and all so far was."""
+        self.token_ids.append(token_id)
+        if self._decoder is None:
+            return ""
+        text = self._decoder.decode(token_id)
+        self._new_texts.append(text)
+        self._num_sent += len(text)
+        return text
 
     def update(self, new_token_ids: list[int], ends_with_stop_token: bool) -> str | None:
         """Add tokens; returns the stop string if one is now complete (the text is cut there).
@@ -157,7 +202,7 @@ class Detokenizer:
             if self._decoder is None or (last and ends_with_stop_token and not self._include_stop):
                 continue
             new_text = self._decoder.decode(token_id)
-            self.text += new_text
+            self._new_texts.append(new_text)
             if self._stop and new_text and len(self.token_ids) >= self._min_tokens:
                 found = self._find_stop(len(new_text))
                 if found is not None:
@@ -167,15 +212,16 @@ class Detokenizer:
     def _find_stop(self, num_new_chars: int) -> str | None:
         """The stop string that ends first in the text; cuts the text."""
         ends: list[tuple[int, int, str]] = []
+        text = self.text
         for stop in self._stop:
-            begin = max(0, len(self.text) - num_new_chars - len(stop) + 1)
-            at = self.text.find(stop, begin)
+            begin = max(0, len(text) - num_new_chars - len(stop) + 1)
+            at = text.find(stop, begin)
             if at >= 0:
                 ends.append((at + len(stop), at, stop))
         if not ends:
             return None
         end, at, stop = min(ends)
-        self.text = self.text[: end if self._include_stop else at]
+        self._text = text[: end if self._include_stop else at]
         return stop
 
     def sendable(self, finished: bool) -> str:
@@ -186,9 +232,10 @@ class Detokenizer:
 
     def take_new_text(self, finished: bool) -> str:
         """What became sendable since the last call."""
+        text = self.text
         held_back = 0 if finished else self._held_back
-        start, end = self._num_sent, len(self.text) - held_back
+        start, end = self._num_sent, len(text) - held_back
         if end <= start:
             return ""
         self._num_sent = end
-        return self.text[start:end]
+        return text[start:end]

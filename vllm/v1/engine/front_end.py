@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.sleep import ASLEEP, FrontEndSleep
-from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ class FrontEnd:
         if self.sleep.is_sleeping:
             raise EngineSleepingError(ASLEEP)
 
-    def make_stat_loggers(self) -> StatLoggerManager | None:
-        """After the core has started: some metrics show what it decided."""
+    def make_stat_loggers(self, alone: bool = True) -> StatLoggerManager | None:
+        """After the core has started: some metrics show what it decided. One of several front ends
+        leaves the log to the process that knows them all."""
         if self.log_stats:
-            self._loggers = StatLoggerManager(self.vllm_config, self.metrics)
+            loggers: list[StatLoggerBase] | None = None
+            if not alone:
+                loggers = [PrometheusStatLogger(self.vllm_config, 0, self.metrics)]
+            self._loggers = StatLoggerManager(self.vllm_config, self.metrics, loggers)
         return self._loggers
 
     def get_metrics(self) -> list[Metric]:

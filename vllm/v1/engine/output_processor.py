@@ -17,12 +17,14 @@ from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    PlainOutputs,
     RequestFailure,
     StopRequest,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import LogprobsCollector, TokenTexts
 from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
+from vllm.v1.engine.plain_outputs import split_tokens
 from vllm.v1.engine.request_state import OutputSink, RequestState
 from vllm.v1.metrics.stats import IterationStats
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = init_logger(__name__)
+
+#: a request and its new tokens
+PlainRow = tuple[RequestState, list[int]]
 
 
 @dataclass
@@ -61,6 +66,9 @@ class OutputProcessor:
         self._core_sees_stops = core_sees_stops
         self.request_states: dict[str, RequestState] = {}
         self._internal_ids: defaultdict[str, list[str]] = defaultdict(list)
+        #: the requests of the last plain outputs, while the same ones may come again
+        self._plain_ids: list[str] | None = None
+        self._plain_states: list[RequestState | None] = []
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.request_states)
@@ -87,6 +95,7 @@ class OutputProcessor:
                 raise VLLMValidationError(
                     f"request id {child.request_id!r} is already in use", "request_id"
                 )
+        self._plain_ids = None
         for index, child in enumerate(children):
             self.request_states[child.request_id] = RequestState(
                 child,
@@ -109,14 +118,76 @@ class OutputProcessor:
         processed = ProcessedOutputs()
         for output in outputs.outputs:
             state = self.request_states.get(output.request_id)
-            if state is None:
+            if state is not None:
+                self._try(state, output, outputs.timestamp, iteration, processed)
+        if outputs.plain is not None:
+            rows = self.plain_rows(outputs.plain)
+            self._take_plain(rows, outputs.timestamp, iteration, processed)
+        return processed
+
+    def plain_rows(self, plain: PlainOutputs) -> list[PlainRow]:
+        """The requests that still run and their new tokens."""
+        assert plain.request_ids is not None
+        if plain.request_ids is not self._plain_ids:
+            self._plain_ids = plain.request_ids
+            self._plain_states = [self.request_states.get(one) for one in plain.request_ids]
+        rows = zip(self._plain_states, split_tokens(plain), strict=True)
+        return [(state, tokens) for state, tokens in rows if state is not None]
+
+    def process_plain(
+        self, rows: Iterable[PlainRow], timestamp: float, iteration: IterationStats | None
+    ) -> ProcessedOutputs:
+        """As `process_outputs` for some of the `plain_rows` of a message."""
+        processed = ProcessedOutputs()
+        self._take_plain(rows, timestamp, iteration, processed)
+        return processed
+
+    def _take_plain(
+        self,
+        rows: Iterable[PlainRow],
+        timestamp: float,
+        iteration: IterationStats | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        for state, tokens in rows:
+            if state.is_over:
+                continue
+            sink = state.sink
+            if not state.passes_on or len(tokens) != 1 or sink is None:
+                output = EngineCoreOutput(state.request_id, tokens)
+                self._try(state, output, timestamp, iteration, processed)
                 continue
             try:
-                self._process(state, output, outputs.timestamp, iteration, processed)
+                sink(state.pass_on(tokens[0]))
             except Exception as error:
-                logger.exception("the outputs of request %s cannot be made", state.external_id)
-                self._fail(state, error, outputs.timestamp, iteration, processed)
-        return processed
+                self._cannot_make(state, error, timestamp, iteration, processed)
+            else:
+                if iteration is not None:
+                    iteration.add_next_token(state.stats, timestamp)
+
+    def _try(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp: float,
+        iteration: IterationStats | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        try:
+            self._process(state, output, timestamp, iteration, processed)
+        except Exception as error:
+            self._cannot_make(state, error, timestamp, iteration, processed)
+
+    def _cannot_make(
+        self,
+        state: RequestState,
+        error: Exception,
+        timestamp: float,
+        iteration: IterationStats | None,
+        processed: ProcessedOutputs,
+    ) -> None:
+        logger.error("the outputs of request %s cannot be made", state.external_id, exc_info=error)
+        self._fail(state, error, timestamp, iteration, processed)
 
     def _fail(
         self,
@@ -206,6 +277,7 @@ class OutputProcessor:
                 state.num_completions,
                 state.longest_completion(),
             )
+        state.is_over = True
         del self.request_states[state.request_id]
         siblings = self._internal_ids[state.external_id]
         siblings.remove(state.request_id)

@@ -31,7 +31,7 @@ MODES = ("wait", "refuse")
 _BUSY = "requests are running; let them end, or change the placement with mode 'wait'"
 
 
-def check_mode(mode: str) -> None:
+def check_change_mode(mode: str) -> None:
     """`VLLMValidationError` for an unknown one."""
     if mode not in MODES:
         raise VLLMValidationError(f"mode must be 'wait' or 'refuse', got {mode!r}", "mode", mode)

@@ -71,6 +71,16 @@ class RequestState:
         self._own_receipt = CacheReceipt()
         self._num_sent_tokens = 0
         self._num_drafts: tuple[int, int] | None = None
+        #: whether nobody waits for its tokens any more
+        self.is_over = False
+        #: whether a token that comes with nothing else is news by itself
+        self.passes_on = (
+            sink is not None
+            and stream_interval == 1
+            and self.params.output_kind is RequestOutputKind.DELTA
+            and self.params.logprobs is None
+            and detokenizer.sends_at_once
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +171,23 @@ class RequestState:
             num_cached_tokens=self._receipt().num_cached_tokens,
             kv_transfer_params=join_kv_transfer_params(completions),
             cache_report=self._receipt().report,
+        )
+
+    def pass_on(self, token_id: int) -> RequestOutput:
+        """As `update` and `make_output` for a token after the first, where `passes_on`."""
+        text = self._detokenizer.pass_on(token_id)
+        self._num_sent_tokens += 1
+        receipt = self._receipt()
+        return RequestOutput(
+            self.external_id,
+            self._prompt,
+            self._prompt_token_ids,
+            None,
+            [CompletionOutput(self._index, text, [token_id])],
+            False,
+            self.stats,
+            num_cached_tokens=receipt.num_cached_tokens,
+            cache_report=receipt.report,
         )
 
     def bare_error_output(self) -> RequestOutput:

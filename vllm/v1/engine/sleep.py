@@ -39,6 +39,12 @@ def check_sleep(vllm_config: VllmConfig, level: int) -> None:
         )
 
 
+def check_mode(mode: str) -> None:
+    """Raise `VLLMValidationError` unless it says what becomes of running requests."""
+    if mode not in ("abort", "wait"):
+        raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
+
+
 def check_tags(tags: Iterable[str] | None) -> tuple[str, ...]:
     """The tags to wake, all for None; raises `VLLMValidationError` for an unknown one."""
     chosen = TAGS if tags is None else tuple(tags)
@@ -91,6 +97,10 @@ class FrontEndSleep:
         except BaseException:
             self.asleep = before
             raise
+
+    def fell_asleep(self) -> None:
+        """Another front end has put the core to sleep."""
+        self.asleep = set(TAGS)
 
     def woke_up(self, tags: Iterable[str]) -> None:
         """These are awake again."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from vllm.v1.engine import FAILURE_STAGES, FinishReason, SchedulerStats
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
+from vllm.v1.metrics.tally import TallyHistogram
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -153,8 +155,10 @@ class EngineMetrics:
     def _counter(self, name: str, text: str, extra: tuple[str, ...] = ()) -> Counter:
         return Counter(f"vllm:{name}", text, (*_LABELS, *extra), registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> TallyHistogram:
+        return TallyHistogram(
+            f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets
+        )
 
     def _bound(self, metric: M) -> M:
         return metric.labels(**self._values)
@@ -250,8 +254,9 @@ class EngineMetrics:
             self.sizes["iteration_tokens_total"].observe(total)
         for seconds in stats.times_to_first_token:
             self.times["time_to_first_token_seconds"].observe(seconds)
-        for seconds in stats.inter_token_latencies:
-            self.times["inter_token_latency_seconds"].observe(seconds)
+        # Requests of one step mostly waited for the same step before.
+        for seconds, count in collections.Counter(stats.inter_token_latencies).items():
+            self.times["inter_token_latency_seconds"].observe_often(seconds, count)
         for request in stats.finished:
             self._record_finished(request)
         for stage in stats.failures:

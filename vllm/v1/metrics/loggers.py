@@ -69,8 +69,12 @@ class LoggingStatLogger(StatLoggerBase):
             accepted = scheduler_stats.accepted_per_position
             pairs = zip_longest(self._accepted, accepted, fillvalue=0)
             self._accepted = [before + new for before, new in pairs]
-        if self._clock() - self._since >= envs.VLLM_LOG_STATS_INTERVAL:
+        if self.is_due():
             self.log()
+
+    def is_due(self) -> bool:
+        """Whether to print after what was just recorded."""
+        return self._clock() - self._since >= envs.VLLM_LOG_STATS_INTERVAL
 
     def log(self) -> None:
         seconds = max(self._clock() - self._since, 1e-9)

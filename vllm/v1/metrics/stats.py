@@ -86,6 +86,13 @@ class IterationStats:
             self.inter_token_latencies.append(timestamp - stats.last_token_ts)
         stats.last_token_ts = timestamp
 
+    def add_next_token(self, stats: RequestStateStats, timestamp: float) -> None:
+        """Count one token of a request that had its first."""
+        self.num_generation_tokens += 1
+        stats.num_generation_tokens += 1
+        self.inter_token_latencies.append(timestamp - stats.last_token_ts)
+        stats.last_token_ts = timestamp
+
     def add_finished(
         self,
         stats: RequestStateStats,

@@ -24,13 +24,5 @@ class AbortRequest(RequestModel):
 async def abort_requests(request: Request) -> Response:
     """End requests with finish reason "abort"; ids that are not running are ignored."""
     body = await parse_body(request, AbortRequest)
-    engine = server_of(request).engine
-    asked = set(body.request_ids)
-    running = engine.unfinished_request_ids()
-    await engine.abort([one for one in running if {one, _reply_id(one)} & asked])
+    await server_of(request).siblings.abort(body.request_ids)
     return Response()
-
-
-def _reply_id(request_id: str) -> str:
-    """Each prompt of a completion has its own id: the reply's and a number."""
-    return request_id.rpartition("-")[0] if request_id.startswith("cmpl-") else request_id

@@ -49,7 +49,7 @@ async def list_decisions(request: Request) -> list[dict[str, Any]]:
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     server = server_of(request)
-    text = await server.renderer.run(server.engine.metrics_text)
+    text = await server.siblings.metrics_text()
     config = server.engine.vllm_config
     if config.observability_config.expert_counts:
         (counts, *_) = await server.engine.collective_rpc("expert_counts")

@@ -16,14 +16,14 @@ async def sleep(request: Request, level: int = 1, mode: str = "abort") -> Respon
 
     `mode` "abort" ends running requests, "wait" lets them finish. New ones get 503.
     """
-    await server_of(request).engine.sleep(level, mode)
+    await server_of(request).siblings.sleep(level, mode)
     return Response()
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
     """Bring back `weights`, `kv_cache`, or everything."""
-    await server_of(request).engine.wake_up(tags)
+    await server_of(request).siblings.wake_up(tags)
     return Response()
 
 

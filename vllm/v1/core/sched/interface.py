@@ -59,6 +59,10 @@ class SchedulerInterface(ABC):
         """End requests from outside (None: all of them); unknown or finished ids are ignored."""
 
     @abstractmethod
+    def request_ids_of(self, client_index: int) -> list[str]:
+        """The unfinished and finishing requests of one client of the core."""
+
+    @abstractmethod
     def stop_request(self, request_id: str, num_output_tokens: int) -> None:
         """End a request after a token it has produced already; later ones are forgotten.
 

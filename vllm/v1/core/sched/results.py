@@ -66,11 +66,11 @@ class SchedulerResults(SchedulerState):
             self._handle_failed_loads(transfers)
         if self.transfer is not None:
             self.transfer.end_step(scheduler_output)
-        outputs, self._late_outputs = self._late_outputs, defaultdict(list)
-        self._take_results(scheduler_output, requests, runner_output, outputs)
+        outputs: ClientOutputs = defaultdict(list)
+        num_plain = self._take_results(scheduler_output, requests, runner_output, outputs)
         if transfers is not None:
             self._update_transfers(transfers)
-        return self._pack(outputs, scheduler_output.total_num_scheduled_tokens > 0)
+        return self._pack(outputs, num_plain, scheduler_output.total_num_scheduled_tokens > 0)
 
     def _take_results(
         self,
@@ -78,8 +78,9 @@ class SchedulerResults(SchedulerState):
         requests: list[Request],
         runner_output: ModelRunnerOutput,
         outputs: ClientOutputs,
-    ) -> None:
-        """Take in each request's tokens; adds what to send to `outputs`, by client."""
+    ) -> dict[int, int]:
+        """Take in each request's tokens; adds what to send to `outputs`, by client. Returns how
+        many of each client's outputs, the first ones, hold nothing but tokens."""
         failed, prompt_logprobs = runner_output.failed_req_ids, runner_output.prompt_logprobs
         special = failed.keys() | prompt_logprobs.keys() | runner_output.logprobs.keys()
         sampled = _tokens_in_order(scheduler_output, runner_output)
@@ -88,8 +89,12 @@ class SchedulerResults(SchedulerState):
         if runner_output.num_verified:
             verified = _in_order(scheduler_output, runner_output, runner_output.num_verified, 0)
             self._count_drafts(results, scheduled, verified)
+        late, self._late_outputs = self._late_outputs, defaultdict(list)
         if not self.counts_drafts:
-            results = self._take_plain(results, special, scheduled, outputs)
+            results = self._take_plain(results, special, scheduled, outputs, late)
+        num_plain = {client_index: len(own) for client_index, own in outputs.items()}
+        for client_index, own in late.items():
+            outputs[client_index] += own
         ended: list[Request] = []
         for request, tokens in results:
             if request.status > _LAST_UNFINISHED:
@@ -116,6 +121,7 @@ class SchedulerResults(SchedulerState):
                 output = self._make_request_output(request, finished, new_tokens, logprobs)
                 outputs[request.client_index].append(output)
         self._leave_queues(ended)
+        return num_plain
 
     def _take_plain(
         self,
@@ -123,8 +129,12 @@ class SchedulerResults(SchedulerState):
         special: Set[str],
         scheduled: Mapping[str, Sequence[int]],
         outputs: ClientOutputs,
+        others_outputs: ClientOutputs,
     ) -> list[Result]:
-        """Append the tokens of every request that just goes on; returns the others, untouched."""
+        """Append the tokens of every request that just goes on; returns the others, untouched.
+
+        Outputs that hold more than tokens go to `others_outputs`.
+        """
         others: list[Result] = []
         for result in results:
             request, tokens = result
@@ -149,9 +159,11 @@ class SchedulerResults(SchedulerState):
             request.output_token_ids.extend(tokens)
             request.all_token_ids.extend(tokens)
             output = EngineCoreOutput(request_id, tokens)
+            own = outputs
             if request.num_verified_drafts and request.may_stop_earlier:
                 output.num_drafts = request.draft_counts
-            outputs[request.client_index].append(output)
+                own = others_outputs
+            own[request.client_index].append(output)
         return others
 
     def _settle(self, request: Request, num_drafts: int, num_tokens: int) -> None:
@@ -289,10 +301,14 @@ class SchedulerResults(SchedulerState):
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def _pack(self, outputs: ClientOutputs, computed: bool) -> dict[int, EngineCoreOutputs]:
+    def _pack(
+        self, outputs: ClientOutputs, num_plain: Mapping[int, int], computed: bool
+    ) -> dict[int, EngineCoreOutputs]:
         now = time.monotonic()
         packed = {
-            client_index: EngineCoreOutputs(outputs=own, timestamp=now)
+            client_index: EngineCoreOutputs(
+                outputs=own, timestamp=now, num_plain=num_plain.get(client_index, 0)
+            )
             for client_index, own in outputs.items()
         }
         # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.

@@ -244,6 +244,11 @@ class SchedulerState(SchedulerInterface):
         for request in ending:
             self._finish(request)
 
+    def request_ids_of(self, client_index: int) -> list[str]:
+        return [
+            one.request_id for one in self.requests.values() if one.client_index == client_index
+        ]
+
     def stop_request(self, request_id: str, num_output_tokens: int) -> None:
         request = self.requests.get(request_id)
         if request is None or (request.is_finished and request_id not in self.awaiting_stop):

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several API processes in front of one engine core: real processes and TCP, a model of no cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import psutil
+import pytest
+
+from tests.ports import free_port
+from vllm.config import VllmConfig
+from vllm.decisions import DecisionLog
+from vllm.entrypoints.api_processes.count import choose_count
+from vllm.entrypoints.openai.cli_args import AUTO
+
+pytestmark = pytest.mark.slow
+
+COMPLETIONS = "/v1/completions"
+#: `max_num_seqs` of the server, and what it lets wait
+RUNNING, QUEUED = 8, 4
+
+
+class Server:
+    """A running `many_processes`."""
+
+    def __init__(self, log: Path, *flags: str, uds: str | None = None) -> None:
+        self.port = free_port()
+        where = ["--uds", uds] if uds else ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.log = log
+        self.uds = uds
+        with log.open("w") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "tests.entrypoints.many_processes", *where, *flags],
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "STEP_MS": "20"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.process = psutil.Process(self.popen.pid)
+
+    def client(self) -> httpx.Client:
+        """Opens a connection for every request, so that any process may get it."""
+        transport = httpx.HTTPTransport(
+            uds=self.uds, limits=httpx.Limits(max_keepalive_connections=0)
+        )
+        url = f"http://127.0.0.1:{self.port}"
+        return httpx.Client(base_url=url, transport=transport, timeout=120)
+
+    def ready(self) -> Server:
+        def healthy() -> bool:
+            assert self.popen.poll() is None, self.log.read_text()
+            try:
+                return self.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(healthy)
+        return self
+
+    def get(self, path: str) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        found = re.findall(
+            rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics").text, re.M
+        )
+        return sum(map(float, found))
+
+    def serving(self) -> list[int]:
+        """Process ids of those that have been said to serve and still live."""
+        started = re.findall(r"Started server process \[(\d+)\]", self.log.read_text())
+        living = {child.pid for child in self.process.children(recursive=True)}
+        return [pid for pid in map(int, started) if pid in living]
+
+    def stop(self) -> int:
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(60)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+class Stream(threading.Thread):
+    """A streaming client: what it has read, and how that ended."""
+
+    def __init__(self, server: Server, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.server = server
+        self.body = {"prompt": "a", "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
+        self.text = ""
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with (
+                self.server.client() as client,
+                client.stream("POST", COMPLETIONS, json=self.body) as reply,
+            ):
+                for piece in reply.iter_text():
+                    self.text += piece
+        except httpx.HTTPError as error:
+            self.error = error
+
+    @property
+    def ids(self) -> set[str]:
+        return set(re.findall(r'"id":"([^"]+)"', self.text))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.error is None and self.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = ["-asc", "3", "--max-queued-requests", str(QUEUED)]
+    running = Server(log, *flags).ready()
+    wait_until(lambda: len(running.serving()) == 3)
+    yield running
+    assert running.stop() == 0, log.read_text()
+    assert not psutil.pid_exists(running.popen.pid)
+
+
+def test_metrics_are_those_of_all_processes(server: Server) -> None:
+    names = ("vllm:generation_tokens_total", "vllm:request_success_total")
+    before = [server.metric(name) for name in names]
+    with ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
+        replies = list(pool.map(lambda _: server.post(COMPLETIONS, **body), range(12)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert [server.metric(name) for name in names] == [before[0] + 60, before[1] + 12]
+    assert server.metric("vllm:cache_config_info") == 1
+    assert server.metric("vllm:engine_sleep_state") == 1
+    assert server.get("/v1/models").json()["data"][0]["id"] == "tokens"
+
+
+def test_every_process_serves(server: Server) -> None:
+    cpu = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in server.serving()}
+    for _ in range(60):
+        assert server.get("/health").status_code == 200
+    busy = [pid for pid in cpu if sum(psutil.Process(pid).cpu_times()[:2]) > cpu[pid]]
+    assert len(busy) == 3
+
+
+def test_one_limit_for_all_processes(server: Server) -> None:
+    streams = [Stream(server, 2000) for _ in range(RUNNING + QUEUED)]
+    wait_until(lambda: server.get("/load").json()["server_load"] == len(streams))
+    for _ in range(6):
+        refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+    wait_until(lambda: sum(bool(stream.ids) for stream in streams) >= RUNNING)
+    # Any process ends requests of all.
+    wait_until(lambda: not _abort(server, streams))
+    assert all(stream.is_whole for stream in streams)
+    wait_until(lambda: server.get("/load").json()["server_load"] == 0)
+    assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
+
+
+def _abort(server: Server, streams: list[Stream]) -> bool:
+    """Abort what has shown its id; whether anything runs still."""
+    running = [stream for stream in streams if stream.is_alive()]
+    ids = [one for stream in running for one in stream.ids]
+    assert server.post("/abort_requests", request_ids=ids).status_code == 200
+    for stream in running:
+        stream.join(0.05)
+    return any(stream.is_alive() for stream in streams)
+
+
+def test_all_sleep_when_one_is_asked(server: Server) -> None:
+    streams = [Stream(server, 2000) for _ in range(4)]
+    wait_until(lambda: all(stream.ids for stream in streams))
+    with server.client() as client:
+        assert client.post("/sleep", params={"level": 1}).status_code == 200
+    for stream in streams:
+        stream.join(20)
+        assert stream.is_whole and '"finish_reason":"abort"' in stream.text
+    for _ in range(8):
+        assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 503
+    assert 'sleep_state="weights_offloaded"} 1.0' in server.get("/metrics").text
+    with server.client() as client:
+        assert client.post("/sleep", params={"level": 7}).status_code == 400
+        assert client.post("/wake_up").status_code == 200
+    for _ in range(8):
+        assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
+    assert 'sleep_state="awake"} 1.0' in server.get("/metrics").text
+
+
+def test_calls_reach_the_one_engine(server: Server) -> None:
+    before = server.post("/collective_rpc", method="note").json()["results"][0]
+    found = [server.post("/collective_rpc", method="note").json()["results"][0] for _ in range(6)]
+    assert {one["pid"] for one in found} == {before["pid"]}
+    assert [len(one["calls"]) for one in found] == [len(before["calls"]) + i for i in range(1, 7)]
+    assert server.post("/reset_prefix_cache").status_code == 200
+
+
+def test_a_killed_process_takes_only_its_own_requests_with_it(server: Server) -> None:
+    victim = server.serving()[0]
+    streams = [Stream(server, 300) for _ in range(RUNNING)]
+    wait_until(lambda: all(stream.ids for stream in streams))
+    counted = server.metric("vllm:prompt_tokens_total")
+    os.kill(victim, signal.SIGKILL)
+    for stream in streams:
+        stream.join(60)
+    lost = [stream for stream in streams if stream.error is not None]
+    assert all(stream.is_whole for stream in streams if stream not in lost)
+    # The core forgets them, the limit does not count them, and what was counted stays.
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+    wait_until(lambda: server.get("/load").json()["server_load"] == 0)
+    wait_until(lambda: len(server.serving()) == 3 and victim not in server.serving())
+    assert server.metric("vllm:prompt_tokens_total") >= counted
+    for _ in range(9):
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_unix_socket_and_a_server_that_stops_with_its_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    flags = ["-asc", "2", "--api-server-death", "stop"]
+    server = Server(tmp_path / "log", *flags, uds=path).ready()
+    try:
+        wait_until(lambda: len(server.serving()) == 2)
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=2).status_code == 200
+        os.kill(server.serving()[0], signal.SIGKILL)
+        assert server.popen.wait(60) == 1
+        assert not Path(path).exists()
+    finally:
+        server.popen.kill()
+
+
+def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "-asc", "2").ready()
+    try:
+        wait_until(lambda: len(server.serving()) == 2)
+        stream = Stream(server, 2000)
+        wait_until(lambda: bool(stream.ids))
+        try:
+            server.post("/collective_rpc", method="die")
+        except httpx.TransportError:
+            pass
+        assert server.popen.wait(60) == 1, server.log.read_text()
+        stream.join(10)
+        (last,) = re.findall(r'data: (\{"error".*)\n', stream.text)
+        assert json.loads(last)["error"]["code"] == 500
+    finally:
+        server.popen.kill()
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_num_seqs", "cores", "count"),
+    [(3, 8, 2, 3), (AUTO, 256, 64, 1), (AUTO, 1024, 64, 4), (AUTO, 1024, 6, 2), (AUTO, 9999, 64, 8),
+     (AUTO, 1024, 2, 1)],
+)  # fmt: skip
+def test_auto_is_as_many_as_are_of_use(
+    asked: int, max_num_seqs: int, cores: int, count: int
+) -> None:
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs)
+    config = SimpleNamespace(scheduler_config=scheduler, decisions=DecisionLog())
+    assert choose_count(asked, cast(VllmConfig, config), cores) == count
+    made = [one for one in config.decisions.decisions() if one.what == "API server processes"]
+    assert [one.chosen for one in made] == ([str(count)] if asked == AUTO else [])

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An API process: a front end without an engine core of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.api_processes.control import ControlPort, Handlers
+from vllm.entrypoints.openai.siblings import Siblings, abort_replies
+from vllm.utils.imports import gc_paused
+from vllm.utils.parent_watch import ParentWatch
+from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
+from vllm.v1.serial_utils import unpickle_setup
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm.entrypoints.api_processes.messages import ApiSetup
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AttachedClient
+
+#: how long a process that has lost its supervisor may take to stop
+_ORPHAN_GRACE_S = 10.0
+_IMPORTED_EARLY = ("vllm.v1.engine.async_llm", "vllm.entrypoints.openai.api_server")
+
+
+class ServedTogether(Siblings):
+    """This process and those that the supervisor knows."""
+
+    def __init__(self, engine: AsyncLLM, port: ControlPort) -> None:
+        self._engine = engine
+        self._port = port
+
+    async def abort(self, reply_ids: list[str]) -> None:
+        await self._port.call("abort", reply_ids)
+
+    async def metrics_text(self) -> bytes:
+        text: bytes = await self._port.call("metrics_text")
+        return text
+
+    async def sleep(self, level: int, mode: str) -> None:
+        check_sleep(self._engine.vllm_config, level)
+        check_mode(mode)
+        await self._port.call("sleep", level, mode)
+
+    async def wake_up(self, tags: Iterable[str] | None) -> None:
+        await self._port.call("wake_up", check_tags(tags))
+
+
+class CommandedEngine:
+    """What the supervisor may ask of this process."""
+
+    def __init__(self, engine: AsyncLLM, client: AttachedClient) -> None:
+        self._engine = engine
+        self._client = client
+        self._rest: contextlib.AbstractAsyncContextManager[None] | None = None
+        self._finish: Callable[[], None] | None = None
+
+    def take_stop(self, finish: Callable[[], None]) -> None:
+        """From now on the server can be told to end."""
+        self._finish = finish
+
+    def handlers(self) -> Handlers:
+        """All of it, by name."""
+        own = (
+            *(self.abort, self.metrics, self.rest, self.go_on, self.slept),
+            *(self.call_off, self.woke_up, self.lose_core, self.stop),
+        )
+        return {handler.__name__: handler for handler in own}
+
+    async def abort(self, reply_ids: list[str]) -> None:
+        """End the requests of these replies that run here."""
+        await abort_replies(self._engine, reply_ids)
+
+    async def metrics(self) -> list[Any]:
+        """What is known here."""
+        return self._engine.metrics_snapshot()
+
+    async def rest(self, mode: str) -> None:
+        """Come to rest, and stay so until `slept` or `go_on`."""
+        await self.go_on()
+        rest = self._engine.resting(mode)
+        await rest.__aenter__()
+        self._rest = rest
+
+    async def go_on(self) -> None:
+        """There is no sleep after all."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            await rest.__aexit__(None, None, None)
+
+    async def slept(self, level: int) -> None:
+        """The core sleeps."""
+        self._engine.note_sleep(level)
+        await self.go_on()
+
+    async def call_off(self) -> None:
+        """Whoever waits to sleep need not any more."""
+        self._engine.call_off_rest()
+
+    async def woke_up(self, tags: tuple[str, ...]) -> None:
+        """These parts of the core are awake."""
+        self._engine.note_wake_up(tags)
+
+    async def lose_core(self, cause: str) -> None:
+        """The core has died."""
+        self._client.link.lose(cause)
+
+    async def stop(self) -> None:
+        """Finish what runs, then end."""
+        if self._finish is not None:
+            self._finish()
+
+
+def import_application() -> None:
+    """Import what takes long, in this process or, for it, in the one that it is forked from."""
+    with gc_paused():
+        for module in _IMPORTED_EARLY:
+            importlib.import_module(module)
+
+
+def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> None:
+    """Entry point: imports what is needed, then waits at `pipe` for an `ApiSetup` and serves on
+    `sock`. Ends when told to, when the core dies, or when the parent is gone."""
+    from vllm.entrypoints.launcher import run_server_loop, stop_start_at_signals
+    from vllm.entrypoints.tally import Tallies, TallyFile
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
+    ParentWatch(parent_pid, _ORPHAN_GRACE_S).start()
+    import_application()
+    try:
+        setup: ApiSetup = unpickle_setup(pipe.recv_bytes())
+    except EOFError:  # the start has failed elsewhere
+        return
+    args = dataclasses.replace(setup.args)  # its checks import what plug-ins bring
+    stop_start_at_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tallies = Tallies(TallyFile(setup.tally_path, setup.num_places), setup.place)
+    made: list[ControlPort] = []
+    commands: list[CommandedEngine] = []
+    telling: list[asyncio.Task[None]] = []
+
+    def make_engine() -> AsyncLLM:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.core_client import AttachedClient
+
+        client = AttachedClient(setup.directory, setup.client_index, setup.core_process_id)
+        engine = AsyncLLM(setup.vllm_config, log_stats=setup.log_stats, client=client)
+        if setup.sleep_level:
+            engine.note_sleep(setup.sleep_level)
+        commands.append(CommandedEngine(engine, client))
+        made.append(ControlPort(pipe, commands[0].handlers(), gone=lambda: None))
+        return engine
+
+    def make_app(engine: AsyncLLM) -> FastAPI:
+        from vllm.entrypoints.openai.api_server import build_app
+
+        (port,) = made
+        return build_app(engine, args, ServedTogether(engine, port), tallies)
+
+    def take_stop(finish: Callable[[], None]) -> None:
+        commands[0].take_stop(finish)
+        telling.append(asyncio.get_running_loop().create_task(made[0].call("ready")))
+
+    raise SystemExit(run_server_loop(sock, args, make_engine, make_app, tallies, take_stop))

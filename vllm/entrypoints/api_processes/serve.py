@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving one engine with several API processes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.api_processes.count import choose_count
+from vllm.entrypoints.api_processes.supervisor import Supervisor
+from vllm.entrypoints.launcher import bind, remove_unix_socket
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+
+def serve_together(
+    first: socket.socket,
+    args: FrontEndArgs,
+    vllm_config: VllmConfig,
+    executor_class: type[Executor] | None = None,
+    log_stats: bool = True,
+) -> int:
+    """Serve `vllm_config`, which is resolved, at the address of `first` (from `bind`, shared);
+    returns the exit status.
+
+    Every process has a socket of its own at the same TCP port, over which the system spreads the
+    connections; all accept from the same Unix socket.
+    """
+    count = choose_count(args.api_server_count, vllm_config)
+    sockets = [first]
+    try:
+        if args.uds:
+            sockets *= count
+        else:
+            args = replace(args, port=first.getsockname()[1])
+            sockets += [bind(args, shared=True) for _ in range(count - 1)]
+        logger.info("%d API processes at %s", count, args.uds or f"port {args.port}")
+        return Supervisor(sockets, args, vllm_config, executor_class, log_stats).run()
+    finally:
+        for sock in set(sockets):
+            sock.close()
+        remove_unix_socket(args)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several API processes do as one server: metrics, aborts, sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Metric
+
+from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
+from vllm.logger import init_logger
+from vllm.v1.engine import SchedulerStats
+from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
+from vllm.v1.metrics.prometheus import REGISTRY
+from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+logger = init_logger(__name__)
+
+#: how long a process that does not answer holds up the metrics of the others
+_ANSWER_S = 2.0
+
+#: the open ports of all processes, by place
+Ports = Callable[[], dict[int, ControlPort]]
+
+
+class _ThroughputLog(LoggingStatLogger):
+    """Prints when it is told to: the tokens are known by then only."""
+
+    def is_due(self) -> bool:
+        return False
+
+
+class JointMetrics:
+    """The metrics of the engine and of all API processes, and those that are gone."""
+
+    def __init__(self, vllm_config: VllmConfig, ports: Ports, log_stats: bool) -> None:
+        self._ports = ports
+        self._registry = CollectorRegistry()
+        self._log = _ThroughputLog() if log_stats else None
+        self._engine: PrometheusStatLogger | None = None
+        if log_stats:
+            self._engine = PrometheusStatLogger(vllm_config, 0, self._registry)
+        self._latest: dict[int, Sequence[Metric]] = {}
+        self._gone: list[Metric] = []
+        self._logged = (0.0, 0.0)
+
+    def record(self, stats: SchedulerStats | None) -> None:
+        """The core's statistics of one step."""
+        if self._engine is not None and self._log is not None:
+            self._engine.record(stats, IterationStats())
+            self._log.record(stats, IterationStats())
+
+    def record_sleep(self, level: int) -> None:
+        """The core sleeps at `level`, 0 when it is awake."""
+        if self._engine is not None:
+            self._engine.record_sleep(level)
+
+    def lose(self, place: int) -> None:
+        """The process is gone: what it has counted still counts."""
+        last = self._latest.pop(place, ())
+        self._gone = without_gauges(merged([self._gone, without_gauges(last)]))
+
+    async def text(self) -> bytes:
+        """As `/metrics` shows them."""
+        metrics = await self._collect()
+        return await asyncio.to_thread(as_text, metrics)
+
+    async def log(self) -> None:
+        """Print throughput since the last call, if there was any."""
+        if self._log is None:
+            return
+        metrics = await self._collect()
+        now = (total(metrics, "vllm:prompt_tokens_total"), total(metrics, _GENERATED))
+        prompt, generated = (int(a - b) for a, b in zip(now, self._logged, strict=True))
+        self._logged = now
+        counted = IterationStats(num_prompt_tokens=prompt, num_generation_tokens=generated)
+        self._log.record(None, counted)
+        if prompt or generated:
+            self._log.log()
+
+    async def _collect(self) -> list[Metric]:
+        ports = self._ports()
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(port.call("metrics"), _ANSWER_S) for port in ports.values()),
+            return_exceptions=True,
+        )
+        for place, answer in zip(ports, answers, strict=True):
+            if isinstance(answer, list):
+                self._latest[place] = answer
+        own = snapshot([REGISTRY, self._registry])
+        known = [*self._latest.values()]
+        return await asyncio.to_thread(merged, [own, *known, self._gone])
+
+
+_GENERATED = "vllm:generation_tokens_total"
+
+
+class JointSleep:
+    """Puts the core to sleep when no process has a request left."""
+
+    def __init__(self, core: AsyncMPClient, ports: Ports, metrics: JointMetrics) -> None:
+        self._core = core
+        self._ports = ports
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+        #: of the core, 0 when all of it is awake
+        self.level = 0
+        self._asleep: set[str] = set()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """See `AsyncLLM.sleep`."""
+        async with self._lock:
+            try:
+                await tell_all(self._ports(), "rest", mode)
+                await self._core.call_utility("sleep", level)
+            except BaseException:
+                await tell_all(self._ports(), "go_on")
+                raise
+            self.level = level
+            self._asleep = {"weights", "kv_cache"}
+            self._metrics.record_sleep(level)
+            await tell_all(self._ports(), "slept", level)
+
+    async def wake_up(self, tags: Iterable[str]) -> None:
+        """See `AsyncLLM.wake_up`."""
+        chosen = tuple(tags)
+        await tell_all(self._ports(), "call_off")
+        async with self._lock:
+            await self._core.call_utility("wake_up", chosen)
+            self._asleep.difference_update(chosen)
+            if not self._asleep:
+                self.level = 0
+                self._metrics.record_sleep(0)
+            await tell_all(self._ports(), "woke_up", chosen)
+
+
+async def tell_all(ports: dict[int, ControlPort], name: str, *args: Any) -> None:
+    """Call all processes at once and wait for all; the first error is raised. Those that end
+    meanwhile have nothing to do any more."""
+    answers = await asyncio.gather(
+        *(port.call(name, *args) for port in ports.values()), return_exceptions=True
+    )
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, PeerGoneError):
+            raise answer
