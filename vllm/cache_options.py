@@ -15,9 +15,7 @@ from vllm.exceptions import VLLMValidationError
 #: `partial_block`: only whole blocks are shared; `salt`: only requests with the same salt share;
 #: `next_token`: a drafter's rows depend on the token after them, which is another one here;
 #: `not_read`: the request needs every position computed (prompt_logprobs) or said so.
-LossReason = Literal[
-    "evicted", "no_checkpoint", "partial_block", "salt", "next_token", "not_read"
-]
+LossReason = Literal["evicted", "no_checkpoint", "partial_block", "salt", "next_token", "not_read"]
 LOSS_REASONS: tuple[LossReason, ...] = (
     "evicted",
     "no_checkpoint",

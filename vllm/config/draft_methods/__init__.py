@@ -25,6 +25,13 @@ class DraftMethod:
 
 
 DRAFT_METHODS: Mapping[str, DraftMethod] = {
+    "eagle3": DraftMethod(
+        "vllm.config.draft_methods.eagle3.Eagle3Settings",
+        "vllm.v1.spec_decode.head_drafter.Eagle3Drafter",
+    ),
+    "mtp": DraftMethod(
+        "vllm.config.draft_methods.mtp.MtpSettings", "vllm.v1.spec_decode.head_drafter.MtpDrafter"
+    ),
     "ngram": DraftMethod(
         "vllm.config.draft_methods.ngram.NgramSettings", "vllm.v1.spec_decode.ngram.NgramDrafter"
     ),

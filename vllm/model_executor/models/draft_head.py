@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.interfaces import LoadsPart
 
 
 class DraftTarget(Protocol):
@@ -24,7 +25,7 @@ class DraftTarget(Protocol):
     def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, LoadsPart):
     """Subclasses are built from the head's own `VllmConfig` and the target, whose methods they may
     keep, but not the target itself: it is no part of the head.
 
@@ -57,12 +58,8 @@ class DraftHead(nn.Module):
         return draft_ids
 
     @abstractmethod
-    def wants(self, name: str) -> bool:
-        """Whether a checkpoint tensor of this name belongs to the head."""
-
-    @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See `VllmModel.load_weights`; gets only tensors that it `wants`."""
+        """See `VllmModel.load_weights`."""
 
     def mark_cache(self) -> None:
         """Say of every layer that its row of a token depends on the token after it."""

@@ -21,9 +21,9 @@ from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -255,5 +255,3 @@ class Eagle3DraftModel(DraftHead):
             if not torch.equal(own(ids), self._target[0](ids)):
                 return False
         return True
-
-

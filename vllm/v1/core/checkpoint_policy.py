@@ -32,10 +32,10 @@ class CheckpointPolicy:
 
         Its end (one token short: the last one must be computed to have logits), the client's
         `marks` (`num_ahead` tokens short: whoever shares no more than the marked prefix must be
-        able to continue every group), every `interval` tokens, and `diverged`: the tokens of a cached prefix that the
-        paged groups could have continued but no recurrent state could. That one moves to the
-        chunk boundary before it, where continuing gives the bits of computing everything, unless
-        that is 0. The latter two are left out within a block before another, which serves the
+        able to continue every group), every `interval` tokens, and `diverged`: the tokens of a
+        cached prefix that the paged groups could have continued but no recurrent state could. That
+        one moves to the chunk boundary before it, where continuing gives the bits of computing
+        everything, unless that is 0. The latter two are left out within a block before another, which serves the
         same requests.
         """
         last = num_prompt_tokens - 1

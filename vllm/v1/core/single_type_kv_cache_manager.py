@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
@@ -110,8 +109,8 @@ class SingleTypeKVCacheManager(ABC):
         return any(self.pool.get_cached_block(key, self.group_id) is source for key in keys)
 
     def cache_tail(self, prefix: Prefix, block: KVCacheBlock, num_tokens: int) -> bool:
-        """Let the cache continue from `block` after `num_tokens` tokens; False if it can already, or
-        the tokens that the block depends on are not known."""
+        """Let the cache continue from `block` after `num_tokens` tokens; False if it can already,
+        or the tokens that the block depends on are not known."""
         prefix = self.keys(prefix)
         if num_tokens > prefix.num_tokens:
             return False

@@ -84,6 +84,12 @@ class Drafter(ABC, Generic[S]):
         """Which residual streams `observe` gets, ascending: id k is the stream after k layers."""
         return ()
 
+    @property
+    def attn_layer_names(self) -> Sequence[str]:
+        """Layers with state that `propose` runs: their metadata is made in every step, also where
+        the target's layers run in a graph that needs none."""
+        return ()
+
     # ---- start-up ------------------------------------------------------------------------------
 
     def build_model(self, target: nn.Module) -> nn.Module | None:

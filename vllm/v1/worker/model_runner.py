@@ -279,7 +279,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         whole = replay is not None and replay.whole
         reqs = replay.size if replay is not None and replay.whole else None
         inputs = self.inputs.build(order, size, reqs, journals=journal is not None)
-        hooked = [] if self.capture is None else self.capture.attn_layer_names
+        hooked = [] if self.capture is None else list(self.capture.attn_layer_names)
+        if self.drafter is not None:
+            hooked += self.drafter.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
         self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:
