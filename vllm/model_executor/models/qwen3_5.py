@@ -130,7 +130,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
     fused_names = (*DecoderForCausalLM.fused_names, *GatedDeltaNet.CHECKPOINT_NAMES)
     weights_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
     unused_weights = {
-        "mtp.": "only the method mtp of --speculative-config drafts with this head",
+        "mtp.": "the head drafts, and method mtp of --speculative-config loads it by itself",
         "model.visual.": "only text is served",
     }
 

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters with layers of their own: the text is that without them, and what they propose is what
+an offline run over the whole sequence proposes, however its prefix came to be in memory.
+
+The second is what notices a drafter with another context than its own: the text never shows it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_models import (
+    TINY,
+    Eagle3Reference,
+    HeadReference,
+    MtpReference,
+    eagle3_tensors,
+    mtp_tensors,
+    target_streams,
+    with_mtp,
+    write_eagle3,
+)
+from parity_checks import MakeEngine, in_this_process, prompts
+from tiny_models import hf_model, tiny_model
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+pytestmark = [pytest.mark.parity, in_this_process]
+
+DRAFTS = 3
+#: fp32 logits of a target and a head, against transformers and fp64
+MARGIN = 2e-3
+LAYER_IDS = (1, 2, 3)
+
+
+@dataclass
+class Method:
+    """A drafter of a target: the engine's settings and the offline run."""
+
+    target: Path
+    config: dict[str, Any]
+    reference: HeadReference
+    layer_ids: tuple[int, ...] = ()
+
+    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
+        """By number of computed tokens: the drafts, and the smallest distance of a best logit from
+        the next."""
+        *aux, hidden = target_streams(self.target, tokens, self.layer_ids)
+        dtype = self.reference.dtype
+        fused = self.reference.fuse(hidden.to(dtype), [x.to(dtype) for x in aux])
+        following = torch.tensor(tokens[1:])
+        found = self.reference.chains(fused[:-1], following, DRAFTS, after)
+        return {n: (drafts, _margin(logits)) for n, (drafts, logits) in found.items()}
+
+
+def _margin(logits: list[torch.Tensor]) -> float:
+    best = torch.stack(logits).topk(2, dim=-1).values
+    return float((best[:, 0] - best[:, 1]).min())
+
+
+@pytest.fixture(scope="session")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method]:
+    root = tmp_path_factory.mktemp("drafters")
+    made: dict[str, Method] = {}
+
+    def mtp() -> Method:
+        target = with_mtp(tiny_model("qwen3_5"), root / "mtp", mtp_tensors(TINY))
+        model = hf_model(target)
+        weights = [m.weight.detach().double() for m in (model.model.embed_tokens, model.lm_head)]
+        reference = MtpReference(mtp_tensors(TINY), TINY, *weights, rotary_dim=8, theta=1e7)
+        return Method(target, {"method": "mtp"}, reference)
+
+    def eagle3(family: str, window: int | None = None) -> Method:
+        target = tiny_model(family)
+        flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+        layers: dict[str, Any] = {}
+        if window is not None:
+            layers = {"layer_types": ["sliding_attention"], "sliding_window": window}
+            layers["model_type"] = "qwen3"
+        tensors = eagle3_tensors(TINY, flags)
+        if window is not None:
+            ones = torch.ones(TINY.head_dim, dtype=torch.float64)
+            tensors |= {f"layers.0.self_attn.{n}_norm.weight": ones for n in "qk"}
+        path = root / f"eagle3-{family}-{window}"
+        draft = write_eagle3(path, target, TINY, flags, tensors=tensors, **layers)
+        reference = Eagle3Reference(tensors, TINY, flags, window=window)
+        config = {"method": "eagle3", "model": str(draft)}
+        return Method(target, config, reference, LAYER_IDS)
+
+    makers: dict[str, Callable[[], Method]] = {
+        "mtp": mtp,
+        "eagle3": lambda: eagle3("qwen3_5"),
+        "eagle3-llama": lambda: eagle3("llama"),
+        "eagle3-window": lambda: eagle3("qwen3_sliding", 24),
+    }
+
+    def get(name: str) -> Method:
+        if name not in made:
+            made[name] = makers[name]()
+        return made[name]
+
+    return get
+
+
+@dataclass
+class Watched:
+    """An engine whose proposals are written down: `(request's tokens so far, drafts)`."""
+
+    llm: LLM
+    proposed: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
+        drafter = runner.drafter
+        if drafter is None:
+            return
+        propose, progress = drafter.propose, runner.inputs.progress
+
+        def watched(step: Any) -> None:
+            propose(step)
+            for state in step.order.sampled.states:
+                computed = int(progress.computed[state.row])
+                drafts = progress.tokens[state.row, 1:].tolist()
+                self.proposed.append((state.req_id, computed, drafts))
+
+        drafter.propose = watched
+
+    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
+        params = [
+            SamplingParams(max_tokens=n, **({"temperature": 0.0, "ignore_eos": True} | fields))
+            for n in lengths
+        ]
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+        outputs = self.llm.generate(batch, params, use_tqdm=False)
+        for output in outputs:
+            for part in output.outputs:
+                # Completions of one prompt are requests of their own in the core.
+                name = output.request_id if len(output.outputs) == 1 else part.index
+                self.outputs[f"{name}"] = [*output.prompt_token_ids, *part.token_ids]
+        return outputs
+
+    def texts(self) -> list[list[int]]:
+        return list(self.outputs.values())
+
+
+def engine(make_engine: MakeEngine, method: Method, drafts: int, **settings: Any) -> Watched:
+    if drafts:
+        settings["speculative_config"] = method.config | {"num_speculative_tokens": drafts}
+    defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "enable_prefix_caching": True}
+    return Watched(make_engine("qwen3_5", **(defaults | {"model": str(method.target)} | settings)))
+
+
+# ---- what happens to requests --------------------------------------------------------------------
+
+
+def batches(run: Watched) -> None:
+    """More requests than rows, prompts in chunks beside decodes."""
+    lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
+    run.generate(prompts(lengths), [5 + 3 * i for i in range(len(lengths))])
+
+
+def a_conversation(run: Watched) -> None:
+    """Each turn begins with what the turns before left in the cache."""
+    tokens: list[int] = []
+    for question, length in zip(prompts((30, 1, 17, 25)), (19, 16, 17, 21), strict=True):
+        tokens += question
+        (output,) = run.generate([tokens], [length])
+        tokens = tokens + list(output.outputs[0].token_ids)
+
+
+def shared_beginnings(run: Watched) -> None:
+    """Prompts that part at every place of a block and at its edges, some of them marked."""
+    (stem,) = prompts((96,))
+    rng = random.Random(1)
+    for cut in (96, 95, 80, 81, 79, 64, 65, 63, 48):
+        tail = [rng.randrange(256) for _ in range(9)]
+        run.generate([stem[:cut] + tail], [9])
+    run.generate([stem + [1, 2], stem + [3, 4], stem[:80] + [5, 6]], [8, 9, 10])
+
+
+def preemptions(run: Watched) -> None:
+    """Running requests lose their rows and come back."""
+    scheduler = run.core.scheduler
+    schedule, steps = scheduler.schedule, 0
+
+    def schedule_and_preempt() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps in (6, 9, 10):
+            while scheduler.running:
+                scheduler._preempt_last()
+        return schedule()
+
+    scheduler.schedule = schedule_and_preempt
+    run.generate(prompts((30, 47)), [24, 30])
+    assert steps > 10
+
+
+def aborts(run: Watched) -> None:
+    """Others leave at random; their rows and blocks are used again."""
+    engine = run.llm.llm_engine
+    for i, ids in enumerate(prompts((12, 50, 31), seed=5)):
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        engine.add_request(f"abandoned-{i}", TokensPrompt(prompt_token_ids=ids), params)
+        for _ in range(4 + i):
+            engine.step()
+        engine.abort_request([f"abandoned-{i}"])
+    run.generate(prompts((25, 64)), [20, 22])
+
+
+def rules(run: Watched) -> None:
+    """Beside requests whose rules allow no drafts, in steps of one token and of several."""
+    batch = prompts((20, 30, 9))
+    run.generate(batch[:2], [16, 12], presence_penalty=0.7, min_tokens=4)
+    run.generate(batch, [24, 3, 18])
+
+
+SCENARIOS = (batches, a_conversation, shared_beginnings, preemptions, aborts, rules)
+METHODS = ("mtp", "eagle3", "eagle3-llama", "eagle3-window")
+
+
+def check_proposals(run: Watched, method: Method) -> int:
+    """Every proposal is the offline run's; how many were compared."""
+    compared = 0
+    for name, tokens in run.outputs.items():
+        mine = [(n, d) for req, n, d in run.proposed if req.startswith(name) and n < len(tokens)]
+        expected = method.proposals(tokens, sorted({n for n, _ in mine})) if mine else {}
+        for computed, drafts in mine:
+            offline, margin = expected[computed]
+            if margin > MARGIN:
+                assert drafts == offline, f"request {name} after {computed} tokens"
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", METHODS)
+def test_text_and_proposals(
+    name: str,
+    scenario: Callable[[Watched], None],
+    methods: Callable[[str], Method],
+    make_engine: MakeEngine,
+) -> None:
+    method = methods(name)
+    plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS)
+    scenario(plain)
+    scenario(drafted)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) > 0.8 * len(drafted.proposed) > 8
