@@ -49,6 +49,8 @@ class Shape:
     vocab: int = 256
     draft_vocab: int = 96
     num_aux: int = 3
+    #: draft id i stands for 2 i + i % modulus
+    modulus: int = 2
 
 
 def _layer_shapes(shape: Shape, prefix: str, inputs: int, gated: bool) -> dict[str, list[int]]:
@@ -89,11 +91,10 @@ def eagle3_tensors(shape: Shape, flags: dict[str, bool], layers: int = 1) -> dic
         tensors[name] = gen(f"e3.{name}", size, amp, center)
     if shape.draft_vocab != shape.vocab:
         ids = torch.arange(shape.draft_vocab)
-        targets = 2 * ids + ids % 3
+        targets = 2 * ids + ids % shape.modulus
         tensors["d2t"] = targets - ids
-        kept = torch.zeros(shape.vocab, dtype=torch.bool)
-        kept[targets] = True
-        tensors["t2d"] = kept
+        if shape.modulus == 2:
+            tensors["t2d"] = torch.zeros(shape.vocab, dtype=torch.bool).index_fill(0, targets, True)
     return tensors
 
 
@@ -367,6 +368,9 @@ class Eagle3Reference(HeadReference):
         s = self.shape
         parts = [self.linear(x, f"{prefix}self_attn.{p}_proj") for p in "qkv"]
         q, k, v = (part.view(len(x), -1, s.head_dim) for part in parts)
+        if f"{prefix}self_attn.q_norm.weight" in self.t:
+            q = rms(q, self.t[f"{prefix}self_attn.q_norm.weight"])
+            k = rms(k, self.t[f"{prefix}self_attn.k_norm.weight"])
         q = rotate(q, positions, s.head_dim, 10000.0)
         k, v = rows.add(layer, rotate(k, positions, s.head_dim, 10000.0), v)
         return self.linear(_attend(q, k, v, self.window).flatten(1), f"{prefix}self_attn.o_proj")

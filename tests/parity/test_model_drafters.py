@@ -21,6 +21,7 @@ from draft_models import (
     HeadReference,
     MtpReference,
     eagle3_tensors,
+    gen,
     mtp_tensors,
     target_streams,
     with_mtp,
@@ -30,6 +31,8 @@ from parity_checks import MakeEngine, in_this_process, prompts
 from tiny_models import hf_model, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.models.draft_head import DraftHead
+from vllm.v1.core.sched.draft_policy import DraftPolicy
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -85,8 +88,8 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method]
             layers["model_type"] = "qwen3"
         tensors = eagle3_tensors(TINY, flags)
         if window is not None:
-            ones = torch.ones(TINY.head_dim, dtype=torch.float64)
-            tensors |= {f"layers.0.self_attn.{n}_norm.weight": ones for n in "qk"}
+            names = [f"layers.0.self_attn.{n}_norm.weight" for n in "qk"]
+            tensors |= {name: gen(name, [TINY.head_dim], 0.25, 1.0) for name in names}
         path = root / f"eagle3-{family}-{window}"
         draft = write_eagle3(path, target, TINY, flags, tensors=tensors, **layers)
         reference = Eagle3Reference(tensors, TINY, flags, window=window)
@@ -126,6 +129,8 @@ class Watched:
 
         def watched(step: Any) -> None:
             propose(step)
+            if not step.num_drafts:
+                return
             for state in step.order.sampled.states:
                 computed = int(progress.computed[state.row])
                 drafts = progress.tokens[state.row, 1:].tolist()
@@ -224,34 +229,78 @@ def rules(run: Watched) -> None:
 
 
 SCENARIOS = (batches, a_conversation, shared_beginnings, preemptions, aborts, rules)
-METHODS = ("mtp", "eagle3", "eagle3-llama", "eagle3-window")
 
 
-def check_proposals(run: Watched, method: Method) -> int:
-    """Every proposal is the offline run's; how many were compared."""
-    compared = 0
+def check_proposals(run: Watched, method: Method) -> float:
+    """Every proposal is the offline run's; the part of them that two close logits leave open."""
+    compared = seen = 0
     for name, tokens in run.outputs.items():
-        mine = [(n, d) for req, n, d in run.proposed if req.startswith(name) and n < len(tokens)]
+        mine = [
+            (n, drafts)
+            for request, n, drafts in run.proposed
+            if request.rpartition("-")[0] == name and n < len(tokens)
+        ]
         expected = method.proposals(tokens, sorted({n for n, _ in mine})) if mine else {}
         for computed, drafts in mine:
             offline, margin = expected[computed]
+            seen += 1
             if margin > MARGIN:
                 assert drafts == offline, f"request {name} after {computed} tokens"
                 compared += 1
-    return compared
+    assert seen > 8
+    return 1 - compared / seen
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", METHODS)
+def _always(policy: DraftPolicy, decodes: list[Any]) -> int:
+    """These heads are random: what they draft is hardly ever accepted, which never pays."""
+    return policy.num_drafts
+
+
+#: which of them for each kind of drafter and target
+CASES = {
+    "mtp": SCENARIOS,
+    "eagle3": (batches, shared_beginnings),
+    "eagle3-llama": (shared_beginnings, preemptions),
+    "eagle3-window": (a_conversation, rules),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [(name, scenario) for name, scenarios in CASES.items() for scenario in scenarios],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_text_and_proposals(
     name: str,
     scenario: Callable[[Watched], None],
     methods: Callable[[str], Method],
     make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
     method = methods(name)
     plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS)
     scenario(plain)
     scenario(drafted)
     assert drafted.texts() == plain.texts()
-    assert check_proposals(drafted, method) > 0.8 * len(drafted.proposed) > 8
+    assert check_proposals(drafted, method) < 0.2
+
+
+# ---- the comparison notices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle3-llama"])
+def test_a_row_of_another_request_is_noticed(
+    name: str,
+    methods: Callable[[str], Method],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the token after it, a block's name does not say whose last row it holds."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftHead, "mark_cache", lambda head: None)
+    method = methods(name)
+    drafted = engine(make_engine, method, DRAFTS)
+    shared_beginnings(drafted)
+    with pytest.raises(AssertionError, match="after .* tokens"):
+        check_proposals(drafted, method)

@@ -14,6 +14,8 @@ from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.transformers_utils.configs.eagle3 import Eagle3Config
@@ -71,8 +73,6 @@ class Eagle3Settings(DraftSettings):
         return settings
 
     def _head_config(self, found: SpeculatorsCheckpoint, target: ModelConfig) -> Eagle3Config:
-        from transformers import AutoConfig
-
         from vllm.transformers_utils.configs.eagle3 import Eagle3Config
 
         raw, layers = found.config, found.layers
@@ -98,14 +98,26 @@ class Eagle3Settings(DraftSettings):
         if absent:
             why = "the draft's config does not say, and this is the format's default"
             decisions.record(", ".join(absent), False, why)
-        config_class = type(AutoConfig.for_model(kind))
         return Eagle3Config(
-            config_class(**layers),
+            self._layer_config(layers),
             draft_vocab_size=raw.get("draft_vocab_size", 32000),
             target_hidden_size=width,
             aux_layer_ids=self._layer_ids(raw.get(_LAYER_IDS), target.get_num_layers()),
             **flags,
         )
+
+    def _layer_config(self, given: dict[str, Any]) -> PretrainedConfig:
+        """With `layer_types` and `sliding_window`, which not every class of configs has."""
+        from transformers import AutoConfig
+
+        kinds = given.get("layer_types") or ["full_attention"] * given["num_hidden_layers"]
+        window = given.get("sliding_window")
+        if "sliding_attention" in kinds and not isinstance(window, int):
+            self._refuse("has layers of type sliding_attention but states no sliding_window")
+        config: PretrainedConfig = type(AutoConfig.for_model(given["model_type"]))(**given)
+        config.layer_types = kinds
+        config.sliding_window = window
+        return config
 
     def _layer_ids(self, given: Any, num_layers: int) -> tuple[int, ...]:
         ids = given

@@ -49,7 +49,7 @@ def attention_shape(config: PretrainedConfig, index: int) -> SelfAttentionShape:
 
     ValueError for an unknown layer type.
     """
-    kinds = config.layer_types or ["full_attention"] * config.num_hidden_layers
+    kinds = config.layer_types
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kinds[index] not in windows:
         raise ValueError(f"draft layer {index} has type {kinds[index]!r}; supported: {windows}")

@@ -32,8 +32,8 @@ class Eagle3Config(PretrainedConfig):
         norm_output: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.layers = layers  # read by the base class
         super().__init__(**kwargs)
-        self.layers = layers
         self.draft_vocab_size = draft_vocab_size
         self.target_hidden_size = target_hidden_size
         self.aux_layer_ids = tuple(aux_layer_ids)

@@ -91,6 +91,7 @@ class HeadDrafter(Drafter[S], Generic[S]):
         features = self._features[: inputs.num_padded]
         normed, hidden = self.head(ids, inputs.positions, features)
         if step.sampled is None or not step.num_drafts:
+            self.progress.num_drafts.zero_()
             return
         rows = self.loop.begin(inputs, step.order.num_reqs)
         normed, hidden = normed.index_select(0, rows.last), hidden.index_select(0, rows.last)
