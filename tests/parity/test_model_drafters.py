@@ -28,7 +28,7 @@ from draft_models import (
     write_eagle3,
 )
 from parity_checks import MakeEngine, in_this_process, prompts
-from tiny_models import hf_model, tiny_model
+from tiny_models import hf_model, hf_reference_logits, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.models.draft_head import DraftHead
@@ -62,15 +62,34 @@ class Method:
         return {n: (drafts, _margin(logits)) for n, (drafts, logits) in found.items()}
 
 
+@dataclass
+class SmallModel:
+    """A draft model; offline it is transformers'."""
+
+    target: Path
+    config: dict[str, Any]
+    draft: Path
+
+    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
+        found = {}
+        for computed in after:
+            known, logits = tokens[: computed + 1], []
+            for _ in range(DRAFTS):
+                logits.append(hf_reference_logits(self.draft, known)[-1])
+                known = [*known, int(logits[-1].argmax())]
+            found[computed] = known[computed + 1 :], _margin(logits)
+        return found
+
+
 def _margin(logits: list[torch.Tensor]) -> float:
     best = torch.stack(logits).topk(2, dim=-1).values
     return float((best[:, 0] - best[:, 1]).min())
 
 
 @pytest.fixture(scope="session")
-def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method]:
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method | SmallModel]:
     root = tmp_path_factory.mktemp("drafters")
-    made: dict[str, Method] = {}
+    made: dict[str, Method | SmallModel] = {}
 
     def mtp() -> Method:
         target = with_mtp(tiny_model("qwen3_5"), root / "mtp", mtp_tensors(TINY))
@@ -96,14 +115,20 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method]
         config = {"method": "eagle3", "model": str(draft)}
         return Method(target, config, reference, LAYER_IDS)
 
-    makers: dict[str, Callable[[], Method]] = {
+    def draft_model(family: str, draft: str) -> Method:
+        config = {"method": "draft_model", "model": str(tiny_model(draft))}
+        return SmallModel(tiny_model(family), config, tiny_model(draft))
+
+    makers: dict[str, Callable[[], Method | SmallModel]] = {
         "mtp": mtp,
         "eagle3": lambda: eagle3("qwen3_5"),
         "eagle3-llama": lambda: eagle3("llama"),
         "eagle3-window": lambda: eagle3("qwen3_sliding", 24),
+        "draft_model": lambda: draft_model("qwen3_5", "llama"),
+        "draft_model-itself": lambda: draft_model("llama", "llama"),
     }
 
-    def get(name: str) -> Method:
+    def get(name: str) -> Method | SmallModel:
         if name not in made:
             made[name] = makers[name]()
         return made[name]
@@ -156,7 +181,9 @@ class Watched:
         return list(self.outputs.values())
 
 
-def engine(make_engine: MakeEngine, method: Method, drafts: int, **settings: Any) -> Watched:
+def engine(
+    make_engine: MakeEngine, method: Method | SmallModel, drafts: int, **settings: Any
+) -> Watched:
     if drafts:
         settings["speculative_config"] = method.config | {"num_speculative_tokens": drafts}
     defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "enable_prefix_caching": True}
@@ -231,7 +258,7 @@ def rules(run: Watched) -> None:
 SCENARIOS = (batches, a_conversation, shared_beginnings, preemptions, aborts, rules)
 
 
-def check_proposals(run: Watched, method: Method) -> float:
+def check_proposals(run: Watched, method: Method | SmallModel) -> float:
     """Every proposal is the offline run's; the part of them that two close logits leave open."""
     compared = seen = 0
     for name, tokens in run.outputs.items():
@@ -262,6 +289,8 @@ CASES = {
     "eagle3": (batches, shared_beginnings),
     "eagle3-llama": (shared_beginnings, preemptions),
     "eagle3-window": (a_conversation, rules),
+    "draft_model": (batches, preemptions),
+    "draft_model-itself": (a_conversation, aborts),
 }
 
 
@@ -273,7 +302,7 @@ CASES = {
 def test_text_and_proposals(
     name: str,
     scenario: Callable[[Watched], None],
-    methods: Callable[[str], Method],
+    methods: Callable[[str], Method | SmallModel],
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,7 +321,7 @@ def test_text_and_proposals(
 @pytest.mark.parametrize("name", ["mtp", "eagle3-llama"])
 def test_a_row_of_another_request_is_noticed(
     name: str,
-    methods: Callable[[str], Method],
+    methods: Callable[[str], Method | SmallModel],
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -59,12 +59,5 @@ def parse_speculators(path: str, raw: Mapping[str, Any]) -> SpeculatorsCheckpoin
     return SpeculatorsCheckpoint(path, METHODS[kind], tokens, verifier, raw)
 
 
-def read_speculators(path: str, revision: str | None = None) -> SpeculatorsCheckpoint | None:
-    """`parse_speculators` of the checkpoint's config.json."""
-    from vllm.transformers_utils.config import read_config_dict
-
-    return parse_speculators(path, read_config_dict(path, revision=revision))
-
-
 def _error(path: str, what: str) -> VLLMValidationError:
     return VLLMValidationError(f"{path!r} {what}", parameter="model", value=path)

@@ -269,7 +269,10 @@ def test_a_head_without_tensors(target_path: Path, tmp_path: Path) -> None:
     [
         ({"transformer_layer_config": {"model_type": "gemma3_text"}}, "draft layers of type gemma"),
         ({"transformer_layer_config": {"head_dim": None}}, "states no head_dim"),
-        ({"transformer_layer_config": {"vocab_size": 300}}, "vocabulary of 300; the target has 256"),
+        (
+            {"transformer_layer_config": {"vocab_size": 300}},
+            "vocabulary of 300; the target has 256",
+        ),
         ({"target_hidden_size": 128}, "reads hidden states of 128; the target's have 64"),
         ({"norm_before_fc": True, "fc_norm": True}, "sets both norm_before_fc and fc_norm"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be distinct numbers from 0"),

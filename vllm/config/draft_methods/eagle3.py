@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,11 +53,12 @@ class Eagle3Settings(DraftSettings):
         return () if self.draft is None else tuple(self.draft.hf_config.aux_layer_ids)
 
     def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
-        from vllm.transformers_utils.speculators import read_speculators
+        from vllm.transformers_utils.config import read_config_dict
+        from vllm.transformers_utils.speculators import parse_speculators
 
         assert self.model is not None
         check_ranks(self.draft_tensor_parallel_size, parallel)
-        found = read_speculators(self.model)
+        found = parse_speculators(self.model, read_config_dict(self.model))
         if found is None or found.method != self.method:
             refuse(
                 "model",
@@ -67,7 +67,7 @@ class Eagle3Settings(DraftSettings):
                 self.model,
             )
         num_tokens = self.num_speculative_tokens or found.num_speculative_tokens
-        settings = copy.copy(replace(self, num_speculative_tokens=num_tokens))
+        settings = replace(self, num_speculative_tokens=num_tokens)
         draft = draft_config(target, self.model, self._head_config(found, target))
         object.__setattr__(settings, "draft", draft)
         return settings

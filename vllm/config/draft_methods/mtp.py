@@ -69,9 +69,10 @@ class MtpSettings(DraftSettings):
         return self.model
 
     def _tokens_of(self, model: str) -> int:
-        from vllm.transformers_utils.speculators import read_speculators
+        from vllm.transformers_utils.config import read_config_dict
+        from vllm.transformers_utils.speculators import parse_speculators
 
-        found = read_speculators(model)
+        found = parse_speculators(model, read_config_dict(model))
         if found is None or found.method != self.method:
             refuse(
                 "model",

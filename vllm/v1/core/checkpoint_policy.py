@@ -35,8 +35,8 @@ class CheckpointPolicy:
         able to continue every group), every `interval` tokens, and `diverged`: the tokens of a
         cached prefix that the paged groups could have continued but no recurrent state could. That
         one moves to the chunk boundary before it, where continuing gives the bits of computing
-        everything, unless that is 0. The latter two are left out within a block before another, which serves the
-        same requests.
+        everything, unless that is 0. The latter two are left out within a block before another,
+        which serves the same requests.
         """
         last = num_prompt_tokens - 1
         if last <= start:
