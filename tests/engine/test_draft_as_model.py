@@ -48,7 +48,7 @@ def test_eagle3(target: Path, eagle3: Path) -> None:
     assert isinstance(config.drafter, Eagle3Settings)
     assert config.drafter.layer_ids == (1, 2, 3)
     assert speculative.use_eagle() and config.tokens_to_verify == 3
-    assert any(d.what == "model" and d.chosen == str(target) for d in config.decisions.all())
+    assert any(d.what == "model" and d.chosen == str(target) for d in config.decisions.decisions())
 
 
 def test_what_is_said_is_stronger(eagle3: Path) -> None:
