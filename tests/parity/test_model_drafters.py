@@ -31,6 +31,9 @@ from parity_checks import MakeEngine, in_this_process, prompts
 from tiny_models import hf_model, hf_reference_logits, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
 from vllm.model_executor.models.draft_head import DraftHead
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 
@@ -313,6 +316,95 @@ def test_text_and_proposals(
     scenario(drafted)
     assert drafted.texts() == plain.texts()
     assert check_proposals(drafted, method) < 0.2
+
+
+def test_every_use_of_state_is_checked(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every use of state memory checked, too: what is read was written, by its owner."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods("eagle3")
+    settings: dict[str, Any] = {"sanitize": True, "async_scheduling": False}
+    plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS, **settings)
+    for run in (plain, drafted):
+        shared_beginnings(run)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) < 0.2
+
+
+def test_completions_of_one_prompt(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They start from copies of its state, the head's last block among them."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods("mtp")
+    (prompt,) = prompts((65,))
+    texts = []
+    for drafts in (0, DRAFTS):
+        run = engine(make_engine, method, drafts)
+        run.generate([prompt], [20], n=3, temperature=1.0, seed=7)
+        texts.append(run.texts())
+    assert texts[0] == texts[1]
+
+
+def test_acceptance_after_a_hit_is_acceptance_cold(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that drafts for itself has all its drafts accepted, hit or not."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    run = engine(make_engine, methods("draft_model-itself"), DRAFTS, async_scheduling=False)
+    (prompt,) = prompts((150,))
+    steps = []
+    for _ in range(2):
+        before = len(run.proposed)
+        (output,) = run.generate([prompt], [1 + 4 * 5])
+        steps.append(len(run.proposed) - before)
+    assert output.num_cached_tokens == 144
+    assert steps[0] == steps[1] == 1 + 5
+
+
+def test_hidden_states_beside_a_head(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method, rows = methods("mtp"), []
+    for drafter in (None, method.config | {"num_speculative_tokens": DRAFTS}):
+        where = str(tmp_path / str(drafter is None))
+        run = engine(
+            make_engine,
+            method,
+            0,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}},
+                "drafter": drafter,
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": where},
+            },
+        )
+        extra = {"kv_transfer_params": {"include_output_tokens": True}}
+        outputs = run.generate(prompts((20, 130)), [17, 9], extra_args=extra)
+        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+        rows.append([load_hidden_states(path) for path in paths])
+    assert len(run.proposed) > 8
+    for plain, drafted in zip(*rows, strict=True):
+        assert torch.equal(plain["token_ids"], drafted["token_ids"])
+        torch.testing.assert_close(
+            plain["hidden_states"], drafted["hidden_states"], rtol=0, atol=1e-4
+        )
 
 
 # ---- the comparison notices ----------------------------------------------------------------------
