@@ -7,6 +7,7 @@ The second is what notices a drafter with another context than its own: the text
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.model_executor.models.draft_head import DraftHead
 from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.graph_set import GraphSet, Prepare
+from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.step_graphs import Replay, StepGraphs
+from vllm.v1.worker.step_inputs import StepInputs
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -405,6 +411,72 @@ def test_hidden_states_beside_a_head(
         torch.testing.assert_close(
             plain["hidden_states"], drafted["hidden_states"], rtol=0, atol=1e-4
         )
+
+
+# ---- as graphs run it ----------------------------------------------------------------------------
+
+
+class Reruns(GraphSet):
+    """A "graph" runs its padded step again: it reads no more than a captured one could."""
+
+    def __init__(self, sizes: list[int], prepare: Prepare) -> None:
+        self.sizes, self.replayed = sizes, 0
+        self._runs = {size: prepare(size) for size in sizes}
+
+    def replay(self, size: int) -> torch.Tensor:
+        self.replayed += 1
+        return self._runs[size]()
+
+
+class WholeSteps(StepGraphs):
+    """Pads decodes to one of `sizes`, as whole graphs do; a "replay" runs the model."""
+
+    def __init__(self, runner: Any, sizes: list[int]) -> None:
+        super().__init__()
+        self._runner, self._sizes = runner, sizes
+
+    def replay_for(self, order: StepOrder) -> Replay | None:
+        if not order.decode_only:
+            return None
+        size = next(size for size in self._sizes if size >= order.num_reqs)
+        return Replay(size, True, order.width)
+
+    def replay(self, chosen: Replay) -> torch.Tensor:
+        hidden = self._runner._forward(self._runner.last_inputs)
+        assert len(hidden) == chosen.num_tokens
+        return self._runner.compute_logits(hidden)
+
+
+@pytest.mark.parametrize("name", ["mtp", "draft_model"])
+def test_replays_draft_the_same(
+    name: str,
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes padded to a captured size, by what was made before any of them was known."""
+    method, sizes = methods(name), [2, 3, 6]
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    drafted = engine(make_engine, method, DRAFTS)
+    (runner,) = drafted.llm.collective_rpc(lambda worker: worker.model_runner)
+    plan = GraphPlan(sizes, [], widths=(1, 1 + DRAFTS))
+    sets = runner.drafter.graph_sets(plan, Reruns)
+    runner.graphs = WholeSteps(runner, sizes)
+    build, of_step = runner.inputs.build, runner.metadata.of_step
+
+    def remember(*args: Any, **kwargs: Any) -> StepInputs:
+        runner.last_inputs = build(*args, **kwargs)
+        return runner.last_inputs
+
+    monkeypatch.setattr(runner.inputs, "build", remember)
+    monkeypatch.setattr(runner.metadata, "of_step", lambda o, inputs, only: of_step(o, inputs))
+    batches(drafted)
+    plain = engine(make_engine, method, 0)
+    batches(plain)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) < 0.2
+    assert all(graphs.replayed > 3 for graphs in sets)
 
 
 # ---- the comparison notices ----------------------------------------------------------------------

@@ -102,15 +102,16 @@ class DraftLoop:
             group.slots[:count] = torch.where(inside & (block > 0), slot, -1)
         return self.positions[:count]
 
-    def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> None:
-        """`drafts`, each `[rows]` int64, are what the rows' next step verifies."""
-        spare = len(self._drafts) - 1
+    def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> Tensor:
+        """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
+        `[rows, drafts]`."""
+        spare, count = len(self._drafts) - 1, len(drafts)
         where = torch.where(rows.is_real, rows.rows, spare)
-        count = len(drafts)
-        if drafts:
-            self._drafts[:, :count].index_copy_(0, where, torch.stack(list(drafts), dim=1))
-            self._progress.tokens[:, 1 : 1 + count] = self._drafts[:-1, :count]
+        found = torch.stack(list(drafts), dim=1)
+        self._drafts[:, :count].index_copy_(0, where, found)
+        self._progress.tokens[:, 1 : 1 + count] = self._drafts[:-1, :count]
         self._progress.num_drafts.fill_(count)
+        return found
 
 
 @dataclass(frozen=True)

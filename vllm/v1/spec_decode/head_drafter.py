@@ -16,29 +16,23 @@ from typing import Generic, cast
 import torch
 from torch import Tensor, nn
 
-from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.config.draft_methods.mtp import MtpSettings
 from vllm.forward_context import set_forward_context
-from vllm.kernels.step import Progress
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import set_default_torch_dtype
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
-from vllm.v1.spec_decode.draft_loop import DraftLoop, layer_names
-from vllm.v1.spec_decode.drafter import Drafter, DrafterMemory, DraftStep, S
+from vllm.v1.spec_decode.drafter import DraftStep, S
+from vllm.v1.spec_decode.layer_drafter import LayerDrafter
 from vllm.v1.worker.staging import StagedArray
 from vllm.v1.worker.step_inputs import StepInputs
 
 
-class HeadDrafter(Drafter[S], Generic[S]):
+class HeadDrafter(LayerDrafter[S], Generic[S]):
     """Subclasses build the head."""
 
     head: DraftHead
-
-    def __init__(self, vllm_config: VllmConfig, settings: S, progress: Progress) -> None:
-        super().__init__(vllm_config, settings, progress)
-        self.device = progress.tokens.device
-        self.loop = DraftLoop(progress, vllm_config.model_config.max_model_len)
 
     @abstractmethod
     def _new_head(self, target: DraftTarget) -> DraftHead:
@@ -49,18 +43,12 @@ class HeadDrafter(Drafter[S], Generic[S]):
     def checkpoint(self) -> ModelConfig:
         """Where the head's tensors are."""
 
-    @property
-    def attn_layer_names(self) -> list[str]:
-        return self._layer_names
-
     # ---- start-up ------------------------------------------------------------------------------
 
-    def build_model(self, target: nn.Module) -> nn.Module:
+    def _new_model(self, target: nn.Module) -> nn.Module:
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad(), set_default_torch_dtype(dtype), self.device:
             self.head = self._new_head(cast(DraftTarget, target))
-        self.head.eval().requires_grad_(False)
-        self._layer_names = layer_names(self.head)
         self._allocate(dtype)
         return self.head
 
@@ -68,7 +56,7 @@ class HeadDrafter(Drafter[S], Generic[S]):
         """What lies at fixed addresses: hidden states and next tokens of a step."""
         scheduler, rows = self.vllm_config.scheduler_config, len(self.progress.tokens)
         tokens = scheduler.max_num_batched_tokens + rows * (self.progress.width - 1)
-        self._features = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
+        self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
         depth = 3 if scheduler.async_scheduling else 2
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         self._next_ids = StagedArray((tokens,), torch.int64, device, depth)
@@ -77,52 +65,47 @@ class HeadDrafter(Drafter[S], Generic[S]):
         loader = get_model_loader(self.vllm_config.load_config)
         loader.fill(self.head, self.checkpoint)
 
-    def bind(self, memory: DrafterMemory) -> None:
-        self.loop.bind(memory, self.attn_layer_names)
-
     # ---- the step ------------------------------------------------------------------------------
 
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
-        self._features[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
+        self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
 
-    def propose(self, step: DraftStep) -> None:
-        inputs = step.inputs
-        ids = self._tokens_after(step)
-        features = self._features[: inputs.num_padded]
-        normed, hidden = self.head(ids, inputs.positions, features)
-        if step.sampled is None or not step.num_drafts:
-            self.progress.num_drafts.zero_()
-            return
-        rows = self.loop.begin(inputs, step.order.num_reqs)
+    def _take(self, step: DraftStep) -> None:
+        """The token after each of the step's: what the host knows, and what was sampled. Of drafts
+        that were rejected, and of padding, it is any token."""
+        order, inputs = step.order, step.inputs
+        if not order.decode_only:
+            host = self._next_ids.next()
+            known = order.num_known - order.num_computed - 1
+            starts = inputs.query_start_loc_cpu
+            for i in (known > 0).nonzero()[0].tolist():
+                first, count = int(order.num_computed[i]) + 1, int(order.num_scheduled[i])
+                tokens = order.states[i].token_ids[first : first + count]
+                host[starts[i] : starts[i] + len(tokens)] = tokens
+            self._next_ids.upload(inputs.num_tokens)
+        if step.sampled is not None:
+            # A request without a token to sample is at its end.
+            sampled = step.sampled.long().clamp(min=0)
+            self._next_ids.device.index_copy_(0, inputs.sample_indices, sampled)
+
+    def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        ids, before = self._next_ids.device[: inputs.num_padded], self._hidden[: inputs.num_padded]
+        normed, hidden = self.head(ids, inputs.positions, before)
+        if not num_drafts:
+            return self._none(num_reqs)
+        rows = self.loop.begin(inputs, num_reqs)
         normed, hidden = normed.index_select(0, rows.last), hidden.index_select(0, rows.last)
         drafts = [self._best(normed)]
         with set_forward_context(rows.context):
-            for ahead in range(step.num_drafts - 1):
+            for ahead in range(num_drafts - 1):
                 positions = self.loop.place(rows, ahead)
                 normed, hidden = self.head(drafts[-1], positions, hidden)
                 drafts.append(self._best(normed))
-        self.loop.keep(rows, drafts)
+        return self.loop.keep(rows, drafts)
 
     def _best(self, normed: Tensor) -> Tensor:
         """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
         return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
-
-    def _tokens_after(self, step: DraftStep) -> Tensor:
-        """The token after each of the step's, `[tokens]` int64: what the host knows, and what was
-        sampled. Of drafts that were rejected, and of padding, it is any token."""
-        order, inputs = step.order, step.inputs
-        host = self._next_ids.next()
-        known = order.num_known - order.num_computed - 1
-        starts = inputs.query_start_loc_cpu
-        for i in (known > 0).nonzero()[0].tolist():
-            first, count = int(order.num_computed[i]) + 1, int(order.num_scheduled[i])
-            tokens = order.states[i].token_ids[first : first + count]
-            host[starts[i] : starts[i] + len(tokens)] = tokens
-        ids = self._next_ids.upload(inputs.num_padded)
-        if step.sampled is not None:
-            # A request without a token to sample is at its end.
-            ids.index_copy_(0, inputs.sample_indices, step.sampled.long().clamp(min=0))
-        return ids
 
 
 class MtpDrafter(HeadDrafter[MtpSettings]):

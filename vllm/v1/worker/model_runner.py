@@ -179,7 +179,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.groups, self.block_tables, self.layers, self.model_config.max_model_len
         )
         if self.drafter is not None:
-            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata))
+            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
 
     def plan_graphs(self) -> None:
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
