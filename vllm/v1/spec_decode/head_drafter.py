@@ -23,7 +23,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import set_default_torch_dtype
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
-from vllm.v1.spec_decode.drafter import DraftStep, S
+from vllm.v1.spec_decode.drafter import DrafterMemory, DraftStep, S
 from vllm.v1.spec_decode.layer_drafter import LayerDrafter
 from vllm.v1.worker.staging import StagedArray
 from vllm.v1.worker.step_inputs import StepInputs
@@ -33,6 +33,8 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
     """Subclasses build the head."""
 
     head: DraftHead
+    #: of the step's tokens `[tokens, hidden]`, at a fixed address
+    _hidden: Tensor | None = None
 
     @abstractmethod
     def _new_head(self, target: DraftTarget) -> DraftHead:
@@ -49,17 +51,19 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad(), set_default_torch_dtype(dtype), self.device:
             self.head = self._new_head(cast(DraftTarget, target))
-        self._allocate(dtype)
         return self.head
 
-    def _allocate(self, dtype: torch.dtype) -> None:
+    def bind(self, memory: DrafterMemory) -> None:
+        super().bind(memory)
+        if self._hidden is None:
+            self._allocate(memory.inputs.max_tokens)
+
+    def _allocate(self, tokens: int) -> None:
         """What lies at fixed addresses: hidden states and next tokens of a step."""
-        scheduler, rows = self.vllm_config.scheduler_config, len(self.progress.tokens)
-        tokens = scheduler.max_num_batched_tokens + rows * (self.progress.width - 1)
+        scheduler, dtype = self.vllm_config.scheduler_config, self.vllm_config.model_config.dtype
         self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
         depth = 3 if scheduler.async_scheduling else 2
-        device = torch.device("cpu") if self.device.type == "meta" else self.device
-        self._next_ids = StagedArray((tokens,), torch.int64, device, depth)
+        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
 
     def load_weights(self) -> None:
         loader = get_model_loader(self.vllm_config.load_config)
@@ -68,6 +72,7 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
     # ---- the step ------------------------------------------------------------------------------
 
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
+        assert self._hidden is not None
         self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
 
     def _take(self, step: DraftStep) -> None:
@@ -89,6 +94,7 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
             self._next_ids.device.index_copy_(0, inputs.sample_indices, sampled)
 
     def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        assert self._hidden is not None
         ids, before = self._next_ids.device[: inputs.num_padded], self._hidden[: inputs.num_padded]
         normed, hidden = self.head(ids, inputs.positions, before)
         if not num_drafts:

@@ -126,7 +126,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.drafter is not None:
             beside += attach_drafter(self.drafter, self.model)
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
-        self.layers = collect_layers(self.vllm_config, self.model, *beside)
+        #: the model and what was built beside it
+        self.models = [self.model, *beside]
+        self.layers = collect_layers(self.vllm_config, *self.models)
         hand_over_layers(self.vllm_config, self.layers)
 
     @torch.no_grad()
@@ -226,7 +228,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap"):
+        parts = ("model", "models", "arena", "block_tables", "metadata", "capture", "drafter", "tap")
+        for name in parts:
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
