@@ -42,7 +42,9 @@ class SpeculativeConfig:
     """
 
     method: str | None = option(
-        default=None, help="`ngram`, `replay` or `extract_hidden_states`; see the documentation."
+        default=None,
+        help="`eagle3`, `mtp`, `draft_model`, `ngram`, `replay` or `extract_hidden_states`; absent: "
+        "what the checkpoint at `model` is.",
     )
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."
@@ -61,7 +63,9 @@ class SpeculativeConfig:
         default=None,
         help='A drafter beside extraction: `{"method": "ngram", "num_speculative_tokens": 3}`.',
     )
-    model: str | None = option(default=None, help="Draft model, or the word `ngram`.")
+    model: str | None = option(
+        default=None, help="Directory or hub name of the draft checkpoint, or the word `ngram`."
+    )
     draft_model_config: Any = option(
         default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
     )
