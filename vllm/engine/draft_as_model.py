@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm import decisions
 from vllm.config.speculative import FILLED_BY_ENGINE, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
+
+class ModelArgs(Protocol):
+    """The arguments that say which model is served, and which drafts: see `EngineArgs`."""
+
+    model: Any
+    revision: Any
+    tokenizer: Any
+    served_model_name: Any
+    speculative_config: Any
+    spec_tokens: Any
 
 
-def target_of_draft(args: EngineArgs) -> dict[str, Any]:
+def target_of_draft(args: ModelArgs) -> dict[str, Any]:
     """The arguments that change if `args.model` is a speculators checkpoint that can draft: its
     verifier (a name or a local directory) is served, and it drafts. Nothing for other models.
 

@@ -61,7 +61,7 @@ def resolve_method(method: str | None, model: str | None, others: tuple[str, ...
         return "ngram"
     if method is None and model is not None:
         method = _method_of(model)
-    if method in ALIASES:
+    if method is not None and method in ALIASES:
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
     supported = (*others, *DRAFT_METHODS)
