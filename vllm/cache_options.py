@@ -13,13 +13,15 @@ from vllm.exceptions import VLLMValidationError
 #: Why tokens that some state group still had, or had once, were computed again. `evicted`: memory
 #: was needed; `no_checkpoint`: no recurrent state was kept at a token count that would do;
 #: `partial_block`: only whole blocks are shared; `salt`: only requests with the same salt share;
+#: `next_token`: a drafter's rows depend on the token after them, which is another one here;
 #: `not_read`: the request needs every position computed (prompt_logprobs) or said so.
-LossReason = Literal["evicted", "no_checkpoint", "partial_block", "salt", "not_read"]
+LossReason = Literal["evicted", "no_checkpoint", "partial_block", "salt", "next_token", "not_read"]
 LOSS_REASONS: tuple[LossReason, ...] = (
     "evicted",
     "no_checkpoint",
     "partial_block",
     "salt",
+    "next_token",
     "not_read",
 )
 #: longest time a prefix may stay pinned

@@ -148,7 +148,7 @@ def test_every_method_names_its_classes(method: str) -> None:
     assert issubclass(settings, DraftSettings) and settings.method == method
     assert issubclass(resolve_class(named.drafter), Drafter)
     allowed = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    assert {field.name for field in dataclasses.fields(settings)} <= allowed
+    assert {field.name for field in dataclasses.fields(settings) if field.init} <= allowed
 
 
 @pytest.mark.parametrize(

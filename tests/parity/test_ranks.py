@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_models import TINY, mtp_tensors, with_mtp
 from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
 from tiny_models import make_tiny, tiny_model
 
@@ -164,6 +165,16 @@ def test_ranks_accept_the_same_drafts(make_engine: MakeEngine) -> None:
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
     assert 0 < accepted < metrics["vllm:spec_decode_num_draft_tokens"].value
+
+
+def test_ranks_draft_alike(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Each holds a part of the head, and of its keys and values."""
+    target = str(with_mtp(tiny_model("qwen3_5"), tmp_path, mtp_tensors(TINY)))
+    batch, settings = prompts((5, 33, 150)), {"model": target, "max_num_batched_tokens": 64}
+    expected = tokens(make_engine("qwen3_5", **settings), batch, max_tokens=16)
+    drafter = {"method": "mtp", "num_speculative_tokens": 3}
+    settings |= {"tensor_parallel_size": 2, "speculative_config": drafter}
+    assert tokens(make_engine("qwen3_5", **settings), batch, max_tokens=16) == expected
 
 
 def test_ranks_sleep_and_reload(make_engine: MakeEngine) -> None:

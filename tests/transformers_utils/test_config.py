@@ -178,7 +178,7 @@ SPECULATORS = {
 
 def test_speculators_checkpoints_name_the_verifier(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SPECULATORS))
-    message = "eagle3 is not supported yet; serve the verifier instead: org/target"
+    message = "is no model by itself; serve the verifier instead: org/target"
     with pytest.raises(VLLMValidationError, match=message):
         get_config(str(tmp_path))
 

@@ -42,7 +42,9 @@ class SpeculativeConfig:
     """
 
     method: str | None = option(
-        default=None, help="`ngram`, `replay` or `extract_hidden_states`; see the documentation."
+        default=None,
+        help="`eagle3`, `mtp`, `draft_model`, `ngram`, `replay` or `extract_hidden_states`; if "
+        "absent, what the checkpoint at `model` is.",
     )
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."
@@ -61,7 +63,9 @@ class SpeculativeConfig:
         default=None,
         help='A drafter beside extraction: `{"method": "ngram", "num_speculative_tokens": 3}`.',
     )
-    model: str | None = option(default=None, help="Draft model, or the word `ngram`.")
+    model: str | None = option(
+        default=None, help="Directory or hub name of the draft checkpoint, or the word `ngram`."
+    )
     draft_model_config: Any = option(
         default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
     )
@@ -118,11 +122,11 @@ class SpeculativeConfig:
             target_parallel_config=self.target_parallel_config,
         )
         settings: DraftSettings = beside.draft_settings
-        if settings.reads_target:
+        if settings.reads_streams:
             refuse(
                 "drafter",
-                f"must not read the target's hidden states beside {EXTRACT}, and {beside.method} "
-                "does; run the extraction without it, or with ngram",
+                f"must not read the target's residual streams beside {EXTRACT}, and "
+                f"{beside.method} does; run the extraction without it, or with mtp or ngram",
                 self.drafter,
             )
         return settings

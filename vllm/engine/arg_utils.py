@@ -126,9 +126,16 @@ class EngineArgs(_Fields):
         return cls(**{name: values[name] for name in names})
 
     def create_model_config(self) -> ModelConfig:
-        """Read the checkpoint's config and check that its architecture is served."""
+        """Read the checkpoint's config and check that its architecture is served.
+
+        If the model is a draft checkpoint of the speculators library, its target becomes the model,
+        here and for what is created later.
+        """
+        from vllm.engine.draft_as_model import target_of_draft
         from vllm.engine.resolve import check_architecture
 
+        for name, value in target_of_draft(self).items():
+            setattr(self, name, value)
         config = self._make(ModelConfig)
         check_architecture(config)
         return config

@@ -221,6 +221,16 @@ def _resolve_speculation(config: VllmConfig) -> None:
             "hidden states",
             parameter="kv_transfer_config",
         )
+    drafter, transfer = config.drafter, config.kv_transfer_config
+    if drafter is not None and drafter.reads_target and transfer and transfer.is_kv_consumer:
+        raise VLLMValidationError(
+            f"speculative_config method {drafter.method} beside kv_connector "
+            f"{transfer.kv_connector} with kv_role {transfer.kv_role}: the head's last row of what "
+            "is loaded depends on the token after it, which connectors do not compare; use "
+            "kv_producer, or method draft_model or ngram",
+            parameter="kv_transfer_config.kv_role",
+            value=transfer.kv_role,
+        )
     scheduler = config.scheduler_config
     needed = scheduler.max_num_seqs * speculative.tokens_per_request
     if scheduler.max_num_batched_tokens < needed:

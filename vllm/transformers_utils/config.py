@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils.lean_import import without_model_classes
 from vllm.transformers_utils.overrides import apply_overrides
+from vllm.transformers_utils.speculators import METHODS
 from vllm.utils.class_registry import resolve_class
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ def _refuse_speculators(model: str, raw: Mapping[str, Any]) -> None:
     described = raw.get("speculators_config") or {}
     verifier = (described.get("verifier") or {}).get("name_or_path")
     instead = verifier or "its own config names none"
+    supported = "" if kind in METHODS else f"drafting with {kind} is not supported; "
     raise _model_error(
-        f"{model!r} is a speculators draft checkpoint ({kind}); drafting with {kind} is not "
-        f"supported yet; serve the verifier instead: {instead}",
+        f"{model!r} is a speculators draft checkpoint ({kind}), which is no model by itself; "
+        f"{supported}serve the verifier instead: {instead}",
         model,
     )
 

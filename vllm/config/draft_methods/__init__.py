@@ -25,6 +25,17 @@ class DraftMethod:
 
 
 DRAFT_METHODS: Mapping[str, DraftMethod] = {
+    "draft_model": DraftMethod(
+        "vllm.config.draft_methods.draft_model.DraftModelSettings",
+        "vllm.v1.spec_decode.model_drafter.ModelDrafter",
+    ),
+    "eagle3": DraftMethod(
+        "vllm.config.draft_methods.eagle3.Eagle3Settings",
+        "vllm.v1.spec_decode.head_drafter.Eagle3Drafter",
+    ),
+    "mtp": DraftMethod(
+        "vllm.config.draft_methods.mtp.MtpSettings", "vllm.v1.spec_decode.head_drafter.MtpDrafter"
+    ),
     "ngram": DraftMethod(
         "vllm.config.draft_methods.ngram.NgramSettings", "vllm.v1.spec_decode.ngram.NgramDrafter"
     ),
@@ -35,7 +46,12 @@ DRAFT_METHODS: Mapping[str, DraftMethod] = {
 }
 
 #: other names of methods, with what they meant
-ALIASES: Mapping[str, str] = {"ngram_gpu": "ngram"}
+ALIASES: Mapping[str, str] = {
+    "ngram_gpu": "ngram",
+    "deepseek_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+}
 
 
 def resolve_method(method: str | None, model: str | None, others: tuple[str, ...] = ()) -> str:
@@ -43,6 +59,8 @@ def resolve_method(method: str | None, model: str | None, others: tuple[str, ...
     one of `others`. `VLLMValidationError` for any other, naming what there is."""
     if method is None and model == "ngram":
         return "ngram"
+    if method is None and model is not None:
+        method = _method_of(model)
     if method is not None and method in ALIASES:
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
@@ -50,6 +68,17 @@ def resolve_method(method: str | None, model: str | None, others: tuple[str, ...
     if method is None or method not in supported:
         named = method or (f"drafting with model {model!r}" if model else "none")
         refuse("method", f": {named} is not supported; supported: {', '.join(supported)}", method)
+    return method
+
+
+def _method_of(model: str) -> str:
+    """What the checkpoint `model` drafts with."""
+    from vllm.transformers_utils.config import read_config_dict
+    from vllm.transformers_utils.speculators import parse_speculators
+
+    found = parse_speculators(model, read_config_dict(model))
+    method = "draft_model" if found is None else found.method
+    decisions.record("speculative method", method, f"the kind of checkpoint that {model} is")
     return method
 
 

@@ -23,7 +23,8 @@ class SelfAttentionShape:
 
     `qk_norm`: class of the per-head norms of q and k, None for none. `gated`: `q_proj` gives each
     head `[q | gate]` and the output is multiplied by `sigmoid(gate)` before `o_proj`.
-    `sliding_window`: tokens a query sees, itself included; None for all.
+    `sliding_window`: tokens a query sees, itself included; None for all. `input_size`: width of
+    what q, k and v are projected from; None: `hidden_size`.
     """
 
     hidden_size: int
@@ -36,6 +37,7 @@ class SelfAttentionShape:
     qk_norm: type[RMSNorm] | None = None
     gated: bool = False
     sliding_window: int | None = None
+    input_size: int | None = None
 
 
 class SelfAttention(nn.Module):
@@ -54,7 +56,7 @@ class SelfAttention(nn.Module):
         self.num_heads = per_rank("attention heads", shape.num_heads, tp_size)
         q_heads = shape.num_heads * (2 if shape.gated else 1)
         self.qkv_proj = QKVParallelLinear(
-            shape.hidden_size,
+            shape.input_size or shape.hidden_size,
             shape.head_dim,
             q_heads,
             shape.num_kv_heads,
@@ -85,7 +87,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """`positions [tokens]` int64, `hidden_states [tokens, hidden] -> [tokens, hidden]`."""
+        """`positions [tokens]` int64, `hidden_states [tokens, input] -> [tokens, hidden]`."""
         qkv, _ = self.qkv_proj(hidden_states)
         out: Tensor = self.o_proj(self._attend(positions, qkv))[0]
         return out

@@ -11,10 +11,11 @@ from vllm.model_executor.model_loader.base import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import (
     checkpoint_dir,
     device_weights_iterator,
+    part_of,
     safetensors_files,
     safetensors_weights_iterator,
 )
-from vllm.model_executor.models.interfaces import VllmModel
+from vllm.model_executor.models.interfaces import LoadsPart, VllmModel
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import get_weight_attr
 
@@ -33,6 +34,8 @@ class SafetensorsModelLoader(BaseModelLoader):
             model_config.model, model_config.revision, self.load_config.download_dir, patterns
         )
         plan = safetensors_files(directory, patterns)
+        if isinstance(model, LoadsPart):
+            plan = part_of(plan, model.wants)
         device, show = next(model.parameters()).device, self.load_config.use_tqdm_on_load
         weights = (
             device_weights_iterator(plan, device, show)

@@ -28,6 +28,7 @@ __all__ = [
     "checkpoint_dir",
     "default_weight_loader",
     "device_weights_iterator",
+    "part_of",
     "safetensors_files",
     "safetensors_weights_iterator",
     "sharded_weight_loader",
@@ -92,6 +93,17 @@ def _indexed_files(index: Path) -> FilePlan:
     if absent:
         raise ValueError(f"{index} names absent files: {', '.join(absent)}")
     return plan
+
+
+def part_of(plan: FilePlan, wants: Callable[[str], bool]) -> FilePlan:
+    """The tensors of `plan` whose names are wanted, and the files that have any."""
+    part: FilePlan = {}
+    for path, names in plan.items():
+        present = names if names is not None else [one.name for one in read_header(path)]
+        wanted = [name for name in present if wants(name)]
+        if wanted:
+            part[path] = wanted
+    return part
 
 
 def device_weights_iterator(

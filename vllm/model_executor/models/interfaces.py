@@ -114,6 +114,14 @@ class HasPlacements:
         """The mixers that no layer uses, now or with `placement`; raises as above."""
 
 
+class LoadsPart:
+    """Has its tensors in a checkpoint beside those of other models."""
+
+    @abstractmethod
+    def wants(self, name: str) -> bool:
+        """Whether the checkpoint tensor of this name belongs to the model; it gets no other."""
+
+
 class EagleModelMixin:
     """Lets a decoder return its residual stream at chosen depths.
 

@@ -70,11 +70,12 @@ def gated_mlp(vllm_config: VllmConfig, prefix: str) -> GatedMLP:
 class Qwen3_5DecoderLayer(DecoderLayer):
     """Gated delta net or gated attention, then `make_mlp`'s network; norms scale by 1 + weight."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", kind: str | None = None) -> None:
+        """`kind`: of a layer that the config does not list."""
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
-        kind = config.layer_types[extract_layer_index(prefix)]
+        kind = kind or config.layer_types[extract_layer_index(prefix)]
         self.is_recurrent = kind == "linear_attention"
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.is_recurrent:
@@ -129,7 +130,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
     fused_names = (*DecoderForCausalLM.fused_names, *GatedDeltaNet.CHECKPOINT_NAMES)
     weights_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
     unused_weights = {
-        "mtp.": "no speculative method of this engine drafts with the multi-token-prediction head",
+        "mtp.": "the head drafts, and method mtp of --speculative-config loads it by itself",
         "model.visual.": "only text is served",
     }
 

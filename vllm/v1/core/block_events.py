@@ -48,6 +48,8 @@ class BlockEvents:
 
     def stored(self, group_id: int, block_hash: BlockHash) -> None:
         """A full block of the request's tokens can be found."""
+        if self._is_untold(group_id):
+            return
         assert self.request is not None
         size = self.request.hash_block_size
         start = self._index_of(block_hash) * size
@@ -60,6 +62,8 @@ class BlockEvents:
         """
         if not length:
             return self.stored(group_id, parent)
+        if self._is_untold(group_id):
+            return
         assert self.request is not None
         at_start = parent not in self.request.block_hashes
         start = 0 if at_start else (self._index_of(parent) + 1) * self.request.hash_block_size
@@ -67,6 +71,8 @@ class BlockEvents:
 
     def removed(self, block: KVCacheBlock) -> None:
         """Nothing of this block can be found any more."""
+        if self._is_untold(block.group_id):
+            return
         keys = [tail.key for tail in block.tails]
         if block.block_hash is not None:
             keys.append(block.block_hash)
@@ -80,6 +86,10 @@ class BlockEvents:
     def cleared(self) -> None:
         """The cache is empty; what happened before does not matter any more."""
         self._events = [AllBlocksCleared()]
+
+    def _is_untold(self, group_id: int) -> bool:
+        """Of a drafter's rows, whose hashes cover more tokens than the blocks hold."""
+        return self._specs[group_id].num_lookahead_tokens > 0
 
     def _index_of(self, block_hash: BlockHash) -> int:
         """Which of the request's full blocks this is; they mostly come in order."""

@@ -130,7 +130,7 @@ class BlockGrowth:
         for manager, blocks, source in zip(
             self._managers, computed_blocks.blocks, sources, strict=True
         ):
-            current = manager.is_current(blocks, request.block_hashes) and (
+            current = manager.is_current(blocks, request) and (
                 source is None or manager.holds(source, request, num_found_tokens)
             )
             if not current:

@@ -209,6 +209,7 @@ class CheckpointKeeper:
             if position <= num_tokens:
                 continue
             for manager in self._managers:
-                block = self._pool.get_cached_block(request.prefix_hash(position), manager.group_id)
+                key = manager.keys(request).prefix_hash(position)
+                block = self._pool.get_cached_block(key, manager.group_id)
                 if block is not None:
                     self._pool.uncache_block(block)

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 class CheckpointPolicy:
     """`block_size`: tokens per block of the paged groups; `block_bytes`: bytes of one block of all
     paged groups together; `interval`: additional checkpoints every so many prompt tokens;
-    `chunk_size`: tokens the prefill kernels of recurrent layers take at a time."""
+    `chunk_size`: tokens the prefill kernels of recurrent layers take at a time; `num_ahead`: tokens
+    after a prefix that some group's rows depend on."""
 
     block_size: int
     block_bytes: int
     interval: int | None = None
     chunk_size: int = 64
+    num_ahead: int = 0
 
     def positions(
         self, start: int, num_prompt_tokens: int, marks: Iterable[int], diverged: int
@@ -29,16 +31,18 @@ class CheckpointPolicy:
         """Token counts after `start` at which a prompt leaves a checkpoint, ascending.
 
         Its end (one token short: the last one must be computed to have logits), the client's
-        `marks`, every `interval` tokens, and `diverged`: the tokens of a cached prefix that the
-        paged groups could have continued but no recurrent state could. That one moves to the
-        chunk boundary before it, where continuing gives the bits of computing everything, unless
-        that is 0. The latter two are left out within a block before another, which serves the
-        same requests.
+        `marks` (`num_ahead` tokens short: whoever shares no more than the marked prefix must be
+        able to continue every group), every `interval` tokens, and `diverged`: the tokens of a
+        cached prefix that the paged groups could have continued but no recurrent state could. That
+        one moves to the chunk boundary before it, where continuing gives the bits of computing
+        everything, unless that is 0. The latter two are left out within a block before another,
+        which serves the same requests.
         """
         last = num_prompt_tokens - 1
         if last <= start:
             return []
-        firm = {mark for mark in (*marks, last) if start < mark <= last}
+        marked = (mark - self.num_ahead for mark in marks)
+        firm = {mark for mark in (*marked, last) if start < mark <= last}
         aligned = diverged - diverged % self.chunk_size
         soft = {aligned or diverged}
         if self.interval is not None:

@@ -91,7 +91,8 @@ class KVCacheManager:
             else:
                 paged_bytes += num_bytes
                 block_size = manager.block_size
-        policy = CheckpointPolicy(block_size, paged_bytes, interval)
+        ahead = max(manager.num_ahead for manager in self.managers)
+        policy = CheckpointPolicy(block_size, paged_bytes, interval, num_ahead=ahead)
         return CheckpointKeeper(self.managers, self.block_pool, policy, state_bytes)
 
     # ---- around a step -------------------------------------------------------------------------
@@ -265,7 +266,7 @@ class KVCacheManager:
         if self.block_pool.events is not None:
             self.block_pool.events.request = request
         for manager in self.managers:
-            manager.cache(request.request_id, request.block_hashes, num_computed_tokens)
+            manager.cache(request.request_id, request, num_computed_tokens)
 
     def quiet_until(self, request: Request) -> int:
         """After `allocate_slots` for a step that starts at `request.num_computed_tokens`: while

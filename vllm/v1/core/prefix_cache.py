@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 class Prefix(Protocol):
     """The tokens looked up, as hashes; a `Request` is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        ...
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
@@ -33,6 +38,54 @@ class Prefix(Protocol):
     def prefix_hash(self, num_tokens: int) -> BlockHash:
         """Hash of exactly the first `num_tokens` tokens."""
         ...
+
+
+class LookaheadPrefix:
+    """`prefix` for a group whose rows depend on `num_ahead` tokens after their own: what is named
+    is content, and the content of a block or tail is equal only if those tokens are as well."""
+
+    def __init__(self, prefix: Prefix, num_ahead: int) -> None:
+        self._prefix, self._num_ahead = prefix, num_ahead
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose rows can be named."""
+        return self._prefix.num_tokens - self._num_ahead
+
+    @property
+    def hash_block_size(self) -> int:
+        return self._prefix.hash_block_size
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        return _LookaheadHashes(self)
+
+    def prefix_parent(self, num_tokens: int) -> BlockHash:
+        return self._prefix.prefix_parent(num_tokens)
+
+    def prefix_hash(self, num_tokens: int) -> BlockHash:
+        return self._prefix.prefix_hash(num_tokens + self._num_ahead)
+
+
+class _LookaheadHashes(Sequence[BlockHash]):
+    """Made when they are asked for: most are read once, or never."""
+
+    def __init__(self, prefix: LookaheadPrefix) -> None:
+        self._prefix = prefix
+
+    def __len__(self) -> int:
+        return max(self._prefix.num_tokens, 0) // self._prefix.hash_block_size
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockHash]: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._prefix.prefix_hash((index + 1) * self._prefix.hash_block_size)
 
 
 @dataclass(frozen=True)

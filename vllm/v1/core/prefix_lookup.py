@@ -80,6 +80,10 @@ class PrefixLookup:
         if manager.is_recurrent and known > hit:
             gone = self._pool.evicted_tail_between(request, hit, known, manager.group_id)
             return manager.group_id, lost, "evicted" if gone else "no_checkpoint"
+        if manager.num_ahead and known > hit:
+            hashes, index = manager.keys(request).block_hashes, hit // request.hash_block_size
+            gone = index < len(hashes) and self._pool.was_cached(hashes[index], manager.group_id)
+            return manager.group_id, lost, "evicted" if gone else "next_token"
         return manager.group_id, lost, "evicted"
 
     def _evicted_run(self, request: Request, hit: int) -> int:
@@ -88,9 +92,10 @@ class PrefixLookup:
         if not paged:
             return hit
         index = first = hit // request.hash_block_size
-        hashes = request.block_hashes
-        while index < len(hashes) and all(
-            self._pool.was_cached(hashes[index], m.group_id) for m in paged
+        all_hashes = [m.keys(request).block_hashes for m in paged]
+        while all(
+            index < len(hashes) and self._pool.was_cached(hashes[index], m.group_id)
+            for m, hashes in zip(paged, all_hashes, strict=True)
         ):
             index += 1
         return hit if index == first else index * request.hash_block_size
@@ -103,7 +108,10 @@ class PrefixLookup:
         if match.num_tokens == match.max_tokens or index >= len(request.block_hashes):
             return None, 0, None
         for manager in self._managers:
-            block = self._pool.get_cached_block(request.block_hashes[index], manager.group_id)
+            hashes = manager.keys(request).block_hashes
+            if index >= len(hashes):
+                continue
+            block = self._pool.get_cached_block(hashes[index], manager.group_id)
             if block is None:
                 return None, 0, None
         return 0, match.max_tokens - match.num_tokens, "partial_block"

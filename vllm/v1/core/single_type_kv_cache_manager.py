@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.prefix_cache import GroupHit, Prefix
+from vllm.v1.core.prefix_cache import GroupHit, LookaheadPrefix, Prefix
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
@@ -33,12 +32,17 @@ class SingleTypeKVCacheManager(ABC):
         self.exact = exact
         self.block_size = spec.block_size
         self.num_blocks_for = spec.blocks_for
+        self.num_ahead = spec.num_lookahead_tokens
         self.is_recurrent = spec.is_recurrent
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         #: blocks at the start of the list whose hashing is settled, and those of them that were
         #: found in the cache rather than computed
         self._num_hashed: dict[str, int] = {}
         self._num_found: dict[str, int] = {}
+
+    def keys(self, prefix: Prefix) -> Prefix:
+        """Under which hashes this group's blocks and tails of a prefix are found."""
+        return LookaheadPrefix(prefix, self.num_ahead) if self.num_ahead else prefix
 
     # ---- what differs between kinds ------------------------------------------------------------
 
@@ -86,8 +90,9 @@ class SingleTypeKVCacheManager(ABC):
         blocks = self.req_to_blocks.get(request_id)
         return blocks[-1] if blocks else None
 
-    def is_current(self, found: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash]) -> bool:
+    def is_current(self, found: Sequence[KVCacheBlock], prefix: Prefix) -> bool:
         """Whether blocks found earlier still hold what they were found for."""
+        block_hashes = self.keys(prefix).block_hashes
         return all(
             block.is_null
             or block.block_hash == make_block_hash_with_group_id(block_hash, self.group_id)
@@ -96,6 +101,7 @@ class SingleTypeKVCacheManager(ABC):
 
     def holds(self, source: KVCacheBlock, prefix: Prefix, num_tokens: int) -> bool:
         """Whether a block still holds the end of a prefix, full block or tail."""
+        prefix = self.keys(prefix)
         keys = [prefix.prefix_hash(num_tokens)]
         index = num_tokens // self.block_size
         if index < len(prefix.block_hashes):
@@ -103,7 +109,11 @@ class SingleTypeKVCacheManager(ABC):
         return any(self.pool.get_cached_block(key, self.group_id) is source for key in keys)
 
     def cache_tail(self, prefix: Prefix, block: KVCacheBlock, num_tokens: int) -> bool:
-        """Let the cache continue from `block` after `num_tokens` tokens."""
+        """Let the cache continue from `block` after `num_tokens` tokens; False if it can already,
+        or the tokens that the block depends on are not known."""
+        prefix = self.keys(prefix)
+        if num_tokens > prefix.num_tokens:
+            return False
         return self.pool.cache_tail(
             block,
             prefix.prefix_hash(num_tokens),
@@ -167,11 +177,12 @@ class SingleTypeKVCacheManager(ABC):
         # The oldest token's block is the first a later hit can do without.
         self.pool.free_blocks(reversed(removed))
 
-    def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
+    def cache(self, request_id: str, prefix: Prefix, num_tokens: int) -> None:
         """Let the cache find the full blocks of the first `num_tokens` tokens."""
         num_hashed = self._num_hashed[request_id]
         if num_tokens < (num_hashed + 1) * self.block_size:
             return
+        block_hashes = self.keys(prefix).block_hashes
         blocks = self.req_to_blocks[request_id]
         num_full = min(num_tokens // self.block_size, len(block_hashes), len(blocks))
         for i in range(num_hashed, num_full):
@@ -211,6 +222,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         return 0
 
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
+        prefix = self.keys(prefix)
+        max_tokens = min(max_tokens, max(prefix.num_tokens, 0))
         found: list[KVCacheBlock] = []
         for block_hash in prefix.block_hashes[: max_tokens // self.block_size]:
             block = self.pool.get_cached_block(block_hash, self.group_id)
@@ -242,6 +255,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return min(super().quiet_until(request_id, num_computed_tokens, hash_lag), next_skip)
 
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
+        prefix = self.keys(prefix)
+        max_tokens = min(max_tokens, max(prefix.num_tokens, 0))
         hashes = prefix.block_hashes[: max_tokens // self.block_size]
         blocks = [self.pool.get_cached_block(h, self.group_id) for h in hashes]
         #: runs[i]: cached blocks in a row before block i
@@ -277,7 +292,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0
 
-    def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
+    def cache(self, request_id: str, prefix: Prefix, num_tokens: int) -> None:
         """The running state changes every step: there is nothing a hash could name."""
 
     def quiet_until(self, request_id: str, num_computed_tokens: int, hash_lag: int | None) -> int:

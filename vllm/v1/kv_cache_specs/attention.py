@@ -27,6 +27,7 @@ class AttentionSpec(KVCacheSpec):
     """Keys, then values of one attention layer: `[2, block_size, num_kv_heads, head_size]`.
 
     `page_size_padded`: bytes to reserve per block, at least the real size.
+    `lookahead`: see `num_lookahead_tokens`.
     `indexes_kv_by_block_stride`: the kernels take the block stride from the tensor; always true
     of this package's kernels, kept for layers that come from elsewhere.
     """
@@ -39,6 +40,11 @@ class AttentionSpec(KVCacheSpec):
     kv_quant_mode: KVQuantMode = KVQuantMode.NONE
     page_size_padded: int | None = None
     indexes_kv_by_block_stride: bool = False
+    lookahead: int = 0
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        return self.lookahead
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -51,7 +57,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def label(self) -> str:
-        return "attention"
+        return "drafter's attention" if self.lookahead else "attention"
 
     @property
     def contents(self) -> str:
@@ -74,6 +80,7 @@ class AttentionSpec(KVCacheSpec):
             kv_quant_mode=self.kv_quant_mode,
             page_size_padded=self.page_size_padded,
             indexes_kv_by_block_stride=self.indexes_kv_by_block_stride,
+            lookahead=self.lookahead,
         )
 
 
@@ -162,7 +169,8 @@ class SlidingWindowSpec(KeysAndValuesSpec):
 
     @property
     def label(self) -> str:
-        return f"sliding window {self.sliding_window}"
+        whose = "drafter's " if self.lookahead else ""
+        return f"{whose}sliding window {self.sliding_window}"
 
     def keeping_every_token(self) -> KVCacheSpec:
         full = self._as_full()

@@ -64,6 +64,12 @@ class KVCacheSpec(ABC):
         return None
 
     @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens after its own that a row depends on: a prefix can be continued only if so many
+        tokens after it are the same as well."""
+        return 0
+
+    @property
     def label(self) -> str:
         """The kind of layer, in words."""
         return self.kind

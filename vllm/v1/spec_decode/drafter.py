@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.graph_plan import GraphPlan
     from vllm.v1.worker.graph_set import GraphSet, Prepare
     from vllm.v1.worker.input_batch import RequestState, StepOrder
-    from vllm.v1.worker.step_inputs import StepInputs
+    from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
     from vllm.v1.worker.step_metadata import StepMetadata
 
 S = TypeVar("S", bound=DraftSettings)
@@ -54,11 +54,13 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class DrafterMemory:
-    """The state memory of the layers, the drafter's among them, and what makes their metadata."""
+    """The state memory of the layers, the drafter's among them, and what makes their metadata and
+    the arrays of a step."""
 
     kv_cache_config: KVCacheConfig
     block_tables: BlockTables
     metadata: StepMetadata
+    inputs: StepInputBuilder
 
 
 class Drafter(ABC, Generic[S]):
@@ -82,6 +84,12 @@ class Drafter(ABC, Generic[S]):
     @property
     def residual_layer_ids(self) -> tuple[int, ...]:
         """Which residual streams `observe` gets, ascending: id k is the stream after k layers."""
+        return ()
+
+    @property
+    def attn_layer_names(self) -> Sequence[str]:
+        """Layers with state that `propose` runs: their metadata is made in every step, also where
+        the target's layers run in a graph that needs none."""
         return ()
 
     # ---- start-up ------------------------------------------------------------------------------

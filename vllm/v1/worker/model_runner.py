@@ -126,15 +126,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         loader = get_model_loader(self.vllm_config.load_config)
         self.model = loader.build_model(self.vllm_config, self.model_config)
         self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
-        self._beside = [] if self.capture is None else [self.capture.model]
+        #: the model and what was built beside it
+        self.models = [self.model, *([] if self.capture is None else [self.capture.model])]
         if self.drafter is not None:
-            self._beside += attach_drafter(self.drafter, self.model)
+            self.models += attach_drafter(self.drafter, self.model)
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
         self._collect_layers()
 
     def _collect_layers(self) -> None:
         """Of a supernet, only the layers that are in use keep state."""
-        self.layers = collect_layers(self.vllm_config, self.model, *self._beside)
+        self.layers = collect_layers(self.vllm_config, *self.models)
         hand_over_layers(self.vllm_config, self.layers)
 
     @torch.no_grad()
@@ -208,7 +209,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.groups, self.block_tables, self.layers, self.model_config.max_model_len
         )
         if self.drafter is not None:
-            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata))
+            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
 
     def state_memory(self) -> StateMemory:
         """The arena and what a connector may see of it."""
@@ -265,8 +266,17 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        self._beside = []
-        for name in ("model", "arena", "block_tables", "metadata", "capture", "drafter", "tap"):
+        parts = (
+            "model",
+            "models",
+            "arena",
+            "block_tables",
+            "metadata",
+            "capture",
+            "drafter",
+            "tap",
+        )
+        for name in parts:
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -320,7 +330,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         whole = replay is not None and replay.whole
         reqs = replay.size if replay is not None and replay.whole else None
         inputs = self.inputs.build(order, size, reqs, journals=journal is not None)
-        hooked = [] if self.capture is None else self.capture.attn_layer_names
+        hooked = [] if self.capture is None else list(self.capture.attn_layer_names)
+        if self.drafter is not None:
+            hooked += self.drafter.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
         self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vllm import decisions
-from vllm.model_executor.model_loader import get_model_loader
 
 if TYPE_CHECKING:
     from vllm.v1.worker.model_runner import ModelRunner
@@ -76,15 +75,17 @@ class Sleeper:
         runner, on_host = self._runner, self._runner.device.type == "cpu"
         self._captured = runner.drop_graphs()
         weights: list[ParkedMemory] = []
+        parameters = [param for model in runner.models for param in model.parameters()]
         if level == 2:
-            weights.append(ParkedMemory(runner.model.parameters(), keep=False))
+            weights.append(ParkedMemory(parameters, keep=False))
         elif on_host:
             decisions.record("sleep level 1", "weights stay", "they are in host memory already")
         else:
-            weights.append(ParkedMemory(runner.model.parameters(), keep=True))
+            weights.append(ParkedMemory(parameters, keep=True))
         if not on_host:
             # No checkpoint has the buffers (rotary tables), so every level keeps them.
-            weights.append(ParkedMemory(runner.model.buffers(), keep=True))
+            buffers = [buffer for model in runner.models for buffer in model.buffers()]
+            weights.append(ParkedMemory(buffers, keep=True))
         self._reload = level == 2
         journals = [] if runner.journals is None else runner.journals.tensors
         arena = [ParkedMemory([runner.arena.buffer, *journals], keep=False)]
@@ -109,10 +110,7 @@ class Sleeper:
 
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""
-        runner = self._runner
-        loader = get_model_loader(runner.vllm_config.load_config)
-        with torch.no_grad():
-            loader.fill(runner.model, runner.model_config)
+        self._runner.load_weights()
 
     def _collect(self) -> None:
         gc.collect()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,48 @@ class StepMetadata:
             for table in self._tables.groups
         ]
         return self._context(batch, inputs, uploaded, None)
+
+    def of_single_tokens(
+        self,
+        layer_names: Collection[str],
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slots: Mapping[int, Tensor],
+    ) -> ForwardContext:
+        """The context in which a drafter's layers run one more token of each of the step's first
+        requests, all of them decodes: `query_start_loc [n + 1]` and `seq_lens [n]` int32, and by
+        group `slots [n]`, are on the device. The host knows no length.
+        """
+        count, longest = len(seq_lens), self._max_model_len
+        none = seq_lens[:0]
+        context = ForwardContext(self._layers, {}, num_tokens=count, only_decodes=True)
+        for index, places in slots.items():
+            group, table = self._groups[index], self._tables.groups[index]
+            metadata = group.builder.build(
+                CommonAttentionMetadata(
+                    num_reqs=count,
+                    num_tokens=count,
+                    num_decodes=count,
+                    max_query_len=1,
+                    max_seq_len=longest,
+                    query_start_loc=query_start_loc,
+                    query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
+                    seq_lens=seq_lens,
+                    seq_lens_cpu=np.full(count, longest),
+                    num_computed_tokens_cpu=np.full(count, longest - 1),
+                    prefill_query_start_loc=none,
+                    prefill_query_start_loc_cpu=_NOTHING,
+                    block_table=table.staged.device[:count],
+                    prefill_seq_lens=none,
+                    prefill_block_table=none,
+                    slot_mapping=places,
+                    block_table_cpu=table.staged.array[:count],
+                )
+            )
+            for name in set(group.layer_names).intersection(layer_names):
+                context.attn_metadata[name] = metadata
+                context.slot_mapping[name] = places
+        return context
 
     def _context(
         self,

@@ -70,6 +70,8 @@ class Attention(nn.Module, AttentionLayerBase):
         )
         self.cache_scales = self._make_cache_scales()
         self.layer_name = prefix
+        #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
+        self.cache_lookahead = 0
 
     def _make_cache_scales(self) -> CacheScales | None:
         if self.kv_cache_dtype is not FP8:
@@ -202,12 +204,14 @@ class Attention(nn.Module, AttentionLayerBase):
                 num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
                 dtype=self.kv_cache_dtype,
+                lookahead=self.cache_lookahead,
             )
         return SlidingWindowSpec(
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.kv_cache_dtype,
+            lookahead=self.cache_lookahead,
             sliding_window=self.sliding_window,
         )
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A speculators checkpoint given as the model: its verifier is served, and it drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.draft_models import (
+    TINY,
+    mtp_tensors,
+    write_eagle3,
+    write_speculators_mtp,
+)
+from tests.tiny_models import tiny_model
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config.draft_methods.eagle3 import Eagle3Settings
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+PROMPT = [(7 * i) % 251 for i in range(20)]
+
+
+@pytest.fixture
+def target() -> Path:
+    return tiny_model("qwen3_5")
+
+
+@pytest.fixture
+def eagle3(target: Path, tmp_path: Path) -> Path:
+    return write_eagle3(tmp_path / "eagle3", target, TINY, num_tokens=2)
+
+
+def config_of(model: Path, **fields: Any) -> Any:
+    return EngineArgs(model=str(model), dtype="float32", **fields).create_engine_config()
+
+
+def test_eagle3(target: Path, eagle3: Path) -> None:
+    config = config_of(eagle3)
+    model, speculative = config.model_config, config.speculative_config
+    assert (model.model, model.tokenizer) == (str(target), str(target))
+    assert model.served_names == [str(eagle3), str(target)]
+    assert (speculative.method, speculative.model) == ("eagle3", str(eagle3))
+    assert speculative.num_speculative_tokens == 2
+    assert isinstance(config.drafter, Eagle3Settings)
+    assert config.drafter.layer_ids == (1, 2, 3)
+    assert speculative.use_eagle() and config.tokens_to_verify == 3
+    assert any(d.what == "model" and d.chosen == str(target) for d in config.decisions.decisions())
+
+
+def test_what_is_said_is_stronger(eagle3: Path) -> None:
+    given = {"num_speculative_tokens": 5}
+    assert config_of(eagle3, speculative_config=given).tokens_to_verify == 6
+    assert config_of(eagle3, spec_tokens=4).tokens_to_verify == 5
+    assert config_of(eagle3, served_model_name="mine").model_config.served_names == ["mine"]
+
+
+def test_beside_its_target(target: Path, eagle3: Path) -> None:
+    """The kind of checkpoint is the method."""
+    config = config_of(target, speculative_config={"model": str(eagle3)})
+    assert config.speculative_config.method == "eagle3"
+    assert config.tokens_to_verify == 3
+    small = {"model": str(tiny_model("llama")), "num_speculative_tokens": 2}
+    assert config_of(target, speculative_config=small).speculative_config.uses_draft_model()
+
+
+def test_no_verifier(target: Path, tmp_path: Path) -> None:
+    path = write_eagle3(tmp_path, None, TINY)
+    with pytest.raises(VLLMValidationError, match="names no verifier; serve the target with"):
+        config_of(path)
+    assert config_of(target, speculative_config={"model": str(path)}).tokens_to_verify == 4
+
+
+def test_other_kinds_are_refused_by_name(eagle3: Path) -> None:
+    config = json.loads((eagle3 / "config.json").read_text())
+    (eagle3 / "config.json").write_text(json.dumps(config | {"speculators_model_type": "peagle"}))
+    with pytest.raises(VLLMValidationError, match="drafting with peagle is not supported"):
+        config_of(eagle3)
+
+
+def test_hybrid_draft_models_are_refused(target: Path) -> None:
+    given = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 2}
+    with pytest.raises(VLLMValidationError, match="has recurrent layers.*use a draft model of"):
+        config_of(tiny_model("llama"), speculative_config=given)
+
+
+def test_served(
+    target: Path, eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kinds of checkpoint, with the target's text."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    mtp = write_speculators_mtp(tmp_path / "mtp", target, mtp_tensors(TINY))
+    texts = []
+    for model in (target, eagle3, mtp):
+        llm = LLM(str(model), dtype="float32", max_model_len=128, kv_cache_memory_bytes=2**25)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], params, use_tqdm=False)
+        texts.append(output.outputs[0].token_ids)
+        llm.llm_engine.engine_core.shutdown()
+    assert texts[1] == texts[0] == texts[2]

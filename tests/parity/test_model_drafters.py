@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters with layers of their own: the text is that without them, and what they propose is what
+an offline run over the whole sequence proposes, however its prefix came to be in memory.
+
+The second is what notices a drafter with another context than its own: the text never shows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_models import (
+    TINY,
+    Eagle3Reference,
+    HeadReference,
+    MtpReference,
+    eagle3_tensors,
+    gen,
+    mtp_tensors,
+    target_streams,
+    with_mtp,
+    write_eagle3,
+)
+from parity_checks import MakeEngine, in_this_process, prompts
+from tiny_models import hf_model, hf_reference_logits, tiny_model
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+from vllm.model_executor.models.draft_head import DraftHead
+from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.graph_set import GraphSet, Prepare
+from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.step_graphs import Replay, StepGraphs
+from vllm.v1.worker.step_inputs import StepInputs
+
+pytestmark = [pytest.mark.parity, in_this_process]
+
+DRAFTS = 3
+#: fp32 logits of a target and a head, against transformers and fp64
+MARGIN = 2e-3
+LAYER_IDS = (1, 2, 3)
+
+
+@dataclass
+class Method:
+    """A drafter of a target: the engine's settings and the offline run."""
+
+    target: Path
+    config: dict[str, Any]
+    reference: HeadReference
+    layer_ids: tuple[int, ...] = ()
+
+    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
+        """By number of computed tokens: the drafts, and the smallest distance of a best logit from
+        the next."""
+        *aux, hidden = target_streams(self.target, tokens, self.layer_ids)
+        dtype = self.reference.dtype
+        fused = self.reference.fuse(hidden.to(dtype), [x.to(dtype) for x in aux])
+        following = torch.tensor(tokens[1:])
+        found = self.reference.chains(fused[:-1], following, DRAFTS, after)
+        return {n: (drafts, _margin(logits)) for n, (drafts, logits) in found.items()}
+
+
+@dataclass
+class SmallModel:
+    """A draft model; offline it is transformers'."""
+
+    target: Path
+    config: dict[str, Any]
+    draft: Path
+
+    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
+        found = {}
+        for computed in after:
+            known, logits = tokens[: computed + 1], []
+            for _ in range(DRAFTS):
+                logits.append(hf_reference_logits(self.draft, known)[-1])
+                known = [*known, int(logits[-1].argmax())]
+            found[computed] = known[computed + 1 :], _margin(logits)
+        return found
+
+
+def _margin(logits: list[torch.Tensor]) -> float:
+    best = torch.stack(logits).topk(2, dim=-1).values
+    return float((best[:, 0] - best[:, 1]).min())
+
+
+@pytest.fixture(scope="session")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method | SmallModel]:
+    root = tmp_path_factory.mktemp("drafters")
+    made: dict[str, Method | SmallModel] = {}
+
+    def mtp() -> Method:
+        target = with_mtp(tiny_model("qwen3_5"), root / "mtp", mtp_tensors(TINY))
+        model = hf_model(target)
+        weights = [m.weight.detach().double() for m in (model.model.embed_tokens, model.lm_head)]
+        reference = MtpReference(mtp_tensors(TINY), TINY, *weights, rotary_dim=8, theta=1e7)
+        return Method(target, {"method": "mtp"}, reference)
+
+    def eagle3(family: str, window: int | None = None) -> Method:
+        target = tiny_model(family)
+        flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+        layers: dict[str, Any] = {}
+        if window is not None:
+            layers = {"layer_types": ["sliding_attention"], "sliding_window": window}
+            layers["model_type"] = "qwen3"
+        tensors = eagle3_tensors(TINY, flags)
+        if window is not None:
+            names = [f"layers.0.self_attn.{n}_norm.weight" for n in "qk"]
+            tensors |= {name: gen(name, [TINY.head_dim], 0.25, 1.0) for name in names}
+        path = root / f"eagle3-{family}-{window}"
+        draft = write_eagle3(path, target, TINY, flags, tensors=tensors, **layers)
+        reference = Eagle3Reference(tensors, TINY, flags, window=window)
+        config = {"method": "eagle3", "model": str(draft)}
+        return Method(target, config, reference, LAYER_IDS)
+
+    def draft_model(family: str, draft: str) -> Method:
+        config = {"method": "draft_model", "model": str(tiny_model(draft))}
+        return SmallModel(tiny_model(family), config, tiny_model(draft))
+
+    makers: dict[str, Callable[[], Method | SmallModel]] = {
+        "mtp": mtp,
+        "eagle3": lambda: eagle3("qwen3_5"),
+        "eagle3-llama": lambda: eagle3("llama"),
+        "eagle3-window": lambda: eagle3("qwen3_sliding", 24),
+        "draft_model": lambda: draft_model("qwen3_5", "llama"),
+        "draft_model-itself": lambda: draft_model("llama", "llama"),
+    }
+
+    def get(name: str) -> Method | SmallModel:
+        if name not in made:
+            made[name] = makers[name]()
+        return made[name]
+
+    return get
+
+
+@dataclass
+class Watched:
+    """An engine whose proposals are written down: `(request's tokens so far, drafts)`."""
+
+    llm: LLM
+    proposed: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
+        drafter = runner.drafter
+        if drafter is None:
+            return
+        propose, progress = drafter.propose, runner.inputs.progress
+
+        def watched(step: Any) -> None:
+            propose(step)
+            if not step.num_drafts:
+                return
+            for state in step.order.sampled.states:
+                computed = int(progress.computed[state.row])
+                drafts = progress.tokens[state.row, 1:].tolist()
+                self.proposed.append((state.req_id, computed, drafts))
+
+        drafter.propose = watched
+
+    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
+        params = [
+            SamplingParams(max_tokens=n, **({"temperature": 0.0, "ignore_eos": True} | fields))
+            for n in lengths
+        ]
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
+        outputs = self.llm.generate(batch, params, use_tqdm=False)
+        for output in outputs:
+            for part in output.outputs:
+                # Completions of one prompt are requests of their own in the core.
+                name = output.request_id if len(output.outputs) == 1 else part.index
+                self.outputs[f"{name}"] = [*output.prompt_token_ids, *part.token_ids]
+        return outputs
+
+    def texts(self) -> list[list[int]]:
+        return list(self.outputs.values())
+
+
+def engine(
+    make_engine: MakeEngine, method: Method | SmallModel, drafts: int, **settings: Any
+) -> Watched:
+    if drafts:
+        settings["speculative_config"] = method.config | {"num_speculative_tokens": drafts}
+    defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "enable_prefix_caching": True}
+    return Watched(make_engine("qwen3_5", **(defaults | {"model": str(method.target)} | settings)))
+
+
+# ---- what happens to requests --------------------------------------------------------------------
+
+
+def batches(run: Watched) -> None:
+    """More requests than rows, prompts in chunks beside decodes."""
+    lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
+    run.generate(prompts(lengths), [5 + 3 * i for i in range(len(lengths))])
+
+
+def a_conversation(run: Watched) -> None:
+    """Each turn begins with what the turns before left in the cache."""
+    tokens: list[int] = []
+    for question, length in zip(prompts((30, 1, 17, 25)), (19, 16, 17, 21), strict=True):
+        tokens += question
+        (output,) = run.generate([tokens], [length])
+        tokens = tokens + list(output.outputs[0].token_ids)
+
+
+def shared_beginnings(run: Watched) -> None:
+    """Prompts that part at every place of a block and at its edges, some of them marked."""
+    (stem,) = prompts((96,))
+    rng = random.Random(1)
+    for cut in (96, 95, 80, 81, 79, 64, 65, 63, 48):
+        tail = [rng.randrange(256) for _ in range(9)]
+        run.generate([stem[:cut] + tail], [9])
+    run.generate([stem + [1, 2], stem + [3, 4], stem[:80] + [5, 6]], [8, 9, 10])
+
+
+def preemptions(run: Watched) -> None:
+    """Running requests lose their rows and come back."""
+    scheduler = run.core.scheduler
+    schedule, steps = scheduler.schedule, 0
+
+    def schedule_and_preempt() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps in (6, 9, 10):
+            while scheduler.running:
+                scheduler._preempt_last()
+        return schedule()
+
+    scheduler.schedule = schedule_and_preempt
+    run.generate(prompts((30, 47)), [24, 30])
+    assert steps > 10
+
+
+def aborts(run: Watched) -> None:
+    """Others leave at random; their rows and blocks are used again."""
+    engine = run.llm.llm_engine
+    for i, ids in enumerate(prompts((12, 50, 31), seed=5)):
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        engine.add_request(f"abandoned-{i}", TokensPrompt(prompt_token_ids=ids), params)
+        for _ in range(4 + i):
+            engine.step()
+        engine.abort_request([f"abandoned-{i}"])
+    run.generate(prompts((25, 64)), [20, 22])
+
+
+def rules(run: Watched) -> None:
+    """Beside requests whose rules allow no drafts, in steps of one token and of several."""
+    batch = prompts((20, 30, 9))
+    run.generate(batch[:2], [16, 12], presence_penalty=0.7, min_tokens=4)
+    run.generate(batch, [24, 3, 18])
+
+
+SCENARIOS = (batches, a_conversation, shared_beginnings, preemptions, aborts, rules)
+
+
+def check_proposals(run: Watched, method: Method | SmallModel) -> float:
+    """Every proposal is the offline run's; the part of them that two close logits leave open."""
+    compared = seen = 0
+    for name, tokens in run.outputs.items():
+        mine = [
+            (n, drafts)
+            for request, n, drafts in run.proposed
+            if request.rpartition("-")[0] == name and n < len(tokens)
+        ]
+        expected = method.proposals(tokens, sorted({n for n, _ in mine})) if mine else {}
+        for computed, drafts in mine:
+            offline, margin = expected[computed]
+            seen += 1
+            if margin > MARGIN:
+                assert drafts == offline, f"request {name} after {computed} tokens"
+                compared += 1
+    assert seen > 8
+    return 1 - compared / seen
+
+
+def _always(policy: DraftPolicy, decodes: list[Any]) -> int:
+    """These heads are random: what they draft is hardly ever accepted, which never pays."""
+    return policy.num_drafts
+
+
+#: which of them for each kind of drafter and target
+CASES = {
+    "mtp": SCENARIOS,
+    "eagle3": (batches, shared_beginnings),
+    "eagle3-llama": (shared_beginnings, preemptions),
+    "eagle3-window": (a_conversation, rules),
+    "draft_model": (batches, preemptions),
+    "draft_model-itself": (a_conversation, aborts),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [(name, scenario) for name, scenarios in CASES.items() for scenario in scenarios],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_text_and_proposals(
+    name: str,
+    scenario: Callable[[Watched], None],
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods(name)
+    plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS)
+    scenario(plain)
+    scenario(drafted)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) < 0.2
+
+
+def test_every_use_of_state_is_checked(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every use of state memory checked, too: what is read was written, by its owner."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods("eagle3")
+    settings: dict[str, Any] = {"sanitize": True, "async_scheduling": False}
+    plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS, **settings)
+    for run in (plain, drafted):
+        shared_beginnings(run)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) < 0.2
+
+
+def test_completions_of_one_prompt(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They start from copies of its state, the head's last block among them."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods("mtp")
+    (prompt,) = prompts((65,))
+    texts = []
+    for drafts in (0, DRAFTS):
+        run = engine(make_engine, method, drafts)
+        run.generate([prompt], [20], n=3, temperature=1.0, seed=7)
+        texts.append(run.texts())
+    assert texts[0] == texts[1]
+
+
+def test_acceptance_after_a_hit_is_acceptance_cold(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that drafts for itself has all its drafts accepted, hit or not."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    run = engine(make_engine, methods("draft_model-itself"), DRAFTS, async_scheduling=False)
+    (prompt,) = prompts((150,))
+    steps = []
+    for _ in range(2):
+        before = len(run.proposed)
+        (output,) = run.generate([prompt], [1 + 4 * 5])
+        steps.append(len(run.proposed) - before)
+    assert output.num_cached_tokens == 144
+    assert steps[0] == steps[1] == 1 + 5
+
+
+def test_hidden_states_beside_a_head(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method, rows = methods("mtp"), []
+    for drafter in (None, method.config | {"num_speculative_tokens": DRAFTS}):
+        where = str(tmp_path / str(drafter is None))
+        run = engine(
+            make_engine,
+            method,
+            0,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}},
+                "drafter": drafter,
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": where},
+            },
+        )
+        extra = {"kv_transfer_params": {"include_output_tokens": True}}
+        outputs = run.generate(prompts((20, 130)), [17, 9], extra_args=extra)
+        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+        rows.append([load_hidden_states(path) for path in paths])
+    assert len(run.proposed) > 8
+    for plain, drafted in zip(*rows, strict=True):
+        assert torch.equal(plain["token_ids"], drafted["token_ids"])
+        torch.testing.assert_close(
+            plain["hidden_states"], drafted["hidden_states"], rtol=0, atol=1e-4
+        )
+
+
+# ---- as graphs run it ----------------------------------------------------------------------------
+
+
+class Reruns(GraphSet):
+    """A "graph" runs its padded step again: it reads no more than a captured one could."""
+
+    def __init__(self, sizes: list[int], prepare: Prepare) -> None:
+        self.sizes, self.replayed = sizes, 0
+        self._runs = {size: prepare(size) for size in sizes}
+
+    def replay(self, size: int) -> torch.Tensor:
+        self.replayed += 1
+        return self._runs[size]()
+
+
+class WholeSteps(StepGraphs):
+    """Pads decodes to one of `sizes`, as whole graphs do; a "replay" runs the model."""
+
+    def __init__(self, runner: Any, sizes: list[int]) -> None:
+        super().__init__()
+        self._runner, self._sizes = runner, sizes
+
+    def replay_for(self, order: StepOrder) -> Replay | None:
+        if not order.decode_only:
+            return None
+        size = next(size for size in self._sizes if size >= order.num_reqs)
+        return Replay(size, True, order.width)
+
+    def replay(self, chosen: Replay) -> torch.Tensor:
+        hidden = self._runner._forward(self._runner.last_inputs)
+        assert len(hidden) == chosen.num_tokens
+        return self._runner.compute_logits(hidden)
+
+
+@pytest.mark.parametrize("name", ["mtp", "draft_model"])
+def test_replays_draft_the_same(
+    name: str,
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes padded to a captured size, by what was made before any of them was known."""
+    method, sizes = methods(name), [2, 3, 6]
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    drafted = engine(make_engine, method, DRAFTS)
+    (runner,) = drafted.llm.collective_rpc(lambda worker: worker.model_runner)
+    plan = GraphPlan(sizes, [], widths=(1, 1 + DRAFTS))
+    sets = runner.drafter.graph_sets(plan, Reruns)
+    runner.graphs = WholeSteps(runner, sizes)
+    build, of_step = runner.inputs.build, runner.metadata.of_step
+
+    def remember(*args: Any, **kwargs: Any) -> StepInputs:
+        runner.last_inputs = build(*args, **kwargs)
+        return runner.last_inputs
+
+    monkeypatch.setattr(runner.inputs, "build", remember)
+    monkeypatch.setattr(runner.metadata, "of_step", lambda o, inputs, only: of_step(o, inputs))
+    batches(drafted)
+    plain = engine(make_engine, method, 0)
+    batches(plain)
+    assert drafted.texts() == plain.texts()
+    assert check_proposals(drafted, method) < 0.2
+    assert all(graphs.replayed > 3 for graphs in sets)
+
+
+# ---- the comparison notices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle3-llama"])
+def test_a_row_of_another_request_is_noticed(
+    name: str,
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the token after it, a block's name does not say whose last row it holds."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftHead, "mark_cache", lambda head: None)
+    method = methods(name)
+    drafted = engine(make_engine, method, DRAFTS)
+    shared_beginnings(drafted)
+    with pytest.raises(AssertionError, match="after .* tokens"):
+        check_proposals(drafted, method)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings of methods with a draft model check and make alike."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.draft_methods.base import refuse
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+
+#: rotations for which a longer table of angles is all that longer sequences need
+_ENDLESS_ROPES = ("default", "linear", "llama3", "proportional", "mrope")
+
+
+def check_ranks(asked: int | None, parallel: ParallelConfig | None) -> None:
+    """A drafter is spread over the ranks of the target; `VLLMValidationError` for another wish."""
+    ranks = 1 if parallel is None else parallel.tensor_parallel_size
+    if asked not in (None, ranks):
+        refuse(
+            "draft_tensor_parallel_size",
+            f"must be --tensor-parallel-size ({ranks}): the drafter runs on the target's ranks",
+            asked,
+        )
+
+
+def draft_config(target: ModelConfig, model: str, hf_config: Any) -> ModelConfig:
+    """The `ModelConfig` of the draft checkpoint `model` beside `target`: in its dtype, for
+    sequences of its length. `VLLMValidationError` if the positions of the draft end earlier."""
+    draft = copy.copy(target)
+    draft.model = model
+    draft.revision = draft.quantization = None
+    draft.refresh_hf_config(hf_config)
+    limit = draft.model_arch_config.max_model_len
+    rope = draft.hf_text_config.rope_parameters or {}
+    kind = rope.get("rope_type", "default")
+    if limit and limit < target.max_model_len and kind not in _ENDLESS_ROPES:
+        refuse(
+            "model",
+            f"has positions for {limit} tokens (rope type {kind}), but the target serves "
+            f"{target.max_model_len}; add --max-model-len {limit}",
+            model,
+        )
+    return draft

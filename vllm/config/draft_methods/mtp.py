@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of `mtp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import Self
+
+from vllm.config.draft_methods.base import DraftSettings, refuse
+from vllm.config.draft_methods.draft_checkpoint import check_ranks
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+
+#: `model_type` of the text config of targets whose head is known
+_KNOWN = ("qwen3_5_text",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSettings(DraftSettings):
+    """The target's own multi-token-prediction head, from the target's checkpoint.
+
+    `model`: a speculators checkpoint of type mtp that has another head for the same target; absent
+    or the target's own path for the head in the target's checkpoint.
+    """
+
+    method: ClassVar[str] = "mtp"
+    reads_target: ClassVar[bool] = True
+    knows_num_tokens: ClassVar[bool] = True
+
+    model: str | None = None
+    draft_tensor_parallel_size: int | None = None
+
+    @property
+    def lookahead_tokens(self) -> int:
+        return max(self.num_speculative_tokens - 1, 0)
+
+    def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
+        check_ranks(self.draft_tensor_parallel_size, parallel)
+        text = target.hf_text_config
+        if text.model_type not in _KNOWN:
+            refuse(
+                "method",
+                f"mtp drafts with the head of {', '.join(_KNOWN)} models; this one is "
+                f"{text.model_type}. Use eagle3, draft_model or ngram",
+                self.method,
+            )
+        num_tokens = self.num_speculative_tokens
+        if self.model is not None and not _same_path(self.model, target.model):
+            num_tokens = num_tokens or self._tokens_of(self.model)
+        else:
+            num_layers = getattr(text, "mtp_num_hidden_layers", 0)
+            if num_layers != 1:
+                refuse(
+                    "method",
+                    f"mtp needs a checkpoint with a head of one layer; mtp_num_hidden_layers of "
+                    f"{target.model} is {num_layers}",
+                    self.method,
+                )
+        return replace(self, num_speculative_tokens=num_tokens or 1)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Where the head's tensors are; None: in the target's checkpoint."""
+        return self.model
+
+    def _tokens_of(self, model: str) -> int:
+        from vllm.transformers_utils.config import read_config_dict
+        from vllm.transformers_utils.speculators import parse_speculators
+
+        found = parse_speculators(model, read_config_dict(model))
+        if found is None or found.method != self.method:
+            refuse(
+                "model",
+                f"must be absent, the target's path or a speculators checkpoint of type mtp with "
+                f"method mtp, got {model}",
+                model,
+            )
+        if found.config.get("num_nextn_predict_layers", 1) != 1:
+            refuse("model", "must have num_nextn_predict_layers 1 with method mtp", model)
+        return found.num_speculative_tokens
+
+
+def _same_path(one: str, other: str) -> bool:
+    return one == other or Path(one).resolve() == Path(other).resolve()

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 draft heads (arXiv 2503.01840) in the format of the speculators library.
+
+    h = fc c,  c = the target's residual streams after some layers, side by side
+    e = norm(embed(x_{t+1})),  u = norm(h);  z = (u or h) + attention([e; u]);  z = z + mlp(norm(z))
+    o = norm(z),  logits = lm_head(o);  the next draft starts from o or z
+
+Flags of the config choose: see `Eagle3Config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm import decisions
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
+from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
+from vllm.model_executor.utils import set_weight_attrs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+    from vllm.transformers_utils.configs.eagle3 import Eagle3Config
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+#: rows of two embeddings that are compared at a time
+_COMPARED = 8192
+
+
+def attention_shape(config: PretrainedConfig, index: int) -> SelfAttentionShape:
+    """The attention of the `index`-th layer; the first one's input is a token and a hidden state.
+
+    ValueError for an unknown layer type.
+    """
+    kinds = config.layer_types
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    if kinds[index] not in windows:
+        raise ValueError(f"draft layer {index} has type {kinds[index]!r}; supported: {windows}")
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        qk_norm=RMSNorm if config.model_type == "qwen3" else None,
+        sliding_window=windows[kinds[index]],
+        input_size=2 * config.hidden_size if index == 0 else None,
+    )
+
+
+class Eagle3Layer(DecoderLayer):
+    """Rotary attention and gated MLP; the first layer also takes the tokens' embeddings."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        prefix = f"eagle3.layers.{index}"
+        shape = attention_shape(config, index)
+        rope = get_rope(
+            shape.head_dim,
+            vllm_config.model_config.max_model_len,
+            rope_parameters=config.rope_parameters,
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if index == 0:
+            self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.model_type == "llama" and config.mlp_bias,
+            prefix=f"{prefix}.mlp",
+        )
+
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
+
+    def enter(
+        self, positions: Tensor, tokens: Tensor, hidden: Tensor, *, norm_residual: bool
+    ) -> ResidualStream:
+        """The first layer: `tokens, hidden [tokens, hidden]`, embeddings and hidden states."""
+        normed = self.hidden_norm.normalise(hidden)
+        joined = torch.cat([self.input_layernorm.normalise(tokens), normed], dim=-1)
+        branch = self.self_attn(positions, joined)
+        stream = ResidualStream(normed if norm_residual else hidden, branch)
+        return cast(GatedMLP, self.mlp).after_norm(self.post_attention_layernorm, stream)
+
+
+class Eagle3DraftModel(DraftHead):
+    """`vllm_config.model_config.hf_config` is an `Eagle3Config`, its text config the layers'."""
+
+    def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
+        super().__init__()
+        fields: Eagle3Config = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_text_config
+        self.fields = fields
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.aux_layer_ids = tuple(fields.aux_layer_ids)
+        streams, width = len(self.aux_layer_ids), fields.target_hidden_size
+        self._target = (target.embed_input_ids, target.compute_logits)
+        if fields.norm_before_fc:
+            self.input_norm = RMSNorm(streams * width, config.rms_norm_eps)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(width, config.rms_norm_eps) for _ in range(streams if fields.fc_norm else 0)
+        )
+        self.fc = ReplicatedLinear(streams * width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            Eagle3Layer(vllm_config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        #: None once it is known that the target's are used
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.embed_tokens = VocabParallelEmbedding(self.vocab_size, config.hidden_size)
+        set_weight_attrs(self.embed_tokens.weight, {"optional": True})
+        self.lm_head: ParallelLMHead | None = None
+        self.lm_head = ParallelLMHead(fields.draft_vocab_size, config.hidden_size)
+        if fields.draft_vocab_size == self.vocab_size:
+            set_weight_attrs(self.lm_head.weight, {"optional": True})
+        self.logits_processor = LogitsProcessor(fields.draft_vocab_size)
+        ids = torch.arange(fields.draft_vocab_size, dtype=torch.int64)
+        self.register_buffer("to_target", ids, persistent=False)
+        self.to_target: Tensor
+        self.mark_cache()
+
+    def fuse(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
+        streams = aux
+        if len(self.fc_norm):
+            streams = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
+        joined = torch.cat(streams, dim=-1)
+        if self.fields.norm_before_fc:
+            joined = self.input_norm.normalise(joined)
+        fused: Tensor = self.fc(joined)[0]
+        return fused
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        first = cast(Eagle3Layer, self.layers[0])
+        stream = first.enter(
+            positions,
+            self._embed(input_ids),
+            hidden_states,
+            norm_residual=self.fields.norm_before_residual,
+        )
+        for layer in self.layers[1:]:
+            stream, _ = layer(positions, stream)
+        normed, total = self.norm.enter(stream)
+        return normed, normed if self.fields.norm_output else total
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        if self.embed_tokens is None:
+            return self._target[0](input_ids)
+        found: Tensor = self.embed_tokens(input_ids)
+        return found
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        if self.lm_head is None:
+            return self._target[1](hidden_states)
+        logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return self.to_target[draft_ids]
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    def wants(self, name: str) -> bool:
+        return True
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        maps: dict[str, Tensor] = {}
+        loader = AutoWeightsLoader(
+            self, fused=DecoderForCausalLM.fused_names, skip_prefixes=self._shared_names()
+        )
+        loaded = loader.load_weights(self._without_maps(weights, maps))
+        self._take_maps(maps)
+        if self.embed_tokens is not None:
+            absent = _EMBEDDING not in loaded
+            if absent or self._same_embedding(self.embed_tokens):
+                self.embed_tokens = None
+                loaded.discard(_EMBEDDING)
+                why = "the draft checkpoint has none" if absent else "the draft checkpoint's is it"
+                decisions.record("drafter's embedding", "the target's", why)
+        if self.lm_head is not None and _HEAD not in loaded:
+            self.lm_head = None
+            decisions.record("drafter's output head", "the target's", "the checkpoint has none")
+        return loaded
+
+    def _shared_names(self) -> dict[str, str]:
+        names = {}
+        if self.embed_tokens is None:
+            names[_EMBEDDING] = "the target's embedding is used"
+        if self.lm_head is None:
+            names[_HEAD] = "the target's output head is used"
+        return names
+
+    @staticmethod
+    def _without_maps(
+        weights: Iterable[tuple[str, Tensor]], maps: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name in ("d2t", "t2d"):
+                maps[name] = tensor
+            else:
+                yield name, tensor
+
+    def _take_maps(self, maps: dict[str, Tensor]) -> None:
+        """`d2t [draft vocab]`: the target's id less the draft's; `t2d [vocab]`: which are kept."""
+        size = self.fields.draft_vocab_size
+        if size == self.vocab_size:
+            return
+        if "d2t" not in maps:
+            raise WeightsError([f"missing: d2t [{size}], the map to the target's vocabulary"])
+        d2t = maps["d2t"].to(self.to_target)
+        if d2t.shape != (size,):
+            raise WeightsError([f"mis-shaped: d2t {list(d2t.shape)}, expected [{size}]"])
+        ids = torch.arange(size, device=d2t.device) + d2t
+        if bool(((ids < 0) | (ids >= self.vocab_size)).any()):
+            raise WeightsError([f"d2t leads out of the target's {self.vocab_size} token ids"])
+        if "t2d" in maps:
+            kept = maps["t2d"].to(ids.device).nonzero().flatten()
+            if not torch.equal(kept, ids.sort().values):
+                raise WeightsError(["t2d and d2t name different tokens"])
+        self.to_target.copy_(ids)
+
+    def _same_embedding(self, own: VocabParallelEmbedding) -> bool:
+        """Whether the target's embedding has the very bits of `own`."""
+        for first in range(0, self.vocab_size, _COMPARED):
+            last = min(first + _COMPARED, self.vocab_size)
+            ids = torch.arange(first, last, device=own.weight.device)
+            if not torch.equal(own(ids), self._target[0](ids)):
+                return False
+        return True

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft checkpoints in the format of the speculators library: `speculators_model_type` in
+config.json says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+#: `speculators_model_type` -> method of `speculative_config`
+METHODS: Mapping[str, str] = {"eagle3": "eagle3", "mtp": "mtp"}
+
+
+@dataclass(frozen=True)
+class SpeculatorsCheckpoint:
+    """`verifier`: name or directory of the target, if the config names one; `config`: all of it."""
+
+    path: str
+    method: str
+    num_speculative_tokens: int
+    verifier: str | None
+    config: Mapping[str, Any]
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """`transformer_layer_config`."""
+        return dict(self.config["transformer_layer_config"])
+
+
+def parse_speculators(path: str, raw: Mapping[str, Any]) -> SpeculatorsCheckpoint | None:
+    """What `raw`, the config of the checkpoint at `path`, says; None if it is of another kind.
+
+    Raises `VLLMValidationError` for a type that no method drafts with, and for missing keys.
+    """
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return None
+    if kind not in METHODS:
+        raise _error(
+            path,
+            f"is a speculators checkpoint of type {kind}, which is not supported; supported: "
+            + ", ".join(METHODS),
+        )
+    described = raw.get("speculators_config")
+    proposals = described.get("proposal_methods") if isinstance(described, Mapping) else None
+    tokens = proposals[0].get("speculative_tokens") if proposals else None
+    if not isinstance(tokens, int):
+        key = "speculators_config.proposal_methods[0].speculative_tokens"
+        raise _error(path, f"is a speculators checkpoint whose config lacks {key}")
+    if not isinstance(raw.get("transformer_layer_config"), Mapping):
+        raise _error(
+            path, "is a speculators checkpoint whose config lacks transformer_layer_config"
+        )
+    assert isinstance(described, Mapping)
+    verifier = (described.get("verifier") or {}).get("name_or_path")
+    return SpeculatorsCheckpoint(path, METHODS[kind], tokens, verifier, raw)
+
+
+def _error(path: str, what: str) -> VLLMValidationError:
+    return VLLMValidationError(f"{path!r} {what}", parameter="model", value=path)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft layers run token by token after a step: one row per request, all on the device.
+
+Positions, lengths and slots follow from what the device knows of each row, in tensors that stay at
+their address: the host counts steps and requests, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vllm.forward_context import ForwardContext
+from vllm.kernels.step import Progress
+from vllm.kernels.step.problem import ROW
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.spec_decode.drafter import DrafterMemory
+from vllm.v1.worker.step_inputs import StepInputs
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Of the layers of a draft model that keep state."""
+    layers = (module for module in model.modules() if isinstance(module, AttentionLayerBase))
+    return [layer.layer_name for layer in layers]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, where
+    `slots [rows]` int64 of their next tokens go."""
+
+    table: Tensor
+    block_size: int
+    slots: Tensor
+
+
+class DraftLoop:
+    """`layer_names`: of the draft layers. Call `begin` after each step, then `place` before each
+    token, inside whose context the layers run."""
+
+    def __init__(self, progress: Progress, max_model_len: int) -> None:
+        self._progress = progress
+        self._max_model_len = max_model_len
+        rows, device = len(progress.tokens), progress.tokens.device
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        #: `[rows]` int64: where each request's tokens lie
+        self.positions = zeros(torch.int64, rows)
+        self._seq_lens = zeros(torch.int32, rows)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        #: the last row takes what belongs to no request
+        self._drafts = zeros(torch.int64, rows + 1, progress.width - 1)
+        self._groups: dict[int, _Group] = {}
+        self._names: list[str] = []
+
+    def bind(self, memory: DrafterMemory, layer_names: Sequence[str]) -> None:
+        """The layers have got their memory."""
+        self._names, self._memory = list(layer_names), memory
+        self._groups.clear()
+        for index, group in enumerate(memory.kv_cache_config.kv_cache_groups):
+            if not set(group.layer_names).isdisjoint(layer_names):
+                table = memory.block_tables.groups[index].paged
+                slots = torch.zeros_like(self.positions)
+                self._groups[index] = _Group(table.block_table, table.block_size, slots)
+
+    def begin(self, inputs: StepInputs, num_reqs: int) -> _Rows:
+        """Of the first `num_reqs` requests of the step, all sampling or not."""
+        rows = inputs.requests[:num_reqs, ROW].long()
+        is_real = rows >= 0
+        computed = self._progress.computed.index_select(0, rows.clamp(min=0)).long()
+        starts = inputs.query_start_loc[:num_reqs].long()
+        ends = inputs.query_start_loc[1 : num_reqs + 1].long()
+        # A row of tokens past the model's length has no position; no draft of it is used.
+        first = inputs.positions.index_select(0, starts)
+        last = torch.minimum(starts + (computed - 1 - first).clamp(min=0), ends - 1)
+        return _Rows(rows, is_real, computed, last, self._context(num_reqs))
+
+    def _context(self, num_reqs: int) -> ForwardContext:
+        slots = {index: group.slots[:num_reqs] for index, group in self._groups.items()}
+        return self._memory.metadata.of_single_tokens(
+            self._names, self._starts[: num_reqs + 1], self._seq_lens[:num_reqs], slots
+        )
+
+    def place(self, rows: _Rows, ahead: int) -> Tensor:
+        """The rows' next tokens lie `ahead` after those that are computed; `[rows]` int64 positions
+        of them."""
+        count = len(rows.rows)
+        position = rows.computed + ahead
+        inside = rows.is_real & (position < self._max_model_len)
+        position = torch.where(inside, position, 0)
+        self.positions[:count] = position
+        self._seq_lens[:count] = torch.where(inside, position + 1, 0)
+        for group in self._groups.values():
+            index = position // group.block_size
+            block = group.table[:count].gather(1, index.unsqueeze(1)).squeeze(1).long()
+            slot = block * group.block_size + position % group.block_size
+            group.slots[:count] = torch.where(inside & (block > 0), slot, -1)
+        return self.positions[:count]
+
+    def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> Tensor:
+        """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
+        `[rows, drafts]`."""
+        spare, count = len(self._drafts) - 1, len(drafts)
+        where = torch.where(rows.is_real, rows.rows, spare)
+        found = torch.stack(list(drafts), dim=1)
+        self._drafts[:, :count].index_copy_(0, where, found)
+        self._progress.tokens[:, 1 : 1 + count] = self._drafts[:-1, :count]
+        self._progress.num_drafts.fill_(count)
+        return found
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A step's requests, all `[n]`: batch row (-1: padding), tokens computed, and the place among
+    the step's tokens of the last of these. `context`: what layers see of one token per request."""
+
+    rows: Tensor
+    is_real: Tensor
+    computed: Tensor
+    last: Tensor
+    context: ForwardContext

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters that are heads on the target (mtp, eagle3): layers that read its hidden states.
+
+After each step the head runs over all tokens that the target ran, each with the token after it, so
+that its keys and values are what the target's hidden states say, also where an earlier round had
+only its own; then token by token on its own hidden states. Prompts take the same way in chunks.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config.draft_methods.eagle3 import Eagle3Settings
+from vllm.config.draft_methods.mtp import MtpSettings
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base import set_default_torch_dtype
+from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
+from vllm.v1.spec_decode.drafter import DrafterMemory, DraftStep, S
+from vllm.v1.spec_decode.layer_drafter import LayerDrafter
+from vllm.v1.worker.staging import StagedArray
+from vllm.v1.worker.step_inputs import StepInputs
+
+
+class HeadDrafter(LayerDrafter[S], Generic[S]):
+    """Subclasses build the head."""
+
+    head: DraftHead
+    #: of the step's tokens `[tokens, hidden]`, at a fixed address
+    _hidden: Tensor | None = None
+
+    @abstractmethod
+    def _new_head(self, target: DraftTarget) -> DraftHead:
+        """The head with uninitialised weights."""
+
+    @property
+    @abstractmethod
+    def checkpoint(self) -> ModelConfig:
+        """Where the head's tensors are."""
+
+    # ---- start-up ------------------------------------------------------------------------------
+
+    def _new_model(self, target: nn.Module) -> nn.Module:
+        dtype = self.vllm_config.model_config.dtype
+        with torch.no_grad(), set_default_torch_dtype(dtype), self.device:
+            self.head = self._new_head(cast(DraftTarget, target))
+        return self.head
+
+    def bind(self, memory: DrafterMemory) -> None:
+        super().bind(memory)
+        if self._hidden is None:
+            self._allocate(memory.inputs.max_tokens)
+
+    def _allocate(self, tokens: int) -> None:
+        """What lies at fixed addresses: hidden states and next tokens of a step."""
+        scheduler, dtype = self.vllm_config.scheduler_config, self.vllm_config.model_config.dtype
+        self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
+        depth = 3 if scheduler.async_scheduling else 2
+        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
+
+    def load_weights(self) -> None:
+        loader = get_model_loader(self.vllm_config.load_config)
+        loader.fill(self.head, self.checkpoint)
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
+        assert self._hidden is not None
+        self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
+
+    def _take(self, step: DraftStep) -> None:
+        """The token after each of the step's: what the host knows, and what was sampled. Of drafts
+        that were rejected, and of padding, it is any token."""
+        order, inputs = step.order, step.inputs
+        if not order.decode_only:
+            host = self._next_ids.next()
+            known = order.num_known - order.num_computed - 1
+            starts = inputs.query_start_loc_cpu
+            for i in (known > 0).nonzero()[0].tolist():
+                first, count = int(order.num_computed[i]) + 1, int(order.num_scheduled[i])
+                tokens = order.states[i].token_ids[first : first + count]
+                host[starts[i] : starts[i] + len(tokens)] = tokens
+            self._next_ids.upload(inputs.num_tokens)
+        if step.sampled is not None:
+            # A request without a token to sample is at its end.
+            sampled = step.sampled.long().clamp(min=0)
+            self._next_ids.device.index_copy_(0, inputs.sample_indices, sampled)
+
+    def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        assert self._hidden is not None
+        ids, before = self._next_ids.device[: inputs.num_padded], self._hidden[: inputs.num_padded]
+        normed, hidden = self.head(ids, inputs.positions, before)
+        if not num_drafts:
+            return self._none(num_reqs)
+        rows = self.loop.begin(inputs, num_reqs)
+        normed, hidden = normed.index_select(0, rows.last), hidden.index_select(0, rows.last)
+        drafts = [self._best(normed)]
+        with set_forward_context(rows.context):
+            for ahead in range(num_drafts - 1):
+                positions = self.loop.place(rows, ahead)
+                normed, hidden = self.head(drafts[-1], positions, hidden)
+                drafts.append(self._best(normed))
+        return self.loop.keep(rows, drafts)
+
+    def _best(self, normed: Tensor) -> Tensor:
+        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
+        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
+
+
+class MtpDrafter(HeadDrafter[MtpSettings]):
+    """The target's own head."""
+
+    def _new_head(self, target: DraftTarget) -> DraftHead:
+        from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+
+        with set_current_vllm_config(self.vllm_config):
+            return Qwen3_5MTP(vllm_config=self.vllm_config, target=target)
+
+    @property
+    def checkpoint(self) -> ModelConfig:
+        target, path = self.vllm_config.model_config, self.settings.checkpoint
+        if path is None:
+            return target
+        own = copy.copy(target)
+        own.model, own.revision = path, None
+        return own
+
+
+class Eagle3Drafter(HeadDrafter[Eagle3Settings]):
+    """A head with a checkpoint of its own."""
+
+    @property
+    def residual_layer_ids(self) -> tuple[int, ...]:
+        return self.settings.layer_ids
+
+    def _new_head(self, target: DraftTarget) -> DraftHead:
+        from vllm.model_executor.models.eagle3 import Eagle3DraftModel
+
+        config = copy.copy(self.vllm_config)
+        config.model_config, config.quant_config = self.checkpoint, None
+        with set_current_vllm_config(config):
+            return Eagle3DraftModel(vllm_config=config, target=target)
+
+    @property
+    def checkpoint(self) -> ModelConfig:
+        return cast(ModelConfig, self.settings.draft)
