@@ -111,8 +111,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
-        #: other modules with layers that keep state
-        self._beside: list[nn.Module] = []
+        #: the model and what is built beside it
+        self.models: list[nn.Module]
         self.capture: HiddenStateCapture | None = None
         self.tap: ResidualTap
         self.sanitizer: Sanitizer | None = None
@@ -126,7 +126,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         loader = get_model_loader(self.vllm_config.load_config)
         self.model = loader.build_model(self.vllm_config, self.model_config)
         self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
-        #: the model and what was built beside it
         self.models = [self.model, *([] if self.capture is None else [self.capture.model])]
         if self.drafter is not None:
             self.models += attach_drafter(self.drafter, self.model)
@@ -150,8 +149,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """What the layers keep, by name; with `placement`, what a supernet's would."""
         layers = self.layers
         if placement is not None:
-            models = (self.model, *self._beside)
-            layers = collect_layers(self.vllm_config, *models, placement=placement)
+            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
         return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
 
     def place(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
