@@ -112,8 +112,10 @@ def rules(run: Run) -> None:
 
 
 def ends(run: Run) -> None:
-    """Stop strings, which the front end finds after the fact; scored prompts; both in completions
-    of one prompt."""
+    """Stop strings, which the front end finds after the fact; scored prompts, beside decodes of
+    fewer tokens than their step is wide; both in completions of one prompt."""
+    lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
+    run.generate(prompts(lengths), [4 + i for i in range(len(lengths))], prompt_logprobs=1)
     batch = prompts((20, 30, 9, 44))
     words = ["e", "1", "th", "\u0120", "\n"]
     run.generate(batch, [60] * 4, stop=words)

@@ -147,6 +147,13 @@ class VllmConfig:
         """Tokens of a decoding request in one step: its newest one and drafts."""
         return 1 if self.drafter is None else 1 + self.drafter.num_speculative_tokens
 
+    @property
+    def max_tokens_per_step(self) -> int:
+        """Tokens that a step runs at most: those scheduled, and what pads decodes to one width."""
+        scheduler = self.scheduler_config
+        padding = scheduler.max_num_seqs * (self.tokens_to_verify - 1)
+        return scheduler.max_num_batched_tokens + padding
+
     def _adopt_attention_config(self) -> None:
         """The two spellings of the attention backend become one."""
         asked = self.attention_config.backend if self.attention_config else None

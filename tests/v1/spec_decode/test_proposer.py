@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config.draft_methods.base import DraftSettings
+from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -59,6 +61,7 @@ class FakeSpeculative:
     draft_model_config: FakeDraft | None
     num_speculative_tokens: int = 1
     method: str = "extract_hidden_states"
+    draft_settings: DraftSettings | None = None
 
 
 def make_config(ids: list[int], num_speculative_tokens: int = 1) -> VllmConfig:
@@ -233,6 +236,15 @@ def test_rows_keep_the_model_dtype() -> None:
     assert layer.get_kv_cache_spec(config).dtype == torch.bfloat16
     assert proposer.hidden_states.dtype == torch.bfloat16
     assert proposer.hidden_states.shape == (64, 1, HIDDEN)
+
+
+def test_there_is_a_row_for_every_token_that_pads_a_decode() -> None:
+    config = make_config([1])
+    config.scheduler_config.max_num_seqs = 5
+    config.speculative_config.draft_settings = ReplaySettings(num_speculative_tokens=3)  # type: ignore[union-attr]
+    with set_current_vllm_config(config):
+        proposer = ExtractHiddenStatesProposer(config, torch.device("cpu"))
+    assert proposer.hidden_states.shape == (64 + 5 * 3, 1, HIDDEN)
 
 
 def test_a_replay_makes_the_calls_of_the_layer(connector_calls: list[str]) -> None:

@@ -44,7 +44,7 @@ class HiddenStateCapture:
         self.residual_layer_ids = aux_layer_ids(vllm_config)
         #: this step's rows `[max tokens, columns, hidden]`; a fixed address for captured graphs
         self.hidden_states = torch.zeros(
-            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.max_tokens_per_step,
             len(self.residual_layer_ids),
             model_config.get_hidden_size(),
             dtype=model_config.dtype,

@@ -33,14 +33,15 @@ class PromptScorer:
         """`hidden [tokens, hidden]` of the step -> logprobs of its newly scored positions."""
         results: list[PromptLogprobs] = []
         start = 0
-        for state, count in zip(order.states, order.num_scheduled.tolist(), strict=True):
+        counts, lengths = order.num_scheduled.tolist(), order.lengths.tolist()
+        for state, count, length in zip(order.states, counts, lengths, strict=True):
             if state.sampling_params.prompt_logprobs is not None:
                 tensors = self._score_one(
                     state, count, hidden[start : start + count], compute_logits
                 )
                 if tensors is not None:
                     results.append(PromptLogprobs(state.req_id, tensors))
-            start += count
+            start += length
         return results
 
     def _score_one(
