@@ -14,7 +14,7 @@ from vllm.kernels import step
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
-TURNS = (30, 5, 17, 1, 40)
+TURNS = (30, 5, 17, 1, 25, 9, 40, 3)
 STOPS = list(range(0, 256, 13))
 
 
@@ -53,9 +53,9 @@ def test_turns_hit_as_without_a_drafter(
     drafted = Run(engine(make_engine, 3, **settings), endless.tokens())
     talk(drafted, ends)
     compare(drafted.outputs, plain.outputs)
-    assert drafted.drafts()[0] > 10
+    assert drafted.drafts()[0] > 20
     assert cached(drafted) == cached(plain)
-    assert sum(cached(plain)) > 300
+    assert sum(cached(plain)) > 500
 
 
 def test_the_comparison_notices_drafts_after_the_end(
