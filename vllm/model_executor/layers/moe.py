@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
@@ -188,7 +189,7 @@ class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
     A shared expert of the same size lies in the experts' stack; another is a network of its own,
-    `shared_expert`. Raises ValueError for quantised experts.
+    `shared_expert`. Raises VLLMValidationError for quantised experts.
     """
 
     def __init__(
@@ -204,9 +205,11 @@ class MixtureOfExperts(nn.Module):
         shape.rule.check(shape.num_experts)
         get_act_and_mul_fn(shape.hidden_act)
         if quant_config is not None and not quant_config.is_excluded(f"{prefix}.experts"):
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix}.experts: quantised experts ({quant_config.name}) are not supported; "
-                "serve the 16-bit checkpoint without --quantization"
+                "serve the 16-bit checkpoint without --quantization",
+                "quantization",
+                quant_config.name,
             )
         rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape

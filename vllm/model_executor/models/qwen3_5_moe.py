@@ -51,6 +51,10 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
     fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
+    unused_weights = {
+        **Qwen3_5ForCausalLM.unused_weights,
+        "mtp.": "no speculative method of this engine drafts with a mixture's head",
+    }
 
     def _init_model(
         self,

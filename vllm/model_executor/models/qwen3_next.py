@@ -84,6 +84,7 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
 
     fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
+    unused_weights = {"mtp.": "no speculative method of this engine drafts with a mixture's head"}
 
     def _init_model(
         self,
