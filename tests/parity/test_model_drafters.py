@@ -375,14 +375,16 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
     assert steps[0] == steps[1] == 1 + 5
 
 
+@pytest.mark.parametrize("name", ["mtp", "eagle3"])
 def test_hidden_states_beside_a_head(
+    name: str,
     methods: Callable[[str], Method | SmallModel],
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(DraftPolicy, "choose", _always)
-    method, rows = methods("mtp"), []
+    method, rows = methods(name), []
     for drafter in (None, method.config | {"num_speculative_tokens": DRAFTS}):
         where = str(tmp_path / str(drafter is None))
         run = engine(

@@ -122,13 +122,6 @@ class SpeculativeConfig:
             target_parallel_config=self.target_parallel_config,
         )
         settings: DraftSettings = beside.draft_settings
-        if settings.reads_streams:
-            refuse(
-                "drafter",
-                f"must not read the target's residual streams beside {EXTRACT}, and "
-                f"{beside.method} does; run the extraction without it, or with mtp or ngram",
-                self.drafter,
-            )
         return settings
 
     def _check_extraction(self) -> None:

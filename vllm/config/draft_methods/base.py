@@ -31,8 +31,6 @@ class DraftSettings:
     method: ClassVar[str]
     #: whether the drafter reads the target's hidden states (eagle3, mtp, dflash)
     reads_target: ClassVar[bool] = False
-    #: whether these are residual streams (eagle3), not only the final hidden state
-    reads_streams: ClassVar[bool] = False
     #: whether the drafter is a model of its own (draft_model)
     is_draft_model: ClassVar[bool] = False
     #: whether requests bring their drafts (`SamplingParams.extra_args`)

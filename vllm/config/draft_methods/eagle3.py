@@ -31,7 +31,6 @@ class Eagle3Settings(DraftSettings):
 
     method: ClassVar[str] = "eagle3"
     reads_target: ClassVar[bool] = True
-    reads_streams: ClassVar[bool] = True
     knows_num_tokens: ClassVar[bool] = True
 
     model: str | None = None
