@@ -264,17 +264,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.layers.clear()
         self.drop_graphs()
         self.sanitizer = self.journals = None
-        parts = (
-            "model",
-            "models",
-            "arena",
-            "block_tables",
-            "metadata",
-            "capture",
-            "drafter",
-            "tap",
-        )
-        for name in parts:
+        state = ("arena", "block_tables", "metadata")
+        for name in ("model", "models", "capture", "drafter", "tap", *state):
             self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
