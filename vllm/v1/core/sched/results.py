@@ -70,7 +70,10 @@ class SchedulerResults(SchedulerState):
         num_plain = self._take_results(scheduler_output, requests, runner_output, outputs)
         if transfers is not None:
             self._update_transfers(transfers)
-        return self._pack(outputs, num_plain, scheduler_output.total_num_scheduled_tokens > 0)
+        packed = self._pack(outputs, scheduler_output.total_num_scheduled_tokens > 0)
+        for client_index, message in packed.items():
+            message.num_plain = num_plain.get(client_index, 0)
+        return packed
 
     def _take_results(
         self,
@@ -89,10 +92,10 @@ class SchedulerResults(SchedulerState):
         if runner_output.num_verified:
             verified = _in_order(scheduler_output, runner_output, runner_output.num_verified, 0)
             self._count_drafts(results, scheduled, verified)
-        late, self._late_outputs = self._late_outputs, defaultdict(list)
         if not self.counts_drafts:
-            results = self._take_plain(results, special, scheduled, outputs, late)
+            results = self._take_plain(results, special, scheduled, outputs)
         num_plain = {client_index: len(own) for client_index, own in outputs.items()}
+        late, self._late_outputs = self._late_outputs, defaultdict(list)
         for client_index, own in late.items():
             outputs[client_index] += own
         ended: list[Request] = []
@@ -129,11 +132,10 @@ class SchedulerResults(SchedulerState):
         special: Set[str],
         scheduled: Mapping[str, Sequence[int]],
         outputs: ClientOutputs,
-        others_outputs: ClientOutputs,
     ) -> list[Result]:
         """Append the tokens of every request that just goes on; returns the others, untouched.
 
-        Outputs that hold more than tokens go to `others_outputs`.
+        Outputs that hold more than tokens come behind the others, with the late ones.
         """
         others: list[Result] = []
         for result in results:
@@ -162,7 +164,7 @@ class SchedulerResults(SchedulerState):
             own = outputs
             if request.num_verified_drafts and request.may_stop_earlier:
                 output.num_drafts = request.draft_counts
-                own = others_outputs
+                own = self._late_outputs
             own[request.client_index].append(output)
         return others
 
@@ -301,14 +303,10 @@ class SchedulerResults(SchedulerState):
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def _pack(
-        self, outputs: ClientOutputs, num_plain: Mapping[int, int], computed: bool
-    ) -> dict[int, EngineCoreOutputs]:
+    def _pack(self, outputs: ClientOutputs, computed: bool) -> dict[int, EngineCoreOutputs]:
         now = time.monotonic()
         packed = {
-            client_index: EngineCoreOutputs(
-                outputs=own, timestamp=now, num_plain=num_plain.get(client_index, 0)
-            )
+            client_index: EngineCoreOutputs(outputs=own, timestamp=now)
             for client_index, own in outputs.items()
         }
         # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.

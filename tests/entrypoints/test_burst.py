@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A burst of requests onto running streams: health checks are answered in between, and nobody's
+first token waits for all of what others get.
+
+As in `test_event_loop` the server and the engine are real but for the model, and what counts is
+the event loop's own CPU time, which other processes of the machine do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+
+from benchmarks.token_source import TokenExecutor, make_config
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+#: CPU seconds of the event loop within which a health check is answered
+LIMIT_S = 0.050
+STREAMS, BURST = 96, 160
+_ATTEMPTS = 3
+
+
+async def burst(app: object) -> tuple[list[float], list[float]]:
+    """CPU seconds that passed on the loop during each health check, and at each first event of the
+    burst since it began."""
+    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    health: list[float] = []
+    first: list[float] = []
+    running = asyncio.Event()
+
+    async def stream(client: httpx.AsyncClient, num_tokens: int) -> None:
+        """ASGITransport collects a reply, so the request is made without it."""
+        body = b'{"prompt": "Tell me", "stream": true, "ignore_eos": true, "max_tokens": %d}'
+        unread = [{"type": "http.request", "body": body % num_tokens}]
+        events: list[bytes] = []
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, object]:
+            if unread:
+                return unread.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, object]) -> None:
+            data = message.get("body", b"")
+            assert isinstance(data, bytes)
+            if data and not any(events) and running.is_set():
+                first.append(time.thread_time())
+            events.append(data)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+        await app(scope, receive, send)  # type: ignore[operator]
+        assert events[-1].endswith(b"data: [DONE]\n\n")
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        olds = [asyncio.create_task(stream(client, 200)) for _ in range(STREAMS)]
+        await asyncio.sleep(0.3)
+        running.set()
+        began = time.thread_time()
+        news = [asyncio.create_task(stream(client, 20)) for _ in range(BURST)]
+        while not all(task.done() for task in news):
+            asked = time.thread_time()
+            assert (await client.get("/health")).status_code == 200
+            health.append(time.thread_time() - asked)
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*olds, *news)
+    return health, [at - began for at in first]
+
+
+def test_health_is_answered_and_first_tokens_come_during_a_burst(tmp_path: Path) -> None:
+    engine = AsyncLLM(make_config(tmp_path, max_num_seqs=256, step_s=0.002), TokenExecutor)
+    app = build_app(engine, FrontEndArgs())
+    try:
+        with asyncio.Runner() as runner:
+            # Collections of garbage, which a server puts off, take time, too.
+            for _ in range(_ATTEMPTS):
+                began = time.thread_time()
+                health, first = runner.run(burst(app))
+                whole = time.thread_time() - began
+                if max(health) <= LIMIT_S:
+                    break
+            assert len(health) >= 5 and max(health) <= LIMIT_S, max(health)
+            assert len(first) >= BURST
+            # Half of the new streams have begun long before the work of all is done.
+            assert sorted(first)[len(first) // 2] < whole / 2
+    finally:
+        engine.shutdown()
