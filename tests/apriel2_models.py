@@ -63,6 +63,22 @@ MIXERS: dict[str, Description] = {
     },
 }
 
+#: not in `MIXERS`: supernets have the others
+MAMBA: dict[str, Description] = {
+    name: {
+        "type": "mamba",
+        "state_size": 8,
+        "d_inner": 64,
+        "d_xb": 32,
+        "d_conv": 4,
+        "dt_rank": 5,
+        "conv_bias": bias,
+        "dt_proj_bias": bias,
+        "repeat_kv_before_conv": first,
+    }
+    for name, bias, first in (("mamba", True, True), ("mamba_after", False, False))
+}
+
 
 def block(mixer: Description) -> Description:
     mlp = {"type": "mlp", "intermediate_size": MLP, "activation": "silu", "gated": True}
@@ -124,6 +140,21 @@ def _shapes(mixer: Description) -> dict[str, tuple[int, ...]]:
             "dt_bias": (heads,),
             "norm.weight": (mixer["value_head_dim"],),
             "out_proj.weight": (HIDDEN, values),
+        }
+    if mixer["type"] == "mamba":
+        inner, shared = mixer["d_inner"], mixer["d_xb"]
+        channels = inner if mixer["repeat_kv_before_conv"] else shared
+        biases = {"conv1d.bias": (channels,)} if mixer["conv_bias"] else {}
+        biases |= {"dt_proj.bias": (inner,)} if mixer["dt_proj_bias"] else {}
+        return {
+            "in_proj.weight": (2 * inner + 2 * shared, HIDDEN),
+            "dt_in_proj.weight": (mixer["dt_rank"], HIDDEN),
+            "dt_proj.weight": (inner, mixer["dt_rank"]),
+            "conv1d.weight": (channels, 1, mixer["d_conv"]),
+            "A_log": (inner, mixer["state_size"]),
+            "D": (inner,),
+            "out_proj.weight": (HIDDEN, inner),
+            **biases,
         }
     heads, dim = mixer["heads"], mixer["head_dim"]
     width, taps = heads * dim, mixer["convolution_layer"]["kernel_size"]
@@ -207,11 +238,12 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def convolution(x: Tensor, taps: Tensor) -> Tensor:
+def convolution(x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x [tokens, channels]`, `taps [channels, 1, width]`; the last tap is the current token's."""
     width = taps.shape[-1]
     padded = pad(x, (0, 0, width - 1, 0))
-    return silu(sum(taps[:, 0, j] * padded[j : j + len(x)] for j in range(width)))
+    y = sum(taps[:, 0, j] * padded[j : j + len(x)] for j in range(width))
+    return silu(y if bias is None else y + bias)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,7 +349,32 @@ def kda(x: Tensor, w: Tensors, mixer: Description) -> Tensor:
     return torch.cat(out, dim=-1) @ w["o_proj.weight"].T
 
 
-EQUATIONS = {"attention": attention, "gdn": gdn, "kda": kda}
+def mamba(x: Tensor, w: Tensors, mixer: Description) -> Tensor:
+    inner, shared, size = mixer["d_inner"], mixer["d_xb"], mixer["state_size"]
+    z, values, b, c = (x @ w["in_proj.weight"].T).split([inner, shared, shared, inner], dim=-1)
+    times, heads = inner // shared, inner // size
+
+    def repeated(y: Tensor) -> Tensor:
+        return y.unflatten(-1, (-1, size)).repeat_interleave(times, dim=1).flatten(1)
+
+    first = mixer["repeat_kv_before_conv"]
+    values = convolution(
+        repeated(values) if first else values, w["conv1d.weight"], w.get("conv1d.bias")
+    )
+    values = values if first else repeated(values)
+    b, c = repeated(b).unflatten(-1, (heads, size)), c.unflatten(-1, (heads, size))
+    bias = w.get("dt_proj.bias", torch.zeros(inner, dtype=x.dtype))
+    dt = x @ w["dt_in_proj.weight"].T @ w["dt_proj.weight"].T + bias
+    step = softplus(dt + bias)  # the bias a second time: so the models were trained
+    rate, state, out = -w["A_log"].exp(), x.new_zeros(inner, size), []
+    for t in range(len(x)):
+        columns = b[t].repeat_interleave(size, dim=0)
+        state = (step[t][:, None] * rate).exp() * state + (step[t] * values[t])[:, None] * columns
+        out.append((state * c[t].repeat_interleave(size, dim=0)).sum(-1) + w["D"] * values[t])
+    return (torch.stack(out) * silu(z)) @ w["out_proj.weight"].T
+
+
+EQUATIONS = {"attention": attention, "gdn": gdn, "kda": kda, "mamba": mamba}
 
 
 class Reference:

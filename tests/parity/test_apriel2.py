@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from apriel2_models import Reference, make_tensors, pattern, save
+from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 
@@ -18,6 +18,7 @@ from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = [pytest.mark.parity]
 
@@ -25,6 +26,7 @@ LAYOUTS = {
     "mixture": ["attention", "gdn", "kda", "sliding_window"],
     "recurrent": ["gdn", "kda"],
     "attention": ["attention", "sliding_window"],
+    "mambas": ["mamba", "mamba_after"],
 }
 
 
@@ -32,7 +34,7 @@ class Checkpoint:
     """A directory and its reference."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
-        decoder = pattern(names)
+        decoder = pattern(names, MIXERS | MAMBA)
         tensors = make_tensors(decoder)
         self.path, self.reference = save(path, decoder, tensors), Reference(decoder, tensors)
 
@@ -69,6 +71,10 @@ def test_tokens_are_those_of_the_equations_with_and_without_drafts(
         scenario(plain)
     for output in plain.outputs:
         assert_equals(output, checkpoint.reference)
+    if layout == "mambas":
+        with pytest.raises(VLLMValidationError, match="mamba layers keep no journal"):
+            engine(make_engine, 3, **settings)
+        return
     drafted = Run(engine(make_engine, 3, **settings), plain.tokens())
     for scenario in scenarios:
         scenario(drafted)
@@ -154,7 +160,7 @@ def test_hidden_states_are_the_streams_of_the_equations(
 
 @pytest.mark.usefixtures("forking")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far")
-@pytest.mark.parametrize("layout", ["mixture"])
+@pytest.mark.parametrize("layout", ["mixture", "mambas"])
 def test_two_ranks_compute_the_same(
     layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
 ) -> None:

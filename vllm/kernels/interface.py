@@ -36,6 +36,7 @@ from vllm.kernels.sampling import naive as sampling
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import naive as gdn
 from vllm.model_executor.layers.fla.ops.kda import naive as kda
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import naive as conv
+from vllm.model_executor.layers.mamba.ops.mamba1 import naive as mamba1
 from vllm.model_executor.layers.mamba.ops.mamba2 import naive as mamba2
 
 
@@ -66,6 +67,8 @@ class Kernels(Registry):
     kda_decode = Op(kda.kda_decode)
     kda_commit = Op(kda.kda_commit)
 
+    mamba1_prefill = Op(mamba1.mamba1_prefill)
+    mamba1_decode = Op(mamba1.mamba1_decode)
     mamba2_prefill = Op(mamba2.mamba2_prefill)
     mamba2_decode = Op(mamba2.mamba2_decode)
     mamba2_commit = Op(mamba2.mamba2_commit)

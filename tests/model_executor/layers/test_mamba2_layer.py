@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 
+from tests.kernels.cases import error_ratio
 from tests.model_executor.harness import make_config
 from tests.model_executor.layers.mixer_steps import run
 from tests.tiny_models import tiny_model
@@ -67,14 +68,15 @@ def build(shape: Mamba2Shape, prefix: str, rank: int, size: int) -> Mamba2:
     ids=["norm of gated", "gate alone", "gate after norm, biases"],
 )
 def test_shards_add_up_to_the_whole(shape, config):
-    hidden = torch.randn(9, SHAPE.hidden_size)
+    hidden = torch.randn(9, SHAPE.hidden_size, generator=torch.Generator().manual_seed(1))
     whole = run(build(shape, "whole", 0, 1), config, hidden, decodes=2)
     parts = []
     for rank in range(2):
         layer = build(shape, f"rank{rank}", rank, 2)
         layer.out_proj.reduce_results = False
         parts.append(run(layer, config, hidden, decodes=2))
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
+    # Terms are large and cancel where no norm keeps them near 1.
+    assert error_ratio(sum(parts), whole.double()) < 1e-5
 
 
 def test_groups_that_ranks_cannot_share_are_refused(config):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from apriel2_models import (
+    MAMBA,
     MIXERS,
     WINDOW,
     Reference,
@@ -41,6 +42,7 @@ from vllm.v1.core.state_groups import get_kv_cache_groups
 LAYOUTS = {
     **{name: [name] * 2 for name in MIXERS},
     "mixture": ["attention", "gdn", "kda", "sliding_window"],
+    "mambas": ["mamba", "mamba_after"],
 }
 
 
@@ -49,7 +51,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 
 def checkpoint(path: Path, names: list[str], **fields: Any) -> tuple[Path, Reference]:
-    decoder = pattern(names)
+    decoder = pattern(names, MIXERS | MAMBA)
     tensors = make_tensors(decoder)
     return save(path, decoder, tensors, **fields), Reference(decoder, tensors)
 
@@ -330,11 +332,14 @@ def test_names_are_matched_whole(tmp_path):
         ("gdn", {"convolution_layer": {"kernel_size": 4, "activation": "relu"}}, "'relu'"),
         ("kda", {"normalization": {"activation": "relu"}}, "gate activation 'relu'"),
         ("sliding_window", {"type": "sliding_window", "window_size": None}, "without window_size"),
+        ("mamba", {"d_state": 16}, "d_state 16 beside state_size 8"),
+        ("mamba", {"conv_bias": None}, "conv_bias None is not supported; supported: true, false"),
+        ("mamba", {"d_xb": 48}, "64 channels cannot share 48 in groups of 8"),
     ],
 )
 def test_what_a_mixer_cannot_be(mixer, changes, message, tmp_path):
-    decoder = fixed(MIXERS[mixer], 1)
-    path = save(tmp_path, fixed(MIXERS[mixer] | changes, 1), make_tensors(decoder))
+    described = (MIXERS | MAMBA)[mixer]
+    path = save(tmp_path, fixed(described | changes, 1), make_tensors(fixed(described, 1)))
     with pytest.raises((VLLMValidationError, ValueError), match=message):
         Harness(path)
 

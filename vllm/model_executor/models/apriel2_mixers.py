@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
+from vllm.model_executor.layers.grouped_mamba import GroupedMamba, GroupedMambaShape
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
     KimiDeltaAttentionShape,
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.weights import FusedName
 from vllm.transformers_utils.configs.apriel2 import Description, mixer_type, norm_epsilon
+from vllm.utils.math_utils import cdiv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -171,12 +173,45 @@ class Apriel2KimiDeltaAttention(KimiDeltaAttention, Apriel2Mixer):
         return ResidualStream(total, self(normed)), total
 
 
+class Apriel2Mamba(GroupedMamba, Apriel2Mixer):
+    """Mamba with shared x and B."""
+
+    def __init__(self, mixer: Description, vllm_config: VllmConfig, prefix: str) -> None:
+        hidden = vllm_config.model_config.hf_text_config.hidden_size
+        size = int(mixer.get("state_size", 16))
+        if mixer.get("d_state", size) != size:
+            # The models' own code reads state_size alone.
+            other = f"d_state {mixer['d_state']} beside state_size {size}"
+            raise unsupported(prefix, other, "state_size, or both alike")
+        rank = mixer.get("dt_rank", "auto")
+        shape = GroupedMambaShape(
+            hidden_size=hidden,
+            inner=int(mixer.get("d_inner") or mixer.get("expand", 2) * hidden),
+            shared=int(mixer.get("d_xb") or hidden),
+            state_size=size,
+            dt_rank=cdiv(hidden, 16) if rank == "auto" else int(rank),
+            conv_kernel_size=int(mixer.get("d_conv", 4)),
+            conv_bias=flag(mixer, "conv_bias", prefix),
+            dt_bias=flag(mixer, "dt_proj_bias", prefix),
+            proj_bias=bool(mixer.get("add_linear_biases", False)),
+            repeats_first=bool(mixer.get("repeat_kv_before_conv", True)),
+        )
+        super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
+
+    def mix_stream(
+        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        normed, total = norm.enter(stream)
+        return ResidualStream(total, self(normed)), total
+
+
 #: type in a description -> what is built of it
 MIXERS: dict[str, type[Any]] = {
     "attention": Apriel2Attention,
     "sliding_window": Apriel2Attention,
     "gdn": Apriel2GatedDeltaNet,
     "kda": Apriel2KimiDeltaAttention,
+    "mamba": Apriel2Mamba,
 }
 
 
@@ -247,6 +282,14 @@ def required(description: Description, key: str, where: str) -> int:
     value = description.get(key)
     if not isinstance(value, int) or value < 1:
         raise unsupported(where, f"{key} {value!r}", "a positive number")
+    return value
+
+
+def flag(description: Description, key: str, where: str) -> bool:
+    """A choice that must be given; `VLLMValidationError` without it."""
+    value = description.get(key)
+    if not isinstance(value, bool):
+        raise unsupported(where, f"{key} {value!r}", "true, false")
     return value
 
 

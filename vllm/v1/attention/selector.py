@@ -63,7 +63,7 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
 def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
     """The backend of a recurrent layer kind (`MambaSpec.mamba_type`)."""
     kinds = MambaAttentionBackendEnum
-    known = [kind.value for kind in (kinds.GDN_ATTN, kinds.KDA_ATTN, kinds.MAMBA2)]
+    known = [kind.value for kind in (kinds.GDN_ATTN, kinds.KDA_ATTN, kinds.MAMBA1, kinds.MAMBA2)]
     if mamba_type in known:
         return GDNAttentionBackend
     raise ValueError(

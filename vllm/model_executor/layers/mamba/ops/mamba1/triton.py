@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Grouped Mamba on GPUs, token by token: a program keeps the state of one head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
+from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
+    Mamba1Decode,
+    Mamba1Gates,
+    Mamba1Prefill,
+    repeat_groups,
+)
+from vllm.model_executor.layers.mamba.ops.mamba2.decode import convolve_decodes
+from vllm.utils.math_utils import next_power_of_2
+
+
+@triton.jit
+def _scan_kernel(
+    x_ptr,
+    B_ptr,
+    C_ptr,
+    dt_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    D_ptr,
+    state_ptr,
+    index_ptr,
+    carried_ptr,
+    starts_ptr,
+    out_ptr,
+    stride_x,
+    stride_B,
+    stride_C,
+    stride_dt,
+    stride_state,
+    stride_out,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    DECODE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Grid (heads, sequences); in a decode each sequence has one token and a state."""
+    head, seq = tl.program_id(0), tl.program_id(1)
+    index = tl.load(index_ptr + seq).to(tl.int64)
+    carried, first, count = True, seq.to(tl.int64), 1
+    if not DECODE:
+        carried = tl.load(carried_ptr + seq) != 0
+        first = tl.load(starts_ptr + seq).to(tl.int64)
+        count = (tl.load(starts_ptr + seq + 1) - first).to(tl.int32)
+    if (index < 0) | (count == 0):
+        return
+    p, n = tl.arange(0, BN), tl.arange(0, BN)
+    in_p, in_n = p < N, n < N
+    inside = in_p[:, None] & in_n[None, :]
+    c = head * N + p
+    place = c[:, None] * N + n[None, :]
+    stored = state_ptr + index * stride_state + place
+    S = tl.load(stored, mask=inside & carried, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(A_log_ptr + place, mask=inside, other=0.0).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + c, mask=in_p, other=0.0).to(tl.float32)
+    own = tl.load(D_ptr + c, mask=in_p, other=0.0).to(tl.float32)
+    for i in range(count):
+        t = first + i
+        x = tl.load(x_ptr + t * stride_x + c, mask=in_p, other=0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + t * stride_dt + c, mask=in_p, other=0.0).to(tl.float32)
+        B = tl.load(B_ptr + t * stride_B + (head // GROUP) * N + n, mask=in_n, other=0.0)
+        C = tl.load(C_ptr + t * stride_C + head * N + n, mask=in_n, other=0.0)
+        dt = softplus(dt + bias)
+        S = tl.fma((dt * x)[:, None], B.to(tl.float32)[None, :], S * tl.exp(rate * dt[:, None]))
+        y = tl.sum(S * C.to(tl.float32)[None, :], axis=1) + own * x
+        tl.store(out_ptr + t * stride_out + c, y, mask=in_p)
+    tl.store(stored, S, mask=inside)
+
+
+def _scan(
+    x: Tensor,
+    gates: Mamba1Gates,
+    state: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    sequences: tuple[Tensor, Tensor] | None,
+) -> None:
+    """`sequences`: which have a state, and their starts; None for one token each, with a state."""
+    if len(indices) == 0:
+        return
+    carried, starts = (None, None) if sequences is None else sequences
+    heads, size = state.shape[1:3]
+    _scan_kernel[(heads, len(indices))](
+        x,
+        gates.B,
+        gates.C,
+        gates.dt,
+        gates.A_log,
+        gates.dt_bias,
+        gates.D,
+        state,
+        indices,
+        carried,
+        starts,
+        out,
+        x.stride(0),
+        gates.B.stride(0),
+        gates.C.stride(0),
+        gates.dt.stride(0),
+        state.stride(0),
+        out.stride(0),
+        GROUP=gates.heads_per_group,
+        N=size,
+        DECODE=sequences is None,
+        BN=next_power_of_2(size),
+        num_warps=1,
+    )
+
+
+def mamba1_prefill(problem: Mamba1Prefill) -> None:
+    """See `naive.mamba1_prefill`."""
+    sequences = (problem.has_initial_state, problem.query_start_loc)
+    common = (problem.x, problem.gates, problem.state, problem.state_indices, problem.out)
+    _scan(*common, sequences)
+
+
+def mamba1_decode(problem: Mamba1Decode) -> None:
+    """See `naive.mamba1_decode`."""
+    indices = problem.state_indices
+    if len(indices) == 0:
+        return
+    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
+    mixed: torch.Tensor = convolve_decodes(problem.x, *conv, None, 1)
+    mixed = repeat_groups(mixed, problem.out.shape[1], problem.state.shape[2])
+    _scan(mixed, problem.gates, problem.state, indices, problem.out, None)
