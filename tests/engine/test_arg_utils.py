@@ -151,7 +151,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "--max-num-batched-tokens .4."),
     ({"optimization_level": 7}, "-O 7"),
     ({"enable_lora": True}, "--enable-lora True: not supported yet: LoRA adapters; instead, merge"),
-    ({"kv_offloading_size": 4}, "--kv-offloading-size 4"),
+    ({"kv_offloading_size": 0}, "kv_offloading_size"),
+    ({"kv_offloading_backend": "lmcache"}, "no effect without --kv-offloading-size"),
+    (
+        {
+            "kv_offloading_size": 1,
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        },
+        "as children of a MultiConnector",
+    ),
     ({"mm_processor_kwargs": {"a": 1}}, "--mm-processor-kwargs"),
     ({"gdn_prefill_backend": "x"}, "--gdn-prefill-backend"),
     ({"cpu_offload_gb": 1}, "--cpu-offload-gb 1"),

@@ -92,6 +92,16 @@ class CacheConfig:
         "tables are compared with who owns what, and the first bad read or write ends the engine, "
         "naming request, group, block and token. Also switched on by VLLM_SANITIZE=1.",
     )
+    kv_offloading_size: Annotated[float, Field(gt=0)] | None = option(
+        default=None,
+        help="GiB of host memory, over all workers together, that keep what the prefix cache has "
+        "to give up. A short form of a --kv-transfer-config (docs/offloading.md).",
+    )
+    kv_offloading_backend: Literal["native", "lmcache"] = option(
+        default="native",
+        help="Who keeps it: `native` is OffloadingConnector, `lmcache` LMCacheMPConnector, whose "
+        "own server has the memory. Takes effect with --kv-offloading-size.",
+    )
     sliding_window: int | None = option(
         default=None, flag=False, help="The model's window in tokens, when all layers share it."
     )
@@ -125,6 +135,13 @@ class CacheConfig:
                 "aligned",
                 "mamba_block_size",
                 self.mamba_block_size,
+            )
+        if self.kv_offloading_backend != "native" and self.kv_offloading_size is None:
+            raise VLLMValidationError(
+                f"--kv-offloading-backend {self.kv_offloading_backend} has no effect without "
+                "--kv-offloading-size",
+                "kv_offloading_backend",
+                self.kv_offloading_backend,
             )
         if self.cpu_kvcache_space_bytes < 1:
             raise VLLMValidationError("the variable VLLM_CPU_KVCACHE_SPACE must be positive")

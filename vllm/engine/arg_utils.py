@@ -28,6 +28,7 @@ from vllm.config import (
 )
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
+from vllm.engine.offload_flags import offload_connector
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -155,10 +156,13 @@ class EngineArgs(_Fields):
         for name, cls in _OBJECTS.items():
             if name in values:
                 values[name] = build(cls, values[name], flag_name(name))
-        transfer = values.get("kv_transfer_config")
+        cache = self._cache_config(model)
+        # A connector first: later choices depend on what it can do.
+        transfer = offload_connector(cache, values.get("kv_transfer_config"))
         values.update(
             model_config=model,
-            cache_config=self._cache_config(model),
+            cache_config=cache,
+            kv_transfer_config=transfer,
             parallel_config=parallel,
             scheduler_config=self._scheduler_config(model, transfer, speculative, usage_context),
             device_config=self._make(DeviceConfig),

@@ -33,7 +33,6 @@ _EP = ("expert parallelism", "serve a dense model")
 _CP = ("context parallelism", "leave it out")
 _DBO = ("dual-batch overlap", "leave it out")
 _MEDIA = ("image, audio and video input", "send text")
-_OFFLOAD = ("KV offloading", "give the GPU more state memory with --gpu-memory-utilization")
 _BACKEND = ("choosing this backend", "leave it out, the platform's kernels are used")
 
 UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
@@ -93,8 +92,6 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "device_ids": UnsupportedFlag(None, "device lists", "set CUDA_VISIBLE_DEVICES"),
     "worker_cls": UnsupportedFlag("auto", "custom workers", "use --worker-extension-cls"),
     # state memory and scheduling
-    "kv_offloading_size": UnsupportedFlag(None, *_OFFLOAD),
-    "kv_offloading_backend": UnsupportedFlag("native", *_OFFLOAD),
     "calculate_kv_scales": UnsupportedFlag(
         False, "computing cache scales", "leave it out: scales come from the checkpoint"
     ),

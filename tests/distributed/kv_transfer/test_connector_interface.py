@@ -157,7 +157,12 @@ def test_registry() -> None:
         KVConnectorFactory.get_connector_class_by_name("NoSuchConnector")
     with pytest.raises(ValueError, match="already registered"):
         KVConnectorFactory.register_connector("ExampleConnector", "a", "b")
-    for name in ("ExampleConnector", "ExampleHiddenStatesConnector", "MultiConnector"):
+    for name in (
+        "ExampleConnector",
+        "ExampleHiddenStatesConnector",
+        "MultiConnector",
+        "OffloadingConnector",
+    ):
         assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 
 
@@ -169,7 +174,6 @@ def test_registry() -> None:
         "NixlConnector",
         "NixlPullConnector",
         "NixlPushConnector",
-        "OffloadingConnector",
         "SimpleCPUOffloadConnector",
         "DecodeBenchConnector",
         "MooncakeConnector",
@@ -180,7 +184,9 @@ def test_registry() -> None:
     ],
 )
 def test_known_names_that_do_not_ship(name: str) -> None:
-    with pytest.raises(ImportError, match=f"{name}.*(kv_connector_module_path|device memory)"):
+    with pytest.raises(
+        ImportError, match=f"{name}.*(kv_connector_module_path|use OffloadingConnector)"
+    ):
         KVConnectorFactory.get_connector_class_by_name(name)
 
 

@@ -92,11 +92,13 @@ CONTEXT = ForwardContext({}, {})
 
 def test_order_of_a_step(recorder: Recorder) -> None:
     mixin = KVConnectorModelRunnerMixin
+    mixin.before_blocks_change(step_output())
+    assert recorder.calls == ["handle_preemptions (unbound)"]
+    recorder.calls.clear()
     with mixin.maybe_get_kv_connector_output(step_output(), CONTEXT) as report:
         layer("target")
         layer("drafter")
     assert recorder.calls == [
-        "handle_preemptions (unbound)",
         "start_load_kv",
         "wait_for_layer_load target",
         "save_kv_layer target",
@@ -116,7 +118,6 @@ def test_step_without_tokens(recorder: Recorder) -> None:
     report = KVConnectorModelRunnerMixin.kv_connector_no_forward(step_output())
     assert report is not None and report.finished_sending == {"sent"}
     assert recorder.calls == [
-        "handle_preemptions (unbound)",
         "start_load_kv",
         "get_finished ['a', 'b']",
         "errors",

@@ -21,6 +21,7 @@ def render(report: Explanation) -> str:
             *_table(_cost_columns(report), [_cost_row(c) for c in report.requests]),
         ],
         list(_capacity(report)),
+        list(_tiers(report)),
         ["A full arena holds", *_table(_use_columns(report), list(_use_rows(report)))],
         list(_findings(report)),
     ]
@@ -67,6 +68,16 @@ def _head(report: Explanation) -> Iterator[str]:
     else:
         yield f"weights {amount(memory.weight_bytes)}"
     yield f"arena {memory.arena_bytes:,} bytes ({memory.source})"
+
+
+def _tiers(report: Explanation) -> Iterator[str]:
+    if report.tiers:
+        yield "Behind the arena"
+    for tier in report.tiers:
+        yield (
+            f"  {tier.name}: {tier.num_pages:,} pages, {tier.num_bytes:,} bytes, "
+            f"{tier.capacity_tokens:,} tokens in requests of {report.max_model_len:,}"
+        )
 
 
 def _state_row(group: GroupReport) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 
 #: evicted entries remembered, so that a later miss can say why
 _NUM_REMEMBERED = 65_536
+
+
+class CacheObserver(Protocol):
+    """Follows what the prefix cache can find. Must not change the pool."""
+
+    def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
+        """The cache finds `block` under `key`: a full block, which the step being scheduled may
+        still have to fill, or a `tail`, whose content is complete once the steps scheduled before
+        have run."""
+
+    def evicted(self, block: KVCacheBlock) -> None:
+        """The cache is about to forget all that the block holds, and it may be overwritten."""
+
+    def invalidated(self, block: KVCacheBlock) -> None:
+        """What the block holds is not what its keys say; `evicted` follows."""
 
 
 class BlockPool:
@@ -44,6 +59,7 @@ class BlockPool:
         self._lengths: dict[BlockHashWithGroupId, dict[int, int]] = {}
         #: told what the cache gains and loses
         self.events: BlockEvents | None = None
+        self.observers: list[CacheObserver] = []
 
     # ---- taking and giving back ----------------------------------------------------------------
 
@@ -94,6 +110,8 @@ class BlockPool:
             block.block_hash = key
             self._cached[key] = block
             self.version += 1
+            for observer in self.observers:
+                observer.cached(block, key, None)
             if self.events is not None:
                 self.events.stored(block.group_id, block_hash)
 
@@ -117,14 +135,21 @@ class BlockPool:
         self.version += 1
         lengths = self._lengths.setdefault(tail.parent, {})
         lengths[length] = lengths.get(length, 0) + 1
+        for observer in self.observers:
+            observer.cached(block, key, tail)
         if self.events is not None:
             self.events.stored_tail(group_id, prefix, parent, length)
         return True
 
     def uncache_block(self, block: KVCacheBlock) -> None:
-        """Make the cache forget a block's content; an idle block becomes free."""
+        """Make the cache forget a block's content, which is wrong; an idle block becomes free."""
         if not block.is_cached:
             return
+        for observer in self.observers:
+            observer.invalidated(block)
+        self._drop(block)
+
+    def _drop(self, block: KVCacheBlock) -> None:
         if block.ref_cnt:
             self._forget(block)
         else:
@@ -145,7 +170,7 @@ class BlockPool:
         if self.pages.num_live_blocks and not held_too:
             return False
         for block in set(self._cached.values()):
-            self.uncache_block(block)
+            self._drop(block)
         self._gone.clear()
         self._gone_tails.clear()
         if self.events is not None:
@@ -154,6 +179,8 @@ class BlockPool:
 
     def _forget(self, block: KVCacheBlock) -> None:
         self.version += 1
+        for observer in self.observers:
+            observer.evicted(block)
         if self.events is not None:
             self.events.removed(block)
         if block.block_hash is not None:

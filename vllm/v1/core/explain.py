@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.resolve import resolve
 from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
@@ -102,6 +103,16 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
+class TierReport:
+    """Memory behind the arena, of one rank: `capacity_tokens` as for the arena itself."""
+
+    name: str
+    num_pages: int
+    num_bytes: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """See the fields' types. `capacity_tokens`: tokens held at once in requests of
     `max_model_len`; `longest_request`: the longest the arena holds, up to `max_model_len`.
@@ -126,6 +137,7 @@ class Explanation:
     max_concurrency: float
     longest_request: int
     cached_turn_bytes: int
+    tiers: tuple[TierReport, ...]
     what_ifs: tuple[WhatIf, ...]
     decisions: tuple[decisions.Decision, ...]
 
@@ -198,6 +210,7 @@ def explain(
             for i, group in enumerate(plan.groups)
             if group.kv_cache_spec.is_recurrent
         ),
+        tiers=_tiers(plan),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
         decisions=tuple(vllm_config.decisions.decisions()),
     )
@@ -264,6 +277,25 @@ def _report(group: KVCacheGroupSpec, arena: ArenaPlan, group_id: int) -> GroupRe
         return replace(report, bytes_per_sequence=data)
     size = spec.block_size
     return replace(report, tokens_per_block=size, bytes_per_token=data / size)
+
+
+def _tiers(plan: _Plan) -> tuple[TierReport, ...]:
+    """What the connector keeps behind the arena; ValueError where it cannot."""
+    config, arena = plan.vllm_config, plan.arena
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return ()
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    reports = []
+    for tier in connector.state_tiers(transfer, arena, config.parallel_config.tensor_parallel_size):
+        # An arena counts its null page, which a tier does not have.
+        pages = replace(arena, num_pages=tier.num_pages + 1)
+        tokens, _ = get_kv_cache_capacity(
+            config, KVCacheConfig(pages.num_pages, [], plan.groups, pages)
+        )
+        num_bytes = tier.num_pages * arena.page_bytes
+        reports.append(TierReport(tier.name, tier.num_pages, num_bytes, tokens))
+    return tuple(reports)
 
 
 # ---- changed flags -----------------------------------------------------------------------------

@@ -66,11 +66,12 @@ ExternalBlockHash = bytes | int
 NONE_HASH: BlockHash = BlockHash(os.urandom(32))
 
 
-def init_none_hash(hash_fn: HashFunction) -> None:
-    """Set `NONE_HASH` for a new engine; the hashers of earlier ones keep theirs."""
+def init_none_hash(hash_fn: HashFunction, root: bytes | None = None) -> None:
+    """Set `NONE_HASH` for a new engine, to `root` if given; hashers of earlier ones keep theirs."""
     global NONE_HASH
     seed = os.environ.get("PYTHONHASHSEED")
-    NONE_HASH = BlockHash(os.urandom(32) if seed is None else hash_fn(seed))
+    own = os.urandom(32) if seed is None else hash_fn(seed)
+    NONE_HASH = BlockHash(own if root is None else root)
 
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:

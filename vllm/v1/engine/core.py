@@ -169,7 +169,9 @@ class EngineCore:
         if not cache.enable_prefix_caching and self.vllm_config.kv_transfer_config is None:
             return None
         hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-        init_none_hash(hash_function)
+        connector = self.scheduler.get_kv_connector()
+        root = None if connector is None else connector.get_prefix_hash_root()
+        init_none_hash(hash_function, root)
         return get_request_block_hasher(cache.block_size, hash_function)
 
     # ---- requests ------------------------------------------------------------------------------

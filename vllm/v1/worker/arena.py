@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.v1.core.sched.output import BlockCopy
-from vllm.v1.kv_cache_interface import KVCacheConfig, StateView
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, StateView
 
 LayerCache = Tensor | tuple[Tensor, ...]
 
@@ -49,6 +49,21 @@ class Arena:
         for copy in copies:
             blocks = self._blocks[copy.group_id]
             blocks[copy.target].copy_(blocks[copy.source])
+
+    def cross_layers(self, group: KVCacheGroupSpec) -> Tensor | None:
+        """`[num_blocks, layers, *view]` over all layers of the arena's only group; None where a
+        layer keeps more than one tensor, or several groups share the arena."""
+        [plan, *others] = self.plan.groups
+        views = group.kv_cache_spec.views
+        offsets = [plan.layer_offsets[name] for name in group.layer_names]
+        steps = {b - a for a, b in zip(offsets, offsets[1:], strict=False)}
+        if others or len(views) != 1 or len(steps) > 1 or offsets[0]:
+            return None
+        first = self.layers[group.layer_names[0]]
+        assert isinstance(first, Tensor)
+        step = steps.pop() // first.element_size() if steps else first[0].numel()
+        shape = (first.shape[0], len(offsets), *first.shape[1:])
+        return first.as_strided(shape, (first.stride(0), step, *first.stride()[1:]))
 
     def _view(
         self, view: StateView, num_blocks: int, stride_bytes: int, layer_offset: int

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of a connector step, around the forward pass.
 
+    runner.before_blocks_change(scheduler_output)  # before anything is written
     with runner.maybe_get_kv_connector_output(scheduler_output, context) as report:
         ...  # target forward, sampling, drafter: the connector's metadata is bound throughout
     report  # filled when the block ends
@@ -60,6 +61,14 @@ class KVConnectorModelRunnerMixin:
         return report
 
     @staticmethod
+    def before_blocks_change(scheduler_output: SchedulerOutput) -> None:
+        """Let the connector take what it needs of blocks that this step overwrites, copies between
+        blocks included."""
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is not None and has_kv_transfer_group():
+            get_kv_transfer_group().handle_preemptions(metadata)
+
+    @staticmethod
     def connector_reads_states(scheduler_output: SchedulerOutput) -> bool:
         """Whether a connector looks at recurrent states of running requests in this step."""
         metadata = scheduler_output.kv_connector_metadata
@@ -79,7 +88,6 @@ def _begin(
     metadata = scheduler_output.kv_connector_metadata
     if metadata is None:
         raise RuntimeError("a connector is active, but the step carries no connector metadata")
-    connector.handle_preemptions(metadata)
     connector.bind_connector_metadata(metadata)
     connector.start_load_kv(context)
 

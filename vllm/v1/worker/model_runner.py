@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -181,6 +182,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.drafter is not None:
             self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata))
 
+    def state_memory(self) -> StateMemory:
+        """The arena and what a connector may see of it."""
+        # A recurrent layer has a tuple of tensors, as connectors expect.
+        layers = cast(dict[str, Tensor], self.arena.layers)
+        group = self.kv_cache_config.kv_cache_groups[0]
+        cross = self.arena.cross_layers(group)
+        backend = self.layers[group.layer_names[0]].get_attn_backend()
+        both = None if cross is None else (cross, backend)
+        return StateMemory(self.arena.buffer, self.arena.plan, layers, both)
+
     def plan_graphs(self) -> None:
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
@@ -237,6 +248,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Launch one step."""
         self._update_states(scheduler_output)
+        self.before_blocks_change(scheduler_output)
         if self.sanitizer is None:
             self.arena.copy_blocks(scheduler_output.copies_before)
         else:

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -200,9 +200,7 @@ class Worker:
             self.model_runner.initialize_kv_cache(kv_cache_config)
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
             if (connector := self._connector_slot.connector) is not None:
-                # A recurrent layer has a tuple of tensors, as connectors expect.
-                caches = cast(dict[str, torch.Tensor], self.model_runner.arena.layers)
-                connector.register_kv_caches(caches)
+                connector.register_memory(self.model_runner.state_memory())
 
     def get_kv_connector_handshake_metadata(
         self,

@@ -138,6 +138,7 @@ for _name, _module in (
     ("ExampleConnector", "example_connector"),
     ("ExampleHiddenStatesConnector", "example_hidden_states_connector"),
     ("MultiConnector", "multi_connector"),
+    ("OffloadingConnector", "offloading_connector"),
 ):
     KVConnectorFactory.register_connector(_name, f"{_V1}.{_module}", _name)
 
@@ -145,15 +146,13 @@ _OWN_MODULE = (
     "install the package that provides it and name its class and module with kv_connector and "
     "kv_connector_module_path"
 )
-_OFFLOAD = "offloading to host memory is not available; give the cache more device memory instead"
 for _name, _instead in (
     ("LMCacheConnectorV1", f"{_OWN_MODULE} (package `lmcache`)"),
     ("LMCacheMPConnector", f"{_OWN_MODULE} (package `lmcache`)"),
     ("NixlConnector", _OWN_MODULE),
     ("NixlPullConnector", _OWN_MODULE),
     ("NixlPushConnector", _OWN_MODULE),
-    ("OffloadingConnector", _OFFLOAD),
-    ("SimpleCPUOffloadConnector", _OFFLOAD),
+    ("SimpleCPUOffloadConnector", "use OffloadingConnector"),
     ("DecodeBenchConnector", _OWN_MODULE),
     ("MooncakeConnector", _OWN_MODULE),
     ("MooncakeStoreConnector", _OWN_MODULE),

@@ -112,6 +112,12 @@ class KVTransfer:
             self._manager.forget_after(request, load.start)
             request.num_computed_tokens = min(request.num_computed_tokens, load.start)
 
+    def load_start(self, request_id: str) -> int:
+        """Tokens before those that a connector brings for the request, 0 if none are on their
+        way."""
+        load = self._loads.get(request_id)
+        return 0 if load is None else load.start
+
     def failed_blocks(self, output: KVConnectorOutput) -> set[tuple[int, int]]:
         """Pairs of state group and block that failed to load."""
         failed = set(output.invalid_blocks)

@@ -271,7 +271,12 @@ class Scheduler(SchedulerResults):
             if request.request_id in self.transfer.loading:
                 return None
             if request.request_id in self.transfer.received:
-                return self._received_prefix(request)
+                if request.num_computed_tokens:
+                    return self._received_prefix(request)
+                # Nothing of it is of use. Its blocks may be shared, so it starts with others.
+                self.transfer.received.discard(request.request_id)
+                self.kv_cache_manager.free(request)
+                request.num_cached_tokens = -1
         blocks: KVCacheBlocks | None = None
         num_local = 0
         if not read_cache:

@@ -9,7 +9,7 @@ decides (what to load, what to save, when blocks may be freed) and sends its dec
   `build_connector_meta` at the end of every `schedule()`; `request_finished` (one state group) or
   `request_finished_all_groups` once per finished or aborted request; `update_connector_output`
   with what the workers report;
-- worker: `will_read_recurrent_state`, `handle_preemptions`, `bind_connector_metadata`,
+- worker: `handle_preemptions`, `will_read_recurrent_state`, `bind_connector_metadata`,
   `start_load_kv`, per layer `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`,
   `get_finished`, `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`,
   `take_failed_requests`, statistics and events, `clear_connector_metadata`. A step without tokens
@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -42,9 +43,33 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import RequestError
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """A worker's state memory in every form a connector may ask for.
+
+    `arena`: `uint8 [num_pages * page_bytes]`, laid out by `plan`. `layers`: layer name -> its view
+    of it. `cross_layers`: `[num_blocks, layers, ...]` and the layers' backend, for models with one
+    kind of attention layer only.
+    """
+
+    arena: Tensor
+    plan: ArenaPlan
+    layers: dict[str, Tensor]
+    cross_layers: tuple[Tensor, type[AttentionBackend]] | None = None
+
+
+@dataclass(frozen=True)
+class StateTier:
+    """Memory behind the arena: `num_pages` pages of the arena's size."""
+
+    name: str
+    num_pages: int
+
 
 #: `(src_caches, dst_caches, src_block_ids, dst_block_ids, direction)`
 CopyBlocksOp = Callable[
@@ -104,6 +129,11 @@ class KVConnectorBase_V1(ABC):
         """Whether one tensor over all layers suits this connector better than one per layer."""
         return False
 
+    @property
+    def takes_arena(self) -> bool:
+        """Whether this connector moves whole blocks of the arena, all layers of a group at once."""
+        return False
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """`"NHD"`, `"HND"` or None for no demand."""
@@ -129,6 +159,14 @@ class KVConnectorBase_V1(ABC):
         """Whether it reads state blocks of running requests on recurrent layers, in any step."""
         return True
 
+    @classmethod
+    def state_tiers(
+        cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
+    ) -> list[StateTier]:
+        """Memory behind the arena that this connector, configured like this, will use on each of
+        `num_ranks` workers; for `vllm explain`."""
+        return []
+
     # ---- front end -----------------------------------------------------------------------------
 
     @classmethod
@@ -143,13 +181,29 @@ class KVConnectorBase_V1(ABC):
 
     # ---- worker side ---------------------------------------------------------------------------
 
+    def register_memory(self, memory: StateMemory) -> None:
+        """Called once, after allocation: hands the state memory over in the form asked for."""
+        if self.takes_arena:
+            self.register_arena(memory.arena, memory.plan)
+        elif self.prefer_cross_layer_blocks and memory.cross_layers is not None:
+            self.register_cross_layers_kv_cache(*memory.cross_layers)
+        else:
+            self.register_kv_caches(memory.layers)
+
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:  # noqa: B027
-        """Layer name -> its cache; called once, after allocation."""
+        """Layer name -> its cache."""
 
     def register_cross_layers_kv_cache(  # noqa: B027
         self, kv_cache: Tensor, attn_backend: type[AttentionBackend]
     ) -> None:
-        """Instead of `register_kv_caches` when `prefer_cross_layer_blocks`."""
+        """`kv_cache [num_blocks, layers, ...]`, instead of `register_kv_caches`: when
+        `prefer_cross_layer_blocks`, for a model of one kind of attention layer."""
+
+    def register_arena(self, arena: Tensor, plan: ArenaPlan) -> None:  # noqa: B027
+        """`arena`, `uint8 [num_pages * page_bytes]`, instead of `register_kv_caches`: when
+        `takes_arena`. Block `b` of group `g` begins at byte `b * plan.block_stride(g)` and holds
+        `plan.groups[g].block_bytes` bytes, all layers of the group. The memory may be given up and
+        come back elsewhere while the engine sleeps: keep the tensor, not its address."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
         """How to copy blocks between the device and host buffers."""
@@ -157,7 +211,11 @@ class KVConnectorBase_V1(ABC):
     def handle_preemptions(  # noqa: B027
         self, kv_connector_metadata: KVConnectorMetadata
     ) -> None:
-        """Every step, before the metadata is bound and before freed blocks are overwritten."""
+        """Every step, before the metadata is bound and before freed blocks are overwritten.
+
+        All earlier steps were launched, and the states of requests that ended or were preempted are
+        complete in stream order.
+        """
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
@@ -245,7 +303,15 @@ class KVConnectorBase_V1(ABC):
         """A request joined the waiting queue."""
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: B027
-        """The allocator's block pool, for connectors that hold blocks by themselves."""
+        """The allocator's block pool, for connectors that hold blocks by themselves or observe what
+        the prefix cache gains and loses (`BlockPool.observers`)."""
+
+    def get_prefix_hash_root(self) -> bytes | None:
+        """What hashes of prefixes start from, for a store that outlives the engine; None: any.
+
+        Asked once, before the first request.
+        """
+        return None
 
     @abstractmethod
     def get_num_new_matched_tokens(

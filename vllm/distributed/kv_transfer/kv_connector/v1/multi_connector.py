@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    StateMemory,
+    StateTier,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import RequestError
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -165,6 +167,18 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             for child in child_configs(extra_config)
         )
 
+    @classmethod
+    def state_tiers(
+        cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
+    ) -> list[StateTier]:
+        return [
+            tier
+            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
+            for tier in KVConnectorFactory.get_connector_class(child).state_tiers(
+                child, plan, num_ranks
+            )
+        ]
+
     # ---- front end -----------------------------------------------------------------------------
 
     @classmethod
@@ -206,6 +220,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             child_cls.check_request(child, params, num_completions)
 
     # ---- worker side ---------------------------------------------------------------------------
+
+    def register_memory(self, memory: StateMemory) -> None:
+        """Each child gets the form it asks for."""
+        for child in self._children:
+            child.register_memory(memory)
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         for child in self._children:
@@ -332,6 +351,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         for child in self._children:
             child.bind_gpu_block_pool(gpu_block_pool)
+
+    def get_prefix_hash_root(self) -> bytes | None:
+        """The children's common demand; ValueError when they differ."""
+        roots = {child.get_prefix_hash_root() for child in self._children} - {None}
+        if len(roots) > 1:
+            raise ValueError(
+                "connectors need different roots of prefix hashes: let them share one directory, "
+                "or set PYTHONHASHSEED, which all of them follow"
+            )
+        return roots.pop() if roots else None
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuing from host memory and files gives the bits of continuing on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.kv_transfer.offload_engines import (
+    bits,
+    drain,
+    engine,
+    evict_device,
+    history,
+    offloading,
+    prompt,
+    run,
+    worker_connector_of,
+)
+from vllm import LLM
+
+FAMILIES = ("llama", "qwen3_sliding", "qwen3_5")
+
+
+def second_turn(llm: LLM, evict: bool) -> tuple[list[tuple[int, float]], int]:
+    (first,) = run(llm, prompt(1, 70))
+    if evict:
+        evict_device(llm)
+    outputs = run(llm, history(first) + prompt(2, 9))
+    return bits(outputs), outputs[0].num_cached_tokens or 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_as_a_hit_on_the_device(family: str) -> None:
+    with engine(None, family) as llm:
+        expected, found = second_turn(llm, evict=False)
+    assert found == (81 if family == "qwen3_5" else 80)
+    with engine(offloading(), family) as llm:
+        assert second_turn(llm, evict=True) == (expected, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_survive_a_restart(family: str, tmp_path: Path) -> None:
+    with engine(None, family) as llm:
+        (first,) = run(llm, prompt(1, 70))
+        outputs = run(llm, turn := history(first) + prompt(2, 9))
+        expected, found = bits(outputs), outputs[0].num_cached_tokens
+    with engine(offloading(root=tmp_path), family) as llm:
+        run(llm, prompt(1, 70))
+        drain(llm)
+    with engine(offloading(root=tmp_path), family) as llm:
+        outputs = run(llm, turn)
+        assert bits(outputs) == expected and outputs[0].num_cached_tokens == found
+        evict_device(llm)  # what was read from files is in host memory now
+        stats = worker_connector_of(llm)._stats
+        read = stats.data.get("file_read_bytes", 0)
+        assert bits(run(llm, turn)) == expected
+        assert worker_connector_of(llm)._stats.data.get("file_read_bytes", 0) == read

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the offloading connector, and how `/metrics` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: key of the statistics -> metric without `vllm:`, its help
+COUNTERS = {
+    "store_bytes": ("kv_offload_store_bytes", "Bytes copied from the device to host memory."),
+    "store_blocks": ("kv_offload_store_blocks", "Blocks copied from the device to host memory."),
+    "store_seconds": ("kv_offload_store_time", "Seconds from a store's start to its seal."),
+    "load_bytes": ("kv_offload_load_bytes", "Bytes copied from host memory to the device."),
+    "load_blocks": ("kv_offload_load_blocks", "Blocks copied from host memory to the device."),
+    "load_seconds": ("kv_offload_load_time", "Seconds from a load's start to its end."),
+    "seal_bytes": ("kv_offload_seal_bytes", "Bytes of which a digest was made or checked."),
+    "seal_seconds": ("kv_offload_seal_time", "Thread seconds spent on digests."),
+    "file_write_bytes": ("kv_offload_file_write_bytes", "Bytes written to files."),
+    "file_read_bytes": ("kv_offload_file_read_bytes", "Bytes read from files."),
+    "broken_blocks": (
+        "kv_offload_broken_blocks",
+        "Blocks not loaded: digest mismatch, missing or short data.",
+    ),
+    "file_write_failures": ("kv_offload_file_write_failures", "Blocks that no file could take."),
+    "skipped_blocks": (
+        "kv_offload_allocation_failure",
+        "Blocks not stored because all of the tier was in use.",
+    ),
+    "query_tokens": ("kv_offload_query_tokens", "Tokens of requests that were looked up."),
+    "hit_tokens": ("kv_offload_hit_tokens", "Tokens of them loaded from host memory or files."),
+    "promoted_blocks": ("kv_offload_promoted_blocks", "Blocks read from files for requests."),
+}
+GAUGES = {
+    "host_bytes": ("kv_offload_host_capacity_bytes", "Host memory of the tier, of one rank."),
+    "host_used_bytes": ("kv_offload_host_used_bytes", "Bytes of it in use."),
+    "file_bytes": ("kv_offload_file_capacity_bytes", "Bytes that files may take, of one rank."),
+    "file_used_bytes": ("kv_offload_file_used_bytes", "Bytes of files."),
+}
+
+
+class OffloadingStats(KVConnectorStats):
+    """Counts since the last report; gauges as last seen."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def add(self, **counts: float) -> None:
+        for key, count in counts.items():
+            self.data[key] = self.data.get(key, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> OffloadingStats:
+        self.add(**{key: value for key, value in other.data.items() if key in COUNTERS})
+        self.data.update({key: value for key, value in other.data.items() if key in GAUGES})
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class OffloadingPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus metric per key."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            key: self._counter_cls(f"vllm:{name}", text, labelnames)
+            for key, (name, text) in COUNTERS.items()
+        }
+        self._gauges = {
+            key: self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="mostrecent")
+            for key, (name, text) in GAUGES.items()
+        }
+        for values in per_engine_labelvalues.values():
+            for metric in self._counters.values():
+                metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for key, value in transfer_stats_data.items():
+            if key in self._counters:
+                self._counters[key].labels(*values).inc(value)
+            elif key in self._gauges:
+                self._gauges[key].labels(*values).set(value)

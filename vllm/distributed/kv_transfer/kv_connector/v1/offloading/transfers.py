@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves blocks between a device, host memory and files, beside the steps.
+
+Copies run on two side streams, one per direction, ordered against the steps by events. Digests and
+files are the work of threads. Nothing here waits for the device on the thread of the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory, runs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
+    JobReport,
+    LoadedBlock,
+    LoadJob,
+    StoredBlock,
+    StoreJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, digest
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import ArenaPlan
+
+logger = init_logger(__name__)
+
+_NUM_THREADS = max(2, min(8, os.cpu_count() or 1))
+
+Item = TypeVar("Item")
+
+
+class _Parts:
+    """Counts a job's parts down; the thread that ends the last one calls `done(failed)`."""
+
+    def __init__(self, count: int, done: Callable[[set[int]], None]) -> None:
+        self._lock = threading.Lock()
+        self._left = count
+        self._failed: set[int] = set()
+        self._done = done
+
+    def end(self, failed: set[int]) -> None:
+        with self._lock:
+            self._left -= 1
+            self._failed |= failed
+            last = self._left == 0
+        if last:
+            self._done(self._failed)
+
+
+class Transfers:
+    """One worker's transfers between its `arena` and `host`; `files` may be None."""
+
+    def __init__(
+        self, arena: Tensor, plan: ArenaPlan, host: HostMemory, files: FileStore | None
+    ) -> None:
+        self._arena, self._plan, self._host, self._files = arena, plan, host, files
+        #: digest of what every host block holds, by group
+        self._seals = [np.zeros(host.num_blocks(g), np.uint64) for g in range(len(plan.groups))]
+        on_gpu = arena.is_cuda
+        self._out = torch.cuda.Stream(arena.device) if on_gpu else None
+        self._in = torch.cuda.Stream(arena.device) if on_gpu else None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-offload")
+        self._writer = ThreadPoolExecutor(1, "kv-offload-files")
+        self._lock = threading.Lock()
+        self._copied: dict[int, JobReport] = {}
+        self._written: dict[int, JobReport] = {}
+        self._loaded: dict[str, set[int]] = {}
+        self._stats = OffloadingStats()
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def take_stored(self) -> tuple[dict[int, JobReport], dict[int, JobReport]]:
+        """Store jobs that ended since the last call: in host memory, and in files."""
+        with self._lock:
+            copied, self._copied = self._copied, {}
+            written, self._written = self._written, {}
+        return copied, written
+
+    def take_loaded(self) -> dict[str, set[int]]:
+        """Request id -> blocks of its job that are not what they should be, of loads that ended."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, {}
+        return loaded
+
+    def take_stats(self) -> OffloadingStats:
+        with self._lock:
+            stats, self._stats = self._stats, OffloadingStats()
+        return stats
+
+    def _count(self, **counts: float) -> None:
+        with self._lock:
+            self._stats.add(**counts)
+
+    # ---- out of the device ---------------------------------------------------------------------
+
+    def store(self, job: StoreJob) -> None:
+        """Copy blocks out as they are once all steps launched so far have run."""
+        began = time.perf_counter()
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._arena.device))
+        copied = self._copy(job.blocks, self._out, to_host=True)
+
+        def done(failed: set[int]) -> None:
+            num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
+            seconds = time.perf_counter() - began
+            self._count(store_bytes=num_bytes, store_blocks=len(job.blocks), store_seconds=seconds)
+            with self._lock:
+                self._copied[job.job_id] = JobReport(1, frozenset(failed))
+            if any(block.name is not None for block in job.blocks):
+                self._writer.submit(self._write, job, failed)
+
+        parts = self._split(job.blocks)
+        counter = _Parts(len(parts), done)
+        for part in parts:
+            self._threads.submit(self._seal, job.blocks, part, copied, counter)
+
+    def before_overwriting(self) -> None:
+        """Order what the device does next after all copies out of it."""
+        if self._out is not None:
+            torch.cuda.current_stream(self._arena.device).wait_stream(self._out)
+
+    def _seal(
+        self,
+        blocks: Sequence[StoredBlock],
+        part: range,
+        copied: torch.cuda.Event | None,
+        counter: _Parts,
+    ) -> None:
+        """Thread: make the digests of blocks that have arrived in host memory."""
+        failed: set[int] = set()
+        try:
+            if copied is not None:
+                copied.synchronize()
+            for i in part:
+                self._seals[blocks[i].group][blocks[i].host_block] = self._digest(blocks[i])
+        except Exception:
+            logger.exception("blocks could not be copied to host memory")
+            failed.update(part)
+        counter.end(failed)
+
+    def _write(self, job: StoreJob, failed: set[int]) -> None:
+        """Writer: put blocks into files."""
+        assert self._files is not None
+        for i, block in enumerate(job.blocks):
+            if block.name is None or i in failed:
+                continue
+            data = self._host.block(block.group, block.host_block)
+            try:
+                sealed = int(self._seals[block.group][block.host_block])
+                self._files.write(block.name, data, sealed)
+                self._count(file_write_bytes=data.nbytes)
+            except Exception as error:  # the report must come, or the host blocks stay held
+                logger.error("cannot write %s: %s", self._files.path(block.name), error)
+                self._count(file_write_failures=1)
+                failed = failed | {i}
+        with self._lock:
+            self._written[job.job_id] = JobReport(1, frozenset(failed))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files, after what is being written."""
+        self._writer.submit(self._delete, list(names))
+
+    def _delete(self, names: list[str]) -> None:
+        assert self._files is not None
+        for name in names:
+            try:
+                self._files.delete(name)
+            except OSError as error:
+                logger.error("cannot remove %s: %s", self._files.path(name), error)
+
+    # ---- to the device -------------------------------------------------------------------------
+
+    def load(self, job: LoadJob) -> None:
+        """Fill device blocks that nothing launched from here on touches before the report."""
+        began = time.perf_counter()
+        if self._in is not None:
+            self._in.wait_stream(torch.cuda.current_stream(self._arena.device))
+
+        def done(failed: set[int]) -> None:
+            num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
+            seconds = time.perf_counter() - began
+            self._count(load_bytes=num_bytes, load_blocks=len(job.blocks), load_seconds=seconds)
+            with self._lock:
+                self._loaded[job.req_id] = failed
+
+        parts = self._split(job.blocks)
+        counter = _Parts(len(parts), done)
+        for part in parts:
+            self._threads.submit(self._fill, job, part, counter)
+
+    def _fill(self, job: LoadJob, part: range, counter: _Parts) -> None:
+        """Thread: read what comes from files, copy, and check the digests meanwhile."""
+        failed: set[int] = set()
+        try:
+            for i in part:
+                if job.blocks[i].name is not None and not self._read(job, i):
+                    failed.add(i)
+            good = [i for i in part if i not in failed]
+            arrived = self._copy([job.blocks[i] for i in good], self._in, to_host=False)
+            failed.update(i for i in good if not self._is_sealed(job, i))
+            if arrived is not None:
+                arrived.synchronize()
+        except Exception:
+            logger.exception("request %s: loading failed", job.req_id)
+            failed.update(part)
+        if failed:
+            self._count(broken_blocks=len(failed))
+        counter.end(failed)
+
+    def _read(self, job: LoadJob, i: int) -> bool:
+        """Fill a block's slot of host memory from its file."""
+        assert self._files is not None
+        block = job.blocks[i]
+        assert block.name is not None
+        target = self._host.block(block.group, block.host_block)
+        try:
+            sealed = self._files.read(block.name, target)
+        except (OSError, SealBroken) as error:
+            logger.error("request %s, state group %d: %s", job.req_id, block.group, error)
+            return False
+        self._seals[block.group][block.host_block] = sealed
+        self._count(file_read_bytes=target.nbytes, promoted_blocks=1)
+        return True
+
+    def _is_sealed(self, job: LoadJob, i: int) -> bool:
+        block = job.blocks[i]
+        sealed, found = int(self._seals[block.group][block.host_block]), self._digest(block)
+        if found != sealed:
+            logger.error(
+                "request %s, state group %d, block %d: sealed with digest %016x, arrived with "
+                "%016x",
+                job.req_id,
+                block.group,
+                block.device_block,
+                sealed,
+                found,
+            )
+        return found == sealed
+
+    # ---- both ways -----------------------------------------------------------------------------
+
+    def _copy(
+        self,
+        blocks: Sequence[StoredBlock | LoadedBlock],
+        stream: torch.cuda.Stream | None,
+        to_host: bool,
+    ) -> torch.cuda.Event | None:
+        """Launch the copies; the event after them, None where they have been made."""
+        with torch.cuda.stream(stream):
+            for group, device, host, count in runs(block[:3] for block in blocks):
+                stride = self._plan.block_stride(group)
+                there = self._arena[device * stride : (device + count) * stride]
+                here = self._host.span(group, host, count)
+                target, source = (here, there) if to_host else (there, here)
+                target.copy_(source, non_blocking=True)
+            if stream is None:
+                return None
+            event = torch.cuda.Event()
+            event.record(stream)
+            return event
+
+    def _digest(self, block: StoredBlock | LoadedBlock) -> int:
+        data = self._host.block(block.group, block.host_block)
+        began = time.perf_counter()
+        found = digest(data)
+        self._count(seal_bytes=data.nbytes, seal_seconds=time.perf_counter() - began)
+        return found
+
+    def _split(self, blocks: Sequence[Item]) -> list[range]:
+        """Equal parts of a job's blocks, one for each thread."""
+        size = max(1, -(-len(blocks) // _NUM_THREADS))
+        return [range(i, min(i + size, len(blocks))) for i in range(0, len(blocks), size)]
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._threads.shutdown(wait=True)
+        self._writer.shutdown(wait=True)
+        if self._out is not None and self._in is not None:
+            self._out.synchronize()
+            self._in.synchronize()

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what the prefix cache has to give up in host memory and files; see docs/offloading.md.
+
+Any kind of state: whole blocks of the arena move, so nothing here knows what a layer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    StateTier,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.identity import store_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
+    OffloadingMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduling import OffloadingScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import (
+    OffloadingSettings,
+    check_engine,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import (
+    OffloadingPromMetrics,
+    OffloadingStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Settings: `offloading.settings`. ValueError without a prefix cache or a page of memory."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if kv_cache_config is None:
+            raise ValueError("OffloadingConnector needs kv_cache_config")
+        check_engine(vllm_config)
+        self._config = kv_cache_config
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._settings = OffloadingSettings.of(self._kv_transfer_config.kv_connector_extra_config)
+        plan = kv_cache_config.plan
+        self._host_pages = self._settings.host_pages(plan, self._num_ranks)
+        self._file_pages = self._settings.file_pages(plan, self._num_ranks)
+        # scheduler side
+        self._files: FileStore | None = None
+        self._scheduling: OffloadingScheduler
+        # worker side
+        self._transfers: Transfers | None = None
+        self._reports = OffloadingWorkerMetadata()
+        self._load_errors: set[tuple[int, int]] = set()
+        self._load_blocks: dict[str, list[tuple[int, int, int]]] = {}
+        self._stats = OffloadingStats()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduling = self._make_scheduling(plan)
+
+    def _make_scheduling(self, plan: ArenaPlan) -> OffloadingScheduler:
+        self._files = self._file_store(rank=0)
+        decisions.record(
+            "state offloading",
+            f"{self._host_pages} pages of host memory"
+            + (f", {self._file_pages} pages of files" if self._file_pages else ""),
+            f"a page takes {plan.page_bytes} bytes on each of {self._num_ranks} ranks",
+        )
+        return OffloadingScheduler(
+            self._config,
+            Tier(plan, self._host_pages),
+            None if self._files is None else Tier(plan, self._file_pages),
+            self._num_ranks,
+            () if self._files is None else self._files.names(),
+        )
+
+    def _file_store(self, rank: int) -> FileStore | None:
+        if self._settings.files is None:
+            return None
+        identity = store_identity(self._vllm_config, self._config)
+        return FileStore(self._settings.files.root_dir, identity, rank)
+
+    @property
+    def takes_arena(self) -> bool:
+        return True
+
+    @classmethod
+    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
+        """It copies checkpoints and the states of requests that ended, which are complete."""
+        return False
+
+    @classmethod
+    def state_tiers(
+        cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
+    ) -> list[StateTier]:
+        settings = OffloadingSettings.of(kv_transfer_config.kv_connector_extra_config)
+        tiers = [StateTier("host memory", settings.host_pages(plan, num_ranks))]
+        if settings.files is not None:
+            tiers.append(StateTier("files", settings.file_pages(plan, num_ranks)))
+        return tiers
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadingStats:
+        return OffloadingStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadingPromMetrics:
+        return OffloadingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_arena(self, arena: Tensor, plan: ArenaPlan) -> None:
+        host = HostMemory(plan, self._host_pages, pinned=arena.is_cuda)
+        files = self._file_store(get_tensor_model_parallel_rank())
+        self._transfers = Transfers(arena, plan, host, files)
+
+    @property
+    def _moves(self) -> Transfers:
+        assert self._transfers is not None, "no arena was registered"
+        return self._transfers
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OffloadingMetadata)
+        if kv_connector_metadata.stores is not None:
+            self._moves.store(kv_connector_metadata.stores)
+        if kv_connector_metadata.overwrites:
+            self._moves.before_overwriting()
+        if kv_connector_metadata.deletes:
+            self._moves.delete([name for _, name in kv_connector_metadata.deletes])
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, OffloadingMetadata)
+        for job in metadata.loads:
+            self._load_blocks[job.req_id] = [block[:3] for block in job.blocks]
+            self._moves.load(job)
+        if get_tensor_model_parallel_rank() == 0:
+            self._stats.add(**metadata.counts)
+            self._stats.data.update(metadata.gauges)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads run beside the steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Whole blocks leave at the beginning of a later step."""
+
+    def wait_for_save(self) -> None:
+        """Nothing of this step is read during it."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        loaded = self._moves.take_loaded()
+        for req_id, failed in loaded.items():
+            blocks = self._load_blocks.pop(req_id)
+            for i in failed:
+                group, device_block, host_block = blocks[i]
+                self._load_errors.add((group, device_block))
+                self._reports.broken.add((group, host_block))
+        return None, set(loaded) or None
+
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        reports, self._reports = self._reports, OffloadingWorkerMetadata()
+        reports.copied, reports.written = self._moves.take_stored()
+        return reports if reports != OffloadingWorkerMetadata() else None
+
+    def get_kv_connector_stats(self) -> OffloadingStats | None:
+        stats, self._stats = self._stats.aggregate(self._moves.take_stats()), OffloadingStats()
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        gpu_block_pool.observers.append(self._scheduling)
+
+    def get_prefix_hash_root(self) -> bytes | None:
+        return None if self._files is None else self._files.hash_root()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._scheduling.num_matched(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduling.begin_load(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata:
+        return self._scheduling.build_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.update(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduling.forget(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduling.has_work()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduling.reset()
