@@ -35,7 +35,8 @@ def offloading(
 def engine(
     transfer: dict[str, Any] | None, family: str = "qwen3_5", **options: Any
 ) -> Iterator[LLM]:
-    settings = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 * MB}
+    settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "disable_log_stats": False}
+    settings["kv_cache_memory_bytes"] = 16 * MB
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(
@@ -94,9 +95,14 @@ def worker_connector_of(llm: LLM) -> Any:
 
 def drain(llm: LLM) -> None:
     """Let every transfer end."""
-    core = core_of(llm)
-    while core.has_work():
-        core.step()
+    while core_of(llm).has_work():
+        llm.llm_engine.step()
+
+
+def metric(llm: LLM, name: str) -> float:
+    """What `/metrics` would show for `vllm:kv_offload_<name>`."""
+    full = f"vllm:kv_offload_{name}"
+    return sum(found.value for found in llm.get_metrics() if found.name == full)
 
 
 def evict_device(llm: LLM) -> None:

@@ -28,6 +28,7 @@ class _Admission(enum.Enum):
 
     RUNS = enum.auto()
     SKIPPED = enum.auto()
+    AGAIN = enum.auto()
     FAILED = enum.auto()
     NO_ROOM = enum.auto()
 
@@ -161,7 +162,7 @@ class Scheduler(SchedulerResults):
 
     def _make_room(self, request: Request) -> None:
         """Take the blocks of the running request with the least claim (maybe `request`)."""
-        if self.kv_cache_manager.pins.release_next():
+        if self.kv_cache_manager.pins.release_next() or self._release_received(request):
             return
         victim = self.running[-1]
         if victim is request and self._is_only_holder(request):
@@ -181,7 +182,7 @@ class Scheduler(SchedulerResults):
             admission = self._admit(request, step)
             if admission is _Admission.NO_ROOM:
                 break
-            if admission is _Admission.FAILED:
+            if admission in (_Admission.FAILED, _Admission.AGAIN):
                 continue
             self.waiting.pop()
             if admission is _Admission.SKIPPED:
@@ -203,7 +204,7 @@ class Scheduler(SchedulerResults):
             prefix = self._find_prefix(request)
         except Exception as error:
             return self._fail_admission(request, error)
-        if prefix is None:
+        if prefix is None or (prefix.load_async and not self._may_load()):
             return _Admission.SKIPPED
         num_tokens, blocks = self._allocate(request, prefix, step.token_budget)
         alone = not self.running and self._is_only_holder(request)
@@ -274,9 +275,7 @@ class Scheduler(SchedulerResults):
                 if request.num_computed_tokens:
                     return self._received_prefix(request)
                 # Nothing of it is of use. Its blocks may be shared, so it starts with others.
-                self.transfer.received.discard(request.request_id)
-                self.kv_cache_manager.free(request)
-                request.num_cached_tokens = -1
+                self._return_received(request)
         blocks: KVCacheBlocks | None = None
         num_local = 0
         if not read_cache:
@@ -305,6 +304,13 @@ class Scheduler(SchedulerResults):
         request.num_computed_tokens = computed
         self.kv_cache_manager.cache_blocks(request, computed)
         return _Prefix(None, 0, 0, computed, False)
+
+    def _may_load(self) -> bool:
+        """Whether there is a place for one more request that waits for its state with its
+        blocks."""
+        assert self.transfer is not None
+        waiting = len(self.transfer.loading) + len(self.transfer.received)
+        return len(self.running) + waiting < self.max_num_seqs
 
     def _begin_load(self, request: Request) -> _Admission:
         assert self.transfer is not None
@@ -346,6 +352,8 @@ class Scheduler(SchedulerResults):
             counters.external_hits += prefix.num_external
 
     def _no_room(self, request: Request, never: bool) -> _Admission:
+        if not self.running and self._release_received(request):
+            return _Admission.AGAIN
         if not never or self.kv_cache_manager.pins.release_next():
             return _Admission.NO_ROOM
         self.waiting.pop()

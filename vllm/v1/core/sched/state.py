@@ -177,6 +177,26 @@ class SchedulerState(SchedulerInterface):
         self.waiting.prepend(request)
         self._counters.num_preemptions += 1
 
+    def _release_received(self, claimant: Request) -> bool:
+        """Take the blocks of another request that waits with state from a connector, the youngest;
+        it is looked up again. False if there is none."""
+        received = (
+            set() if self.transfer is None else self.transfer.received - {claimant.request_id}
+        )
+        if not received:
+            return False
+        request = next(r for r in reversed(self.requests.values()) if r.request_id in received)
+        self._return_received(request)
+        return True
+
+    def _return_received(self, request: Request) -> None:
+        """A waiting request gives up the blocks that a connector filled."""
+        assert self.transfer is not None
+        self.transfer.received.discard(request.request_id)
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_cached_tokens = -1
+
     @staticmethod
     def _drop_in_flight_tokens(request: Request) -> None:
         request.discard_outputs += request.num_output_placeholders

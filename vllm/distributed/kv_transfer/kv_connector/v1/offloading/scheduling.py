@@ -229,19 +229,26 @@ class OffloadingScheduler:
         return _Stored(place, key, content.tail, host, file)
 
     def _take_reports(self, reports: OffloadingWorkerMetadata) -> None:
+        """A job's report of files may come before that of host memory."""
         for job_id, report in reports.copied.items():
             store = self._stores[job_id]
             store.copied = store.copied.joined(report)
             if store.copied.num_ranks == self._num_ranks:
-                self._end_copies(job_id, store)
+                self._end_copies(store)
         for job_id, report in reports.written.items():
             store = self._stores[job_id]
             store.written = store.written.joined(report)
-            if store.written.num_ranks == self._num_ranks:
+        for job_id in {*reports.copied, *reports.written}:
+            store = self._stores[job_id]
+            if store.copied.num_ranks < self._num_ranks:
+                continue
+            if all(stored.file is None for stored in store.blocks):
+                del self._stores[job_id]
+            elif store.written.num_ranks == self._num_ranks:
                 self._end_writes(store)
                 del self._stores[job_id]
 
-    def _end_copies(self, job_id: int, store: _Store) -> None:
+    def _end_copies(self, store: _Store) -> None:
         """Look-ups find the blocks; those that go to files stay until they are there."""
         for i, stored in enumerate(store.blocks):
             self._read[stored.place] -= 1
@@ -251,8 +258,6 @@ class OffloadingScheduler:
                 self._host.publish(stored.host, stored.key, stored.tail)
             if stored.file is None:
                 self._release(stored)
-        if all(stored.file is None for stored in store.blocks):
-            del self._stores[job_id]
 
     def _end_writes(self, store: _Store) -> None:
         assert self._files is not None

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under test, and how its store is damaged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+#: how data goes bad on its way: a flipped bit, missing, cut off, the store out of reach
+DAMAGES = ("corrupt", "drop", "short", "disconnect")
+
+#: `(scheduler side, worker side, storage, damage)` -> whether there was anything to damage
+Damage = Callable[[KVConnectorBase_V1, KVConnectorBase_V1, Path, str], bool]
+
+
+def damage_files(
+    scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
+) -> bool:
+    """Damage every file below `storage`."""
+    files = [path for path in storage.rglob("*") if path.is_file() and path.suffix != ".json"]
+    for path in files:
+        data = bytearray(path.read_bytes())
+        if damage in ("drop", "disconnect"):
+            path.unlink()
+        elif damage == "short":
+            path.write_bytes(data[: len(data) // 2])
+        else:
+            data[-1] ^= 1
+            path.write_bytes(data)
+    return bool(files)
+
+
+@dataclass
+class ConnectorCase:
+    """`config`: a `kv_transfer_config`; `{storage}` in its strings becomes a directory of the test.
+    `kinds`: kinds of models it serves, of `vllm.testing.connectors.layouts.LAYOUTS`.
+    `damage`: how the test damages what it stored. `loads`: whether it brings prompts back."""
+
+    config: dict[str, Any]
+    kinds: tuple[str, ...] = ("attention", "window", "hybrid")
+    damage: Damage = damage_files
+    loads: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def transfer_config(self, storage: Path, policy: str) -> dict[str, Any]:
+        """The configuration for one engine."""
+        config = _with_storage(copy.deepcopy(self.config), str(storage))
+        assert isinstance(config, dict)
+        return {"kv_role": "kv_both", **config, "kv_load_failure_policy": policy}
+
+
+def _with_storage(value: Any, storage: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("{storage}", storage)
+    if isinstance(value, dict):
+        return {key: _with_storage(item, storage) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_storage(item, storage) for item in value]
+    return value

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose state is known: every value in it says which tokens it was computed from.
+
+Token `p` of a sequence has a mark, a number that follows from tokens `0..p`. Paged layers keep the
+mark of every token in all elements of its slot, recurrent ones the mark of the newest token. The
+next token follows from the newest mark. So any byte that was not computed for exactly these tokens
+is found, and by name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+#: fp32 holds these marks exactly
+_MARKS = 2**22
+
+
+def marks_of(token_ids: Sequence[int]) -> list[int]:
+    """The mark of every token."""
+    marks, mark = [], 1
+    for token in token_ids:
+        mark = zlib.crc32(f"{mark} {token}".encode()) % _MARKS
+        marks.append(mark)
+    return marks
+
+
+def next_token(mark: int) -> int:
+    """What greedy sampling gives; never the end of the text (255)."""
+    return (mark * 7919 + 13) % 251
+
+
+class GroupState:
+    """One group's layers: `caches[layer]`, a tensor `[num_blocks, ...]` or a tuple of them."""
+
+    def __init__(
+        self, group: KVCacheGroupSpec, caches: dict[str, Tensor | tuple[Tensor, ...]]
+    ) -> None:
+        self.spec = group.kv_cache_spec
+        self._caches = [caches[name] for name in group.layer_names]
+
+    def write(self, blocks: Sequence[int], start: int, marks: Sequence[int]) -> None:
+        """Tokens `start` and on have these marks; `blocks` is the request's list."""
+        if self.spec.is_recurrent:
+            for layer, tensor in self._states():
+                tensor[blocks[0]] = float(marks[-1] + layer)
+            return
+        size, token_dim = self.spec.block_size, self._token_dim()
+        for position, mark in enumerate(marks, start):
+            block = blocks[position // size]
+            for layer, cache in enumerate(self._caches):
+                assert isinstance(cache, Tensor)
+                cache[block].select(token_dim, position % size).fill_(float(mark + layer))
+
+    def first_wrong(
+        self, blocks: Sequence[int], marks: Sequence[int], num_tokens: int
+    ) -> int | None:
+        """The first of `num_tokens` computed tokens whose state is needed and is not what it should
+        be."""
+        if not num_tokens:
+            return None
+        if self.spec.is_recurrent:
+            wrong = any(
+                bool((tensor[blocks[0]] != float(marks[num_tokens - 1] + layer)).any())
+                for layer, tensor in self._states()
+            )
+            return num_tokens - 1 if wrong else None
+        window = self.spec.window
+        first = 0 if window is None else max(0, num_tokens - window + 1)
+        size, token_dim = self.spec.block_size, self._token_dim()
+        for position in range(first, num_tokens):
+            for layer, cache in enumerate(self._caches):
+                assert isinstance(cache, Tensor)
+                slot = cache[blocks[position // size]].select(token_dim, position % size)
+                if bool((slot != float(marks[position] + layer)).any()):
+                    return position
+        return None
+
+    def _token_dim(self) -> int:
+        token_dim = self.spec.views[0].token_dim
+        assert token_dim is not None
+        return token_dim
+
+    def _states(self) -> list[tuple[int, Tensor]]:
+        return [
+            (layer, tensor)
+            for layer, cache in enumerate(self._caches)
+            for tensor in (cache if isinstance(cache, tuple) else (cache,))
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """One tensor per layer that is handed to the connector's layer calls."""
+        return [cache for cache in self._caches if isinstance(cache, Tensor)]
