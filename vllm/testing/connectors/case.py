@@ -22,14 +22,18 @@ def damage_files(
     scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
 ) -> bool:
     """Damage every file below `storage`."""
-    files = [path for path in storage.rglob("*") if path.is_file() and path.suffix != ".json"]
+    found = (path for path in storage.rglob("*") if path.suffix not in (".json", ".lock"))
+    files = [path for path in found if path.is_file()]
     for path in files:
-        data = bytearray(path.read_bytes())
+        try:
+            data = bytearray(path.read_bytes())
+        except FileNotFoundError:  # it was still being written under another name
+            continue
         if damage in ("drop", "disconnect"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         elif damage == "short":
             path.write_bytes(data[: len(data) // 2])
-        else:
+        elif data:
             data[-1] ^= 1
             path.write_bytes(data)
     return bool(files)

@@ -10,11 +10,14 @@ import shutil
 import uuid
 from collections.abc import Sequence
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import seal
+
 _KEY = "kv_cache"
+_SEAL = "xxh3_64"
 
 
 def aligned_length(num_tokens: int, alignment: int) -> int:
@@ -48,12 +51,16 @@ class PrefixStore:
 
     @staticmethod
     def load(folder: str, layer_name: str) -> Tensor:
-        """The layer's blocks, `[blocks, ...]` on the CPU; OSError or ValueError if unreadable."""
+        """The layer's blocks, `[blocks, ...]` on the CPU; OSError or ValueError if they are not
+        what was stored."""
         path = os.path.join(folder, f"{layer_name}.safetensors")
         try:
-            return load_file(path)[_KEY]
-        except (SafetensorError, KeyError) as error:
+            with safe_open(path, framework="pt") as file:
+                blocks, sealed = file.get_tensor(_KEY), int(file.metadata()[_SEAL], 16)
+        except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        seal.check(blocks, sealed, path)
+        return blocks
 
     @staticmethod
     def save(folder: str, layers: dict[str, Tensor]) -> None:
@@ -65,7 +72,8 @@ class PrefixStore:
         try:
             for name, blocks in layers.items():
                 path = os.path.join(temporary, f"{name}.safetensors")
-                save_file({_KEY: blocks.contiguous()}, path)
+                data = blocks.contiguous()
+                save_file({_KEY: data}, path, {_SEAL: f"{seal.digest(data):016x}"})
             os.rename(temporary, folder)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
