@@ -35,7 +35,7 @@ def damage_host_memory(
 
 OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 60_000},
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 300_000},
 }
 FILES: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
@@ -64,9 +64,7 @@ MULTI: dict[str, Any] = {
     },
 }
 CASES = {
-    "offloading": ConnectorCase(
-        OFFLOADING, ("attention", "window", "hybrid", "hybrid_rows"), damage_host_memory
-    ),
+    "offloading": ConnectorCase(OFFLOADING, ("window", "hybrid_rows"), damage_host_memory),
     "files": ConnectorCase(FILES, ("hybrid",)),
     "example": ConnectorCase(EXAMPLE, ("attention",)),
     "multi": ConnectorCase(MULTI, ("attention",)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,21 +22,20 @@ Damage = Callable[[KVConnectorBase_V1, KVConnectorBase_V1, Path, str], bool]
 def damage_files(
     scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
 ) -> bool:
-    """Damage every file below `storage`."""
-    found = (path for path in storage.rglob("*") if path.suffix not in (".json", ".lock"))
-    files = [path for path in found if path.is_file()]
+    """Damage every file below `storage`, but those that are still being written: hidden ones and
+    `*.partial`."""
+    files = [
+        Path(folder, name)
+        for folder, _, names in os.walk(storage)
+        for name in names
+        if not name.startswith(".") and not name.endswith((".json", ".lock", ".partial"))
+    ]
     for path in files:
-        try:
-            data = bytearray(path.read_bytes())
-        except FileNotFoundError:  # it was still being written under another name
-            continue
         if damage in ("drop", "disconnect"):
             path.unlink(missing_ok=True)
-        elif damage == "short":
-            path.write_bytes(data[: len(data) // 2])
-        elif data:
+        elif data := bytearray(path.read_bytes()):
             data[-1] ^= 1
-            path.write_bytes(data)
+            path.write_bytes(data[: len(data) // 2] if damage == "short" else data)
     return bool(files)
 
 

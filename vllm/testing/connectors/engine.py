@@ -155,7 +155,9 @@ class SimulatedEngine:
     def evict_device(self) -> None:
         """Forget what the device caches, so that only the connector can bring it back."""
         self.settle()
-        assert self.scheduler.reset_prefix_cache()
+        if not self.scheduler.reset_prefix_cache():
+            usage = self.scheduler.kv_cache_manager.usage
+            raise ContractViolation("blocks-leaked", f"{usage:.1%} of the arena, without requests")
 
     def generate(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[EngineCoreOutput]:
         """Run prompts to their ends."""

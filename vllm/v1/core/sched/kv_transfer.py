@@ -170,7 +170,8 @@ class KVTransfer:
     def num_valid_tokens(self, request: Request, failed: set[tuple[int, int]]) -> int | None:
         """Computed tokens before the first block that failed to load; None: all are valid.
 
-        Recurrent state has no value in the middle, so with such a group nothing is valid.
+        Recurrent state has no value in the middle, so with such a group nothing is valid; nor is
+        anything before the window that was loaded.
         """
         valid: int | None = None
         block_ids = self._manager.get_block_ids(request.request_id)
@@ -181,4 +182,9 @@ class KVTransfer:
                 valid = tokens if valid is None else min(valid, tokens)
         if valid is None or valid >= request.num_computed_tokens:
             return None
-        return valid
+        return 0 if self.has_gaps(request) else valid
+
+    def has_gaps(self, request: Request) -> bool:
+        """Whether blocks of the request are missing that its first tokens would need."""
+        block_ids = self._manager.get_block_ids(request.request_id)
+        return any(ids and ids[0] == 0 for ids in block_ids)

@@ -278,7 +278,12 @@ class SchedulerResults(SchedulerState):
                 continue
             if not self.recompute_failed_loads:
                 self._fail(request, "loading the request's KV cache failed")
-            elif request.status is RequestStatus.RUNNING:
+            elif request.status is not RequestStatus.RUNNING:
+                continue
+            elif self.transfer.has_gaps(request):
+                self.running.remove(request)
+                self._preempt(request)
+            else:
                 self._drop_in_flight_tokens(request)
                 self._rewound.add(request.request_id)
 

@@ -162,7 +162,9 @@ class SchedulerState(SchedulerInterface):
 
     def _preempt_last(self) -> None:
         """Take the blocks of the running request with the least claim; it is computed again."""
-        request = self.running.pop()
+        self._preempt(self.running.pop())
+
+    def _preempt(self, request: Request) -> None:
         if self.transfer is not None:
             self.transfer.abandon_load(request)
         self.kv_cache_manager.free(request)
