@@ -20,7 +20,7 @@ def digest(data: Tensor | np.ndarray) -> int:
     """XXH3-64 of the bytes of a contiguous CPU tensor or array; other threads run meanwhile."""
     if isinstance(data, Tensor):
         data = data.view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(memoryview(data))
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def check(data: Tensor | np.ndarray, sealed: int, what: str) -> None:

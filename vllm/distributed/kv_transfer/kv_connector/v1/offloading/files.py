@@ -108,7 +108,7 @@ class FileStore:
         try:
             with open(own, "wb") as file:
                 file.write(_HEADER.pack(_MAGIC, sealed, data.nbytes))
-                file.write(memoryview(data))
+                file.write(data.data)
             os.replace(own, path)
         except OSError:
             self._unlink(own)
@@ -128,7 +128,7 @@ class FileStore:
             magic, sealed, num_bytes = _HEADER.unpack(header)
             if magic != _MAGIC or num_bytes != target.nbytes:
                 raise SealBroken(f"{path}: not a block of {target.nbytes} bytes")
-            view, done = memoryview(target), 0
+            view, done = target.data, 0
             while done < num_bytes:
                 count = file.readinto(view[done:])
                 if not count:

@@ -391,7 +391,8 @@ class OffloadingScheduler:
         overwrites, self._overwrites = self._overwrites, False
         deletes = self._deletes[:]
         self._deletes.clear()
-        counts, self._counts = dict(self._counts), Counter()
+        counts = {key: float(count) for key, count in self._counts.items()}
+        self._counts.clear()
         return OffloadingMetadata(
             stores, loads, overwrites, deletes, counts, self._changed_gauges()
         )
