@@ -16,6 +16,7 @@ import torch
 from tests.kernels.hostile_ids import FAR, NEAR, VOCAB, filtered, hostile
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import NO_TOKEN
+from vllm.v1.sample.adjusted_rows import AdjustedRow, adjusted_rows
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
@@ -33,14 +34,23 @@ def test_no_id_leaves_its_row(dtype, temperature, filters, logprobs):
     device = torch.device("cuda")
     params = SamplingParams(temperature=temperature, seed=1, logprobs=logprobs, **filters)
     metadata = SamplingMetadata.build([params] * ROWS, VOCAB, device)
-    adjustments = [(1, hostile(NEAR + FAR, device), 2), (3, filtered(NEAR + FAR, device), 2)]
+    adjusted = adjusted_rows(
+        [
+            AdjustedRow(1, hostile(NEAR + FAR, device), 2),
+            AdjustedRow(3, filtered(NEAR + FAR, device), 2, request=1),
+        ],
+        device,
+    )
+    assert adjusted is not None
+    counts = torch.ones(2, dtype=torch.int32, device=device)
     masks = TokenMasks.dummy(torch.zeros(ROWS, VOCAB, device=device))
     masks.words[5] = 0
     logits = torch.randn(ROWS, VOCAB, device=device).to(dtype)
     logits[4] = float("-inf")
     for position in range(20):
         positions = torch.full((ROWS,), position, device=device)
-        out = sample(logits.clone(), metadata, positions, adjustments, masks)
+        out = sample(logits.clone(), metadata, positions, adjusted, masks)
+        adjusted.observe(out.sampled_token_ids, counts)
         tokens = out.sampled_token_ids.tolist()
         assert tokens[4] == tokens[5] == NO_TOKEN
         assert all(0 <= token < VOCAB for token in tokens[:4])

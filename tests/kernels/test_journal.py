@@ -453,7 +453,7 @@ def test_one_graph_serves_every_step():
         stack = rings(copy, heads, rows=4)
         stack.steps.zero_()
         before = [case[name].clone() for name in ("ssm_state", "conv_state")]
-        step = partial(CudaKernels().gdn_decode, **case, journal=stack.layer(0))
+        step = partial(CudaKernels().gdn_decode, GdnDecode(**case, journal=stack.layer(0)))
         if captured:
             step()
             torch.cuda.synchronize()

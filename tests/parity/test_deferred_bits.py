@@ -188,7 +188,7 @@ def _no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(self: StateJournals, row: int) -> None:
+    def leave(self: StateJournals, row: int, num_kept_tokens: int | None = None) -> None:
         self.waiting[row] = False
 
     monkeypatch.setattr(StateJournals, "leave", leave)

@@ -20,6 +20,7 @@ from test_drafts import Run, a_conversation, batches, compare, engine, preemptio
 from tiny_models import hf_model, make_tiny, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridMambaLayer,
 )
@@ -99,6 +100,10 @@ class ReferenceMixer(nn.Module):
             layer_types=["mamba"],
         )
         self.layer = GraniteMoeHybridMambaLayer(config, 0)
+        # Before transformers 5.23 Granite's own norm has no groups.
+        self.layer.norm = FalconH1RMSNormGated(
+            SHAPE.width, SHAPE.eps, n_groups=SHAPE.norm_groups, norm_before_gate=False
+        )
         generator = torch.Generator().manual_seed(seed)
         for name, param in self.layer.named_parameters():
             uniform = torch.rand(param.shape, generator=generator)
