@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import inverse_norm, softplus
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import inverse_norm
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -14,11 +14,25 @@ _ROWS = 16
 
 
 @triton.jit
+def _softplus(x):
+    """`log(1 + exp(x))` as `gates.softplus`, its last product and sum one operation.
+
+    The compiler may compute a decay twice, to use it and to keep it in a journal; how it would fuse
+    the two could differ, and with it the last bit.
+    """
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    is_tiny = u == 1.0
+    log = tl.where(is_tiny, 1.0, tl.log(u))
+    return tl.fma(log, e / tl.where(is_tiny, 1.0, u - 1.0), tl.maximum(x, 0.0))
+
+
+@triton.jit
 def log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK: tl.constexpr):
     """`-exp(A_log) * softplus(a + dt_bias)` of one head's key channels, fp32."""
     A_log = tl.load(A_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head * DK + dk, mask=in_k, other=0.0).to(tl.float32)
-    return -tl.exp(A_log) * softplus(a.to(tl.float32) + dt_bias)
+    return -tl.exp(A_log) * _softplus(a.to(tl.float32) + dt_bias)
 
 
 @triton.jit
