@@ -109,9 +109,9 @@ def _capture_between_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch)
     runner.plan_graphs()
     step = runner.execute_dummy
 
-    def capture_then_step(output: Any) -> None:
+    def capture_then_step(output: Any, launches: bool = True) -> None:
         runner.graphs.capture_next()
-        step(output)
+        step(output, launches)
 
     with monkeypatch.context() as patch, observed(runner, monkeypatch) as found:
         patch.setattr(runner, "execute_dummy", capture_then_step)

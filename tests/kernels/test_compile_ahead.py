@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_models import Shape, mtp_tensors, with_mtp
 from tiny_models import tiny_model
 from triton import knobs
 
@@ -184,3 +185,20 @@ def test_no_batch_needs_a_kernel_that_warm_up_does_not_foresee(
     found = sweeps[family]
     assert len(found["foreseen"]) >= 8 and found["batches"] > 100
     assert found["unforeseen"] == []
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_a_drafter_is_noted_before_anything_is_sampled(tmp_path: Path, method: str) -> None:
+    """Kernels that do not run leave what was in memory: no token id may come from there."""
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    target = tiny_model("qwen3_5" if method == "mtp" else "llama", torch.bfloat16)
+    if method == "mtp":
+        target = with_mtp(
+            target, tmp_path / "target", mtp_tensors(Shape(intermediate=96, head_dim=32))
+        )
+    else:
+        settings["model"] = str(target)
+    noted = run_compiled(
+        "noted_drafter_script.py", str(target), json.dumps(settings), cache=tmp_path / "cache"
+    )
+    assert any("attention" in name for name in noted)

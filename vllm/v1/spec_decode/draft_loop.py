@@ -75,9 +75,11 @@ class DraftLoop:
         computed = self._progress.computed.index_select(0, rows.clamp(min=0)).long()
         starts = inputs.query_start_loc[:num_reqs].long()
         ends = inputs.query_start_loc[1 : num_reqs + 1].long()
-        # A row of tokens past the model's length has no position; no draft of it is used.
+        # A row of tokens past the model's length has no position, and one of padding no token; no
+        # draft of it is used.
         first = inputs.positions.index_select(0, starts)
-        last = torch.minimum(starts + (computed - 1 - first).clamp(min=0), ends - 1)
+        newest = starts + (computed - 1 - first).clamp(min=0)
+        last = torch.minimum(newest, ends - 1).clamp(min=0)
         return _Rows(rows, is_real, computed, last, self._context(num_reqs))
 
     def _context(self, num_reqs: int) -> ForwardContext:

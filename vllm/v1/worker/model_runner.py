@@ -105,6 +105,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.scorer = PromptScorer(self.vocab_size)
         self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress)
         self._receive_masks = receive_masks
+        #: whether kernels run; see `execute_dummy`
+        self._launches = True
         self._prompts: dict[str, Prompt] = {}
         #: every layer that keeps state, by name
         self.layers: dict[str, AttentionLayerBase] = {}
@@ -286,14 +288,21 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return self._step(scheduler_output, has_kv_transfer_group(), self.sanitizer)
 
     @torch.inference_mode()
-    def execute_dummy(self, scheduler_output: SchedulerOutput) -> None:
+    def execute_dummy(self, scheduler_output: SchedulerOutput, launches: bool = True) -> None:
         """A step of made-up requests (profiling, warm-up); no connector sees it.
+
+        Without `launches` kernels are noted instead (`compile_ahead`), and what they should have
+        sampled is whatever was in memory: it counts as token 0.
 
         Waits for the device: nobody waits for the step's output, which is what bounds how many real
         steps are in flight, and staged arrays are filled again after `depth` of them.
         """
         self._update_states(scheduler_output)
-        self._step(scheduler_output, False, None)
+        self._launches = launches
+        try:
+            self._step(scheduler_output, False, None)
+        finally:
+            self._launches = True
         if self.sanitizer is not None:
             self.sanitizer.clear_null_page()
         current_platform.synchronize()
@@ -419,6 +428,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         counts = tokens = None
         if sampled is not None:
             tokens = sampled.sampled_token_ids
+            if not self._launches:
+                tokens.zero_()
             verified = self.inputs.accept(inputs, tokens)
             counts = verified[0]
             self.sampler.observe(tokens, counts)

@@ -209,7 +209,8 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
     ]
     req_ids, drafts = [request.req_id for request in requests], runner.width - 1
     runner.execute_dummy(
-        _step(requests, CachedRequestData.make_empty(), req_ids, batch.length, drafts)
+        _step(requests, CachedRequestData.make_empty(), req_ids, batch.length, drafts),
+        launches=not decode_known_tokens,
     )
     for i, width in enumerate(sorted({1, runner.width}) if batch.decode else ()):
         cached = CachedRequestData(
@@ -218,7 +219,9 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             num_computed_tokens=[end + i] * len(req_ids),
             num_output_tokens=[1 + i] * len(req_ids),
         )
-        runner.execute_dummy(_step([], cached, req_ids, width, drafts))
+        runner.execute_dummy(
+            _step([], cached, req_ids, width, drafts), launches=not decode_known_tokens
+        )
     forget_counts(runner.model)
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
