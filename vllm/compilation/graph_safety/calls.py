@@ -195,14 +195,19 @@ def _call_function(
         if value != UNKNOWN and not isinstance(value, Instance):
             return value
         return Instance(to.object) if isinstance(to, Known) and isinstance(to.object, type) else to
+    if function in (nn.Module.register_buffer, nn.Module.register_parameter):
+        named = node.args[0] if node.args else None
+        if isinstance(named, ast.Constant) and len(args.positional) > 1:
+            body.given[str(named.value)] = args.positional[1]
+        return UNKNOWN
     module = function.__module__ if isinstance(function, FunctionType) else ""
     if body.walker.in_scope(module or ""):
         return body.walker.run(function, receiver, args, body.mode)
+    if receiver is not None and isinstance(function, FunctionType):
+        return unknown_method(body, receiver, function.__name__, args, node)
     name = torch_name(function)
     if name is not None:
         return call_torch(body, function, name, args, node)
-    if receiver is not None and isinstance(function, FunctionType):
-        return unknown_method(body, receiver, function.__name__, args, node)
     return _call_foreign(body, function, args, node)
 
 

@@ -62,8 +62,7 @@ class Expressions(Body):
         self.name = function.__name__
         self.module = function.__module__
         self.globals: dict[str, Any] = function.__globals__
-        #: what `self` is given
-        self.given: dict[str, Value] = {}
+        self.given = {}
         self._path = function.__code__.co_filename
         self._findings = findings
 

@@ -11,6 +11,7 @@ from vllm.compilation.graph_safety.values import (
     UNKNOWN,
     Array,
     Host,
+    Instance,
     Items,
     Known,
     Local,
@@ -168,7 +169,12 @@ class Frame(Expressions):
         constructs = self.name in ("__init__", "__post_init__")
         if not on_self or constructs or self.mode not in (Mode.CAPTURED, Mode.BREAK):
             return
-        before = self.attribute(receiver, target.attr)
+        before: Value = UNKNOWN
+        fresh = isinstance(receiver, Instance) and not self.walker.has_initially(
+            receiver.cls, target.attr
+        )
+        if not fresh:
+            before = self.attribute(receiver, target.attr)
         if is_array(value) and not isinstance(value, Items):
             if "joined" in tags_of(value):
                 self.report(9, target, f"self.{target.attr} grows by being replaced")

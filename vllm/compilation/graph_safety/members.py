@@ -99,7 +99,9 @@ def _of_known(walker: Walker, value: Known, name: str, mode: Mode) -> Value:
     if name in own and own[name] is not None:
         return of_object(own[name])
     found = _of_class(walker, type(thing), value, name, mode)
-    return Host() if name in own and found == UNKNOWN else found
+    if found != UNKNOWN:
+        return found
+    return Host() if name in own else Member(value, name)
 
 
 def _own_attributes(thing: Any) -> dict[str, Any]:

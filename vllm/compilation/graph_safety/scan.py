@@ -51,6 +51,7 @@ class Scan(Walker):
         self._progress = progress
         self._results: dict[object, Value] = {}
         self._attributes: dict[type, dict[str, Value]] = {}
+        self._initial: dict[type, set[str]] = {}
         self._depth = 0
         #: what was found, and where it runs
         self.findings: dict[Finding, Mode] = {}
@@ -86,12 +87,12 @@ class Scan(Walker):
         self._depth += 1
         frame.walk(node.body)
         self._depth -= 1
-        known = frame.returned
-        better = known != UNKNOWN and not (isinstance(known, Host) and declared != UNKNOWN)
-        self._results[key] = result = known if better else declared
+        result = _result_of(frame.returned, declared)
+        self._results[key] = result
         if plain.__name__ == "__init__":
             # What a new object is made of; `made` knows its class.
-            self._results[key] = result = Instance(object, tuple(frame.given.items()))
+            result = Instance(object, tuple(frame.given.items()))
+            self._results[key] = result
         return result
 
     def _bound(
@@ -160,18 +161,24 @@ class Scan(Walker):
                     made = Instance(cls, given.fields, exact=True)
         return made
 
+    def has_initially(self, cls: type, name: str) -> bool:
+        self.attributes(cls)
+        return name in self._initial[cls] or annotation_of(cls, name) != UNKNOWN
+
     def attributes(self, cls: type) -> Mapping[str, Value]:
         if cls in self._attributes:
             return self._attributes[cls]
         found: dict[str, Value] = {}
         self._attributes[cls] = found
+        self._initial[cls] = set()
         for base in reversed(cls.__mro__):
             methods = [m for m in vars(base).values() if isinstance(m, FunctionType)]
             # What `__init__` gives comes first, and what the others add.
             methods.sort(key=lambda method: method.__name__ != "__init__")
             for method in methods if self.in_scope(base.__module__) else []:
                 node = definition(inspect.unwrap(method))
-                if node is None or not _own_names(node) - set(found):
+                constructs = method.__name__ == "__init__"
+                if node is None or not (constructs or _own_names(node) - set(found)):
                     continue
                 variables = self._bound(method, node, Instance(cls), Arguments())
                 frame = FunctionFrame(self, method, variables, Mode.BUILD, False, {})
@@ -179,7 +186,16 @@ class Scan(Walker):
                 for name, value in frame.given.items():
                     if found.get(name, UNKNOWN) in (UNKNOWN, Host()):
                         found[name] = value
+                    if constructs:
+                        self._initial[cls].add(name)
         return found
+
+
+def _result_of(returned: Value, declared: Value) -> Value:
+    """Of a function: what it returns, where that says more than its annotation."""
+    if isinstance(returned, Host):
+        return returned if declared in (UNKNOWN, Host()) else declared
+    return declared if returned == UNKNOWN else returned
 
 
 def _field(cls: type, name: str, value: Value) -> Value:

@@ -129,6 +129,8 @@ def call_torch(body: Body, function: object, name: str, args: Arguments, node: a
         if function is torch.nn.Parameter:
             return Array(frozenset({"weight"}))
         return Instance(function, exact=True)
+    if name.startswith("cuda."):
+        return UNKNOWN
     if name in rules.READS:
         body.report(1, node, f"torch.{name}() reads a device value")
         return _DEVICE
@@ -152,6 +154,8 @@ def _result(body: Body, name: str, args: Arguments, node: ast.Call) -> Value:
         return _from_host(body, name, args, node)
     if name in rules.FACTORIES:
         _check_factory(body, name, args, node)
+        if args.get("pin_memory") is not None:
+            return Array(frozenset({"cpu"}))
         boolean = isinstance(d := args.get("dtype"), Known) and d.object is torch.bool
         same = name == "clone" or (name.endswith("_like") and args.get("dtype") is None)
         return Array(_TRUTH if boolean or (same and "bool" in tags_of(first)) else NO_TAGS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 from typing import Any
 
@@ -48,20 +49,23 @@ KEEPS = {
 
 _NAMES: dict[int, str] = {
     id(thing): name
-    for namespace in (torch, torch.cuda, F, torch.linalg, torch.Tensor)
+    for namespace in (torch, F, torch.linalg, torch.Tensor)
     for name, thing in vars(namespace).items()
-    if callable(thing) and not isinstance(thing, types.ModuleType) and not name.startswith("_")
+    if callable(thing)
+    and not isinstance(thing, types.ModuleType)
+    and not name.startswith("_")
+    and id(thing) not in set(map(id, vars(builtins).values()))
 }
-_CUDA = {id(torch.cuda.synchronize), id(torch.cuda.set_device), id(torch.cuda.empty_cache)}
+_NAMES |= {
+    id(thing): f"cuda.{name}"
+    for name, thing in vars(torch.cuda).items()
+    if isinstance(thing, types.FunctionType | type) and thing.__module__.startswith("torch.cuda")
+}
 
 
 def torch_name(thing: Any) -> str | None:
     """`zeros` of `torch.zeros`, `cuda.synchronize` of torch.cuda's; None: not torch's."""
-    if thing is torch.cuda.graph:
-        return "cuda.graph"
     name = _NAMES.get(id(thing))
-    if id(thing) in _CUDA:
-        return f"cuda.{name}"
     if name is not None:
         return name
     module = thing.__module__ if isinstance(thing, type | types.FunctionType) else None

@@ -71,7 +71,11 @@ class Walker(ABC):
 
     @abstractmethod
     def attributes(self, cls: type) -> Mapping[str, Value]:
-        """What a class's `__init__` gives `self`."""
+        """What a class's methods give `self`, `__init__` first."""
+
+    @abstractmethod
+    def has_initially(self, cls: type, name: str) -> bool:
+        """Whether objects have an attribute before any step."""
 
 
 class Body(ABC):
@@ -81,6 +85,8 @@ class Body(ABC):
     mode: Mode
     #: names whose values are known
     variables: dict[str, Value]
+    #: what `self` is given
+    given: dict[str, Value]
 
     @abstractmethod
     def value(self, node: ast.expr | None) -> Value:
