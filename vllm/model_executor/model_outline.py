@@ -55,9 +55,7 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     )
 
 
-def models_on_meta(
-    vllm_config: VllmConfig, tp_size: int = 1
-) -> tuple[VllmConfig, list[nn.Module]]:
+def models_on_meta(vllm_config: VllmConfig, tp_size: int = 1) -> tuple[VllmConfig, list[nn.Module]]:
     """The model and its drafters on the `meta` device, and the configuration that knows their
     layers. Raises as `outline_model` does."""
     assert vllm_config.model_config is not None

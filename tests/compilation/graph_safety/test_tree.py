@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 ALLOWANCES = 10
 
 
-@lru_cache(maxsize=None)
+@cache
 def report_of(family: str) -> Report:
     return check_model(EngineArgs(model=str(tiny_model(family))).create_engine_config())
 
@@ -65,8 +65,6 @@ def test_an_entry_needs_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("function", "hazard", "covered"),
     [("m.f", 1, True), ("m.f", 2, False), ("m.fg", 1, False), ("m.*", 1, True), ("n.*", 1, False)],
 )
-def test_an_entry_covers_one_hazard_of_one_place(
-    function: str, hazard: int, covered: bool
-) -> None:
+def test_an_entry_covers_one_hazard_of_one_place(function: str, hazard: int, covered: bool) -> None:
     finding = Finding("m.py", 3, 1, 1, "read", "m.f", "x.item()")
     assert Allowance(function, hazard, "because").covers(finding) == covered

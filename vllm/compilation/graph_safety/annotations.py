@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _HOST = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def type_checking_names(module_name: str) -> dict[str, Any]:
     """What a module imports `if TYPE_CHECKING`; what cannot be imported is left out."""
     tree = parsed_module(sys.modules.get(module_name))

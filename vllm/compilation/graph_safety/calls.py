@@ -109,6 +109,11 @@ def _call_one(body: Body, callee: Value, args: Arguments, node: ast.Call) -> Val
             return _call_instance(body, callee, args, node)
         case Known():
             return _call_known(body, callee.object, args, node)
+        case Items():
+            # Modules one after the other, as in nn.Sequential.
+            for module in callee.first or (callee.each,):
+                call_value(body, module, args, node)
+            return Array()
     return UNKNOWN
 
 
@@ -160,6 +165,8 @@ def _call_known(body: Body, thing: Any, args: Arguments, node: ast.Call) -> Valu
         return _call_op(body, thing, args, node)
     if isinstance(thing, nn.Module):
         if not body.walker.in_scope(type(thing).__module__):
+            for child in distinct(list(thing.children())):
+                call_value(body, child, args, node)
             return Array()
         return call_value(body, body.attribute(Known(thing), "forward"), args, node)
     name = torch_name(thing)

@@ -227,7 +227,9 @@ class Expressions(Body):
             return Items((*left.first, *right.first), join(left.each, right.each))
         if isinstance(node.op, ast.Mult) and isinstance(left, Items):
             return Items((), left.any())
-        if isinstance(node.op, ast.Div | ast.FloorDiv) and "batch" in tags_of(left) & tags_of(right):
+        if isinstance(node.op, ast.Div | ast.FloorDiv) and "batch" in tags_of(left) & tags_of(
+            right
+        ):
             # Tokens per request: a width, which the configuration knows.
             return Host((tags_of(left) | tags_of(right)) & {"device"})
         return self.combined(left, right)
@@ -296,7 +298,7 @@ class Expressions(Body):
                     self.report(2, node, "a mask chooses how many elements there are")
                     return Array(frozenset({"sized"}))
                 self.check_bounds(node.slice)
-            return Array(receiver.tags - {"expanded", "joined"})
+            return Array(receiver.tags - {"expanded", "joined"} | tags_of(index) & {"sized"})
         if isinstance(receiver, Items):
             at = node.slice
             if isinstance(at, ast.Constant) and isinstance(at.value, int) and at.value >= 0:

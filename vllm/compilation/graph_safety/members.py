@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -135,7 +135,7 @@ def _of_instance(walker: Walker, value: Instance, name: str, mode: Mode) -> Valu
     return walker.attributes(value.cls).get(name, Member(value, name))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _overrides(cls: type, name: str) -> tuple[type, ...]:
     """Subclasses that define `name` anew; none where they are too many to mean anything."""
     found = [sub for sub in _subclasses(cls) if name in vars(sub)]
@@ -143,7 +143,8 @@ def _overrides(cls: type, name: str) -> tuple[type, ...]:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
-    for sub in type.__subclasses__(cls):
+    found: list[type] = type.__subclasses__(cls)
+    for sub in found:
         yield sub
         yield from _subclasses(sub)
 
@@ -169,7 +170,7 @@ def _of_class(walker: Walker, cls: type, receiver: Value, name: str, mode: Mode)
     return of_object(found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def annotation_of(cls: type, name: str) -> Value:
     """Of a class's attribute, where the class or one it derives from declares it."""
     for base in cls.__mro__:

@@ -113,7 +113,9 @@ class Scan(Walker):
             name = parameter.arg
             value = passed.get(name, UNKNOWN)
             if value == UNKNOWN or isinstance(value, Host):
-                declared = annotated(parameter.annotation, function.__globals__, function.__module__)
+                declared = annotated(
+                    parameter.annotation, function.__globals__, function.__module__
+                )
                 if guesses and parameter.annotation is None and name != "self":
                     declared = Array()
                 untold = value == UNKNOWN or (name not in passed and declared != UNKNOWN)
@@ -125,7 +127,9 @@ class Scan(Walker):
             more = tuple(given[len(names) :])
             each = annotated(spec.vararg.annotation, function.__globals__, function.__module__)
             each = each if args.rest is None else args.rest
-            variables[spec.vararg.arg] = Items(more, UNKNOWN if more and args.rest is None else each)
+            variables[spec.vararg.arg] = Items(
+                more, UNKNOWN if more and args.rest is None else each
+            )
         if spec.kwarg is not None:
             variables[spec.kwarg.arg] = Items()
         return variables

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import ast
 import linecache
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parsed(path: str) -> ast.Module | None:
     text = "".join(linecache.getlines(path))
     return ast.parse(text) if text else None
@@ -21,7 +21,7 @@ def parsed_module(module: ModuleType | None) -> ast.Module | None:
     return None if path is None or not path.endswith(".py") else _parsed(path)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _definitions(path: str) -> dict[tuple[str, int], ast.FunctionDef]:
     """By name and first line, a decorator's if there are any."""
     tree = _parsed(path)
@@ -39,7 +39,7 @@ def definition(function: FunctionType) -> ast.FunctionDef | None:
     return _definitions(code.co_filename).get((code.co_name, code.co_firstlineno))
 
 
-@lru_cache(maxsize=None)
+@cache
 def rebound_names(path: str) -> frozenset[str]:
     """Names that functions of a file declare `global`: the module's mutable state."""
     tree = _parsed(path)
@@ -47,7 +47,7 @@ def rebound_names(path: str) -> frozenset[str]:
     return frozenset(n for node in nodes if isinstance(node, ast.Global) for n in node.names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def imported_names(path: str) -> dict[str, tuple[str, str]]:
     """Names a module takes from others at its top: name -> (module, name there)."""
     tree = _parsed(path)

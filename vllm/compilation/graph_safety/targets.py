@@ -46,8 +46,7 @@ def check_model(config: VllmConfig, progress: Progress = _quiet) -> Report:
         # The runner may call any drafter, and the pass sees the classes that are loaded.
         importlib.import_module(f"{spec_decode.__name__}.{found.name}")
     _, models = models_on_meta(config, config.parallel_config.tensor_parallel_size)
-    packages = dict.fromkeys([_PACKAGE, *(_package(type(model)) for model in models)])
-    scan = Scan(tuple(packages), progress)
+    scan = Scan(_packages(*models), progress)
     for model in models:
         _walk_module(scan, model)
     step = inspect.unwrap(ModelRunner._step)
@@ -60,8 +59,8 @@ def check_object(target: object, progress: Progress = _quiet) -> Report:
     """A module (built or its class), or a function: everything it reaches in its own package and in
     this one. Raises VLLMValidationError for anything else, and for a class without `forward`."""
     if isinstance(target, nn.Module):
-        scan = Scan((_PACKAGE, _package(type(target))), progress)
-        _walk_module(scan, target)
+        scan = Scan(_packages(target), progress)
+        _walk_built(scan, target)
         return make_report(type(target).__qualname__, scan)
     if isinstance(target, type) and issubclass(target, nn.Module):
         scan = Scan((_PACKAGE, _package(target)), progress)
@@ -143,6 +142,22 @@ def _package(target: type | FunctionType) -> str:
     module = target.__module__
     package = module.partition(".")[0]
     return module if package in ("torch", "tests", "__main__") else package
+
+
+def _packages(*modules: nn.Module) -> tuple[str, ...]:
+    """Of all classes that the modules are made of."""
+    classes = {type(part) for module in modules for part in module.modules()}
+    own = {_package(cls) for cls in classes if not cls.__module__.startswith("torch.")}
+    return tuple(sorted(own | {_PACKAGE}))
+
+
+def _walk_built(scan: Scan, module: nn.Module) -> None:
+    """A module, or what a container of torch's holds."""
+    if not scan.in_scope(type(module).__module__):
+        for child in module.children():
+            _walk_built(scan, child)
+    else:
+        _walk_module(scan, module)
 
 
 def _walk_module(scan: Scan, module: nn.Module) -> None:

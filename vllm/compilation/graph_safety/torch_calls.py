@@ -128,6 +128,10 @@ def call_torch(body: Body, function: object, name: str, args: Arguments, node: a
     if isinstance(function, type):
         if function is torch.nn.Parameter:
             return Array(frozenset({"weight"}))
+        if function is torch.nn.ModuleList and args.positional:
+            return args.positional[0]
+        if function is torch.nn.Sequential:
+            return Items(args.positional)
         return Instance(function, exact=True)
     if name.startswith("cuda."):
         return UNKNOWN

@@ -63,7 +63,9 @@ class DataShapes(nn.Module):
         kinds = chosen.unique()  # 2
         repeated = x.repeat_interleave(counts, dim=0)  # 2
         x[mask] = 0.0
-        return x.sum() + places.sum() + where.sum() + kept.sum() + rows.sum() + kinds.sum() + repeated
+        return (
+            x.sum() + places.sum() + where.sum() + kept.sum() + rows.sum() + kinds.sum() + repeated
+        )
 
 
 class PerElement(nn.Module):
