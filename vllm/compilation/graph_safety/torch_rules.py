@@ -26,7 +26,8 @@ FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "n
 CONVERSIONS = {"float", "half", "bfloat16", "double", "to", "type", "type_as"}
 SEVERAL = {
     "split", "chunk", "unbind", "tensor_split", "topk", "sort", "split_with_sizes",
-    "broadcast_tensors", "meshgrid", "aminmax", "cummax", "cummin", "kthvalue", "mode", "hsplit", "vsplit",
+    "broadcast_tensors", "meshgrid", "aminmax", "cummax", "cummin", "kthvalue", "mode", "hsplit",
+    "vsplit",
 }  # fmt: skip
 HOST_METHODS = {
     "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "is_contiguous", "get_device",
