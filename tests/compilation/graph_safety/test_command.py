@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
-from vllm.testing.graph_safety import assert_graph_safe as check
 
 pytest_plugins = ["vllm.testing.graph_safety"]
 SAMPLES = Path(__file__).parent / "samples"
@@ -91,6 +91,14 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     assert message in capsys.readouterr().err
 
 
+def test_triton_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["graph-check", str(SAMPLE)]) == 1
+    assert "install triton" in capsys.readouterr().err
+
+
 class Safe(nn.Module):
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -128,22 +136,26 @@ def test_safe_targets(target: object, assert_graph_safe: Callable[[object], Repo
         (largest, "float(x.max())"),
     ],
 )
-def test_unsafe_targets_are_named_with_their_line(target: object, line: str) -> None:
+def test_unsafe_targets_are_named_with_their_line(
+    target: object, line: str, assert_graph_safe: Callable[[object], Report]
+) -> None:
     with pytest.raises(AssertionError, match=r"test_command\.py:\d+:\d+  #1 ") as error:
-        check(target)
+        assert_graph_safe(target)
     assert line in str(error.value) and HAZARDS[1].replacement in str(error.value)
 
 
-def test_a_hazard_below_a_built_module_is_found() -> None:
+def test_a_hazard_below_a_built_module_is_found(
+    assert_graph_safe: Callable[[object], Report],
+) -> None:
     """Submodules are the real ones: the class alone does not say which they are."""
     model = Safe(1)
     model.inner = nn.Sequential(nn.Linear(4, 4), Unsafe(1))  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="#1 "):
-        check(model)
+        assert_graph_safe(model)
 
 
-def test_what_is_no_target() -> None:
+def test_what_is_no_target(assert_graph_safe: Callable[[object], Report]) -> None:
     with pytest.raises(VLLMValidationError, match="neither a module"):
-        check(torch.zeros(1))
+        assert_graph_safe(torch.zeros(1))
     with pytest.raises(VLLMValidationError, match="has no forward"):
-        check(nn.Module)
+        assert_graph_safe(nn.Module)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm.compilation.graph_safety import scan
 from vllm.compilation.graph_safety.hazards import HAZARDS
+from vllm.compilation.graph_safety.report import as_table
 from vllm.compilation.graph_safety.targets import check_file
 from vllm.exceptions import VLLMValidationError
 
@@ -62,3 +64,54 @@ def test_what_cannot_be_checked(
         (tmp_path / name.partition(":")[0]).write_text(source)
     with pytest.raises(VLLMValidationError, match=message):
         check_file(tmp_path / name)
+
+
+def test_calls_too_deep_are_cut_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_DEEPEST", 2)
+    path = tmp_path / "deep.py"
+    path.write_text(
+        "from torch import Tensor\n"
+        "def read(x: Tensor, n):\n"
+        "    return x.item()\n"
+        "def between(x: Tensor, n):\n"
+        "    return read(x, (n, n))\n"
+        "def deep(x: Tensor, n=()):\n"
+        "    return between(x, n)\n"
+    )
+    report = check_file(path.with_name("deep.py:deep"))
+    assert report.is_clean and report.cut == ("checked_deep.read",)
+    assert "not followed, too deep: checked_deep.read" in as_table([report])
+
+
+def test_a_recursion_ends(tmp_path: Path) -> None:
+    path = tmp_path / "again.py"
+    path.write_text(
+        "from torch import Tensor\n"
+        "def again(x: Tensor, rows=()):\n"
+        "    return again(x, (rows, rows)) * x.item()\n"
+    )
+    assert [(f.line, f.hazard) for f in check_file(path).findings] == [(3, 1)]
+
+
+def test_every_kind_of_layer_is_walked(tmp_path: Path) -> None:
+    """A layer that differs from the others in a module is walked as well."""
+    path = tmp_path / "layers.py"
+    path.write_text(
+        "from torch import Tensor, nn\n"
+        "class A(nn.Module):\n"
+        "    def forward(self, x: Tensor) -> Tensor:\n"
+        "        return x\n"
+        "class B(A):\n"
+        "    def forward(self, x: Tensor) -> Tensor:\n"
+        "        return x * float(x.sum())\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self) -> None:\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.ModuleList([A(), A(), B()])\n"
+        "    def forward(self, x: Tensor) -> Tensor:\n"
+        "        for layer in self.layers:\n"
+        "            x = layer(x)\n"
+        "        return x\n"
+    )
+    report = check_file(path.with_name("layers.py:Model"))
+    assert [(finding.line, finding.hazard) for finding in report.findings] == [(7, 1)]

@@ -40,6 +40,8 @@ from vllm.compilation.graph_safety.walker import Arguments, Body, Finding, Mode,
 from vllm.kernels.triton.launcher import Launcher
 
 _MASK_NAMES = ("mask", "_mask")
+#: tuples inside tuples; a recursion may nest them without end
+_DEEPEST_ITEMS = 4
 
 
 class Expressions(Body):
@@ -171,7 +173,7 @@ class Expressions(Body):
                 if items.each != UNKNOWN:
                     return Items((), join_all([*first, items.each, *map(self.value, nodes)]))
             else:
-                first.append(value)
+                first.append(value if _nesting(value) < _DEEPEST_ITEMS else UNKNOWN)
         return Items(tuple(first))
 
     def items(self, value: Value) -> Items:
@@ -366,6 +368,12 @@ class Expressions(Body):
 
     def inner(self, node: ast.FunctionDef) -> Value:
         raise NotImplementedError
+
+
+def _nesting(value: Value) -> int:
+    if not isinstance(value, Items):
+        return 0
+    return 1 + max(map(_nesting, (*value.first, value.each)))
 
 
 def _is_triton(value: Known) -> bool:

@@ -25,13 +25,15 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 @dataclass(frozen=True)
 class Report:
     """`target`: what was checked; `functions`: names of all that were walked; `findings` that
-    nothing allows; `allowed`: those that the allow-list lets pass."""
+    nothing allows; `allowed`: those that the allow-list lets pass; `cut`:
+    functions of which calls were not followed, for they lay too deep."""
 
     target: str
     functions: tuple[str, ...]
     findings: tuple[Finding, ...]
     allowed: tuple[tuple[Finding, Allowance], ...]
     modes: dict[Finding, str]
+    cut: tuple[str, ...]
 
     @property
     def is_clean(self) -> bool:
@@ -49,7 +51,9 @@ def make_report(target: str, scan: Scan) -> Report:
     passed = {finding for finding, _ in allowed}
     left = tuple(finding for finding in sorted(scan.findings) if finding not in passed)
     modes = {finding: mode.value for finding, mode in scan.findings.items()}
-    return Report(target, tuple(sorted(scan.functions)), left, tuple(allowed), modes)
+    return Report(
+        target, tuple(sorted(scan.functions)), left, tuple(allowed), modes, tuple(sorted(scan.cut))
+    )
 
 
 def place(path: str) -> str:
@@ -75,6 +79,8 @@ def as_table(reports: list[Report]) -> str:
         count = len(report.findings)
         found = "no hazard" if not count else f"{count} hazard{'s' if count > 1 else ''}"
         walked = f"{len(report.functions)} functions walked"
+        if report.cut:
+            lines.append(f"not followed, too deep: {', '.join(report.cut)}")
         lines.append(f"{report.target}: {found}; {len(report.allowed)} allowed; {walked}")
     return "\n".join([*lines, CHECKS_RUN, CHECKS_LEFT])
 
@@ -89,6 +95,7 @@ def as_json(reports: list[Report]) -> dict[str, Any]:
             {
                 "target": report.target,
                 "functions_walked": len(report.functions),
+                "not_followed": list(report.cut),
                 "findings": [_finding(report, finding) for finding in report.findings],
                 "allowed": [
                     {**_finding(report, finding), "reason": one.reason}

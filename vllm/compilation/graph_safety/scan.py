@@ -27,8 +27,8 @@ from vllm.compilation.graph_safety.values import (
 )
 from vllm.compilation.graph_safety.walker import Arguments, Finding, Mode, Walker
 
-#: calls inside calls; deeper ones are taken by their annotations
-_DEEPEST = 80
+#: calls inside calls; deeper ones are taken by their annotations, and named in the report
+_DEEPEST = 50
 
 
 class FunctionFrame(Frame):
@@ -56,6 +56,8 @@ class Scan(Walker):
         #: what was found, and where it runs
         self.findings: dict[Finding, Mode] = {}
         self.functions: set[str] = set()
+        #: functions of which some calls are not walked, for they are too deep
+        self.cut: set[str] = set()
 
     def in_scope(self, module: str) -> bool:
         return any(module == p or module.startswith(p + ".") for p in self._packages)
@@ -75,7 +77,10 @@ class Scan(Walker):
         key = (plain.__code__, receiver, args, mode)
         if key in self._results:
             return self._results[key]
-        if node is None or self._depth >= _DEEPEST:
+        if node is None:
+            return declared
+        if self._depth >= _DEEPEST:
+            self.cut.add(f"{plain.__module__}.{plain.__qualname__}")
             return declared
         self._results[key] = declared
         variables = self._bound(plain, node, receiver, args)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
-from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ class GraphCheckCommand(CLISubcommand):
         parser.set_defaults(model=None)
 
     def run(self, args: argparse.Namespace) -> int:
-        from vllm.compilation.graph_safety.report import as_json, as_sarif, as_table
-
         if args.model is not None:
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
+        if importlib.util.find_spec("triton") is None:
+            raise CommandError("graph-check reads the GPU's kernels: install triton (vllm[cuda])")
+        from vllm.compilation.graph_safety.report import as_json, as_sarif, as_table
+
         with tqdm(unit=" functions", desc="graph-check", leave=False) as bar:
 
             def progress(name: str) -> None:
