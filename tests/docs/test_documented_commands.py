@@ -58,6 +58,7 @@ SMOKE: dict[str, list[str]] = {
     "vllm explain MODEL": [],
     "vllm explain SUPERNET": [],
     "vllm explain Qwen3.5-4B": [],
+    "vllm graph-check MODEL": [],
     "vllm tune --list": [],
 }
 #: begins a command -> why it is not run here
@@ -66,6 +67,7 @@ ELSEWHERE = {
     "export ": "sets a variable of the commands after it",
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
+    "vllm graph-check my_model.py": "tests/compilation/graph_safety/test_command.py",
     "vllm bench serve --": "tests/e2e/test_documented_server.py",
     "vllm bench startup MODEL": "tests/benchmarks/test_bench_startup.py; its flags: below",
     "vllm run-batch": "tests/entrypoints/test_run_batch.py; its flags: below",

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol
+from weakref import WeakSet
 
 from vllm.compilation.monitor import is_capturing
 
@@ -22,6 +23,15 @@ class BreakRecorder(Protocol):
 
 
 _recorder: ContextVar[BreakRecorder | None] = ContextVar("break_recorder", default=None)
+
+
+#: every function that `graph_break` has made
+_breaks: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def is_graph_break(function: Callable[..., Any]) -> bool:
+    """Whether a function is decorated with `graph_break`."""
+    return function in _breaks
 
 
 def set_recorder(recorder: BreakRecorder | None) -> BreakRecorder | None:
@@ -53,4 +63,5 @@ def graph_break(function: Callable[P, None]) -> Callable[P, None]:
         else:
             recorder.run_between(function, *args, **kwargs)
 
+    _breaks.add(run)
     return run

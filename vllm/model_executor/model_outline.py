@@ -43,6 +43,21 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     left alone. Raises ValueError for what the layers refuse: an unknown architecture, a dtype no
     kernel reads, heads that `tp_size` does not divide.
     """
+    config, models = models_on_meta(vllm_config, tp_size)
+    layers = collect_layers(config, *models)
+    # Drafters may share modules with the target.
+    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+    return ModelOutline(
+        specs=specs,
+        weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        ring_bytes=_ring_bytes(config, layers, specs),
+    )
+
+
+def models_on_meta(vllm_config: VllmConfig, tp_size: int = 1) -> tuple[VllmConfig, list[nn.Module]]:
+    """The model and its drafters on the `meta` device, and the configuration that knows their
+    layers. Raises as `outline_model` does."""
     assert vllm_config.model_config is not None
     config = with_own_layers(vllm_config)
     meta = torch.device("meta")
@@ -60,16 +75,7 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
         if drafter is not None:
             drafters += attach_drafter(drafter, model)
         ResidualTap(model, [capture, drafter])
-    layers = collect_layers(config, model, *drafters)
-    models = [model, *drafters]
-    # Drafters may share modules with the target.
-    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-    return ModelOutline(
-        specs=specs,
-        weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        ring_bytes=_ring_bytes(config, layers, specs),
-    )
+    return config, [model, *drafters]
 
 
 def _ring_bytes(

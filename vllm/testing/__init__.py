@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What authors of plugins test their classes with."""
+"""What authors of models, kernels and plugins test their code with."""

@@ -25,6 +25,10 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
     "tune": ("vllm.entrypoints.cli.tune", "Measure the kernels' launch parameters on this GPU."),
+    "graph-check": (
+        "vllm.entrypoints.cli.graph_check",
+        "Find what keeps a model from being captured in a graph.",
+    ),
     "explain": ("vllm.entrypoints.cli.explain", "Say what a configuration allocates, and why."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for bug reports."),
 }

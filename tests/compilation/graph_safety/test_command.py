@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm graph-check`: table, JSON, SARIF and exit status; and the helper for authors' tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from vllm.compilation.graph_safety.hazards import HAZARDS
+from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report
+from vllm.entrypoints.cli.main import main
+from vllm.exceptions import VLLMValidationError
+
+pytest_plugins = ["vllm.testing.graph_safety"]
+SAMPLES = Path(__file__).parent / "samples"
+SAMPLE = SAMPLES / "upstream_style.py"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets a default for processes it starts, which must not last."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+
+
+def test_hazards_with_place_and_replacement(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, sarif = tmp_path / "out.json", tmp_path / "out.sarif"
+    argv = ["graph-check", str(SAMPLE), "--json", str(out), "--sarif", str(sarif)]
+    assert main(argv) == 1
+    table = capsys.readouterr().out
+    line = next(i for i, t in enumerate(SAMPLE.read_text().splitlines(), 1) if "bincount" in t)
+    assert f"upstream_style.py:{line}:" in table and "#2 a shape depends on data" in table
+    assert f"instead: {HAZARDS[2].replacement}" in table
+    assert CHECKS_RUN in table and CHECKS_LEFT in table
+    _check_json(json.loads(out.read_text()), line)
+    _check_sarif(json.loads(sarif.read_text()), line)
+
+
+def _check_json(report: dict[str, Any], line: int) -> None:
+    (target,) = report["targets"]
+    (found,) = (f for f in target["findings"] if f["line"] == line)
+    assert (found["hazard"], found["replacement"]) == (2, HAZARDS[2].replacement)
+    assert found["file"].endswith("upstream_style.py") and found["where"] == "inside a graph"
+    assert found["function"].endswith("SparseMoe.forward")
+    assert found["code"].startswith("torch.bincount(")
+
+
+def _check_sarif(log: dict[str, Any], line: int) -> None:
+    (run,) = log["runs"]
+    rules = {rule["id"] for rule in run["tool"]["driver"]["rules"]}
+    assert log["version"] == "2.1.0" and {r["ruleId"] for r in run["results"]} <= rules
+    (result,) = (r for r in run["results"] if _region(r)["startLine"] == line)
+    assert result["ruleId"] == "graph-2" and _region(result)["startColumn"] == 18
+    assert HAZARDS[2].replacement in result["message"]["text"]
+
+
+def _region(result: dict[str, Any]) -> dict[str, int]:
+    region: dict[str, int] = result["locations"][0]["physicalLocation"]["region"]
+    return region
+
+
+def test_a_clean_model_and_a_clean_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sarif = tmp_path / "out.sarif"
+    targets = [str(tiny_model("llama")), str(SAMPLES / "clean.py")]
+    assert main(["graph-check", *targets, "--sarif", str(sarif)]) == 0
+    assert capsys.readouterr().out.count("no hazard") == 2
+    (run,) = json.loads(sarif.read_text())["runs"]
+    # What is allowed is shown as suppressed, with the reason.
+    assert run["results"]
+    assert all(result["suppressions"][0]["justification"] for result in run["results"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["absent.py"], "there is no file absent.py"),
+        (["x.py", "--model", "m"], "not as --model"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(["graph-check", *argv]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_triton_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["graph-check", str(SAMPLE)]) == 1
+    assert "install triton" in capsys.readouterr().err
+
+
+class Safe(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor
+
+
+class Unsafe(Safe):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.max().item()
+
+
+def largest(x: Tensor) -> float:
+    return float(x.max())
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("target", [Safe, Safe(2), doubled, nn.Sequential(Safe(1))])
+def test_safe_targets(target: object, assert_graph_safe: Callable[[object], Report]) -> None:
+    assert assert_graph_safe(target).functions
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        (Unsafe, ".item()"),
+        (Unsafe(2), ".item()"),
+        (nn.Sequential(Safe(1), nn.Sequential(Unsafe(1))), ".item()"),
+        (largest, "float(x.max())"),
+    ],
+)
+def test_unsafe_targets_are_named_with_their_line(
+    target: object, line: str, assert_graph_safe: Callable[[object], Report]
+) -> None:
+    with pytest.raises(AssertionError, match=r"test_command\.py:\d+:\d+  #1 ") as error:
+        assert_graph_safe(target)
+    assert line in str(error.value) and HAZARDS[1].replacement in str(error.value)
+
+
+def test_a_hazard_below_a_built_module_is_found(
+    assert_graph_safe: Callable[[object], Report],
+) -> None:
+    """Submodules are the real ones: the class alone does not say which they are."""
+    model = Safe(1)
+    model.inner = nn.Sequential(nn.Linear(4, 4), Unsafe(1))  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="#1 "):
+        assert_graph_safe(model)
+
+
+def test_what_is_no_target(assert_graph_safe: Callable[[object], Report]) -> None:
+    with pytest.raises(VLLMValidationError, match="neither a module"):
+        assert_graph_safe(torch.zeros(1))
+    with pytest.raises(VLLMValidationError, match="has no forward"):
+        assert_graph_safe(nn.Module)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of the tree are clean, but for what the allow-list lets pass with a reason."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tiny_models import FAMILIES, tiny_model
+
+from vllm.compilation.graph_safety import allow_list
+from vllm.compilation.graph_safety.allow_list import Allowance, allowances
+from vllm.compilation.graph_safety.report import Report, as_table
+from vllm.compilation.graph_safety.targets import check_model
+from vllm.compilation.graph_safety.walker import Finding
+from vllm.engine.arg_utils import EngineArgs
+
+#: the list may only shrink: lower this number when an entry goes
+ALLOWANCES = 10
+
+
+@cache
+def report_of(family: str) -> Report:
+    return check_model(EngineArgs(model=str(tiny_model(family))).create_engine_config())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_has_a_hazard(family: str) -> None:
+    report = report_of(family)
+    assert report.is_clean, "\n" + as_table([report])
+
+
+def test_the_step_and_the_gpus_kernels_are_walked() -> None:
+    walked = set(report_of("qwen3_5").functions)
+    assert {
+        "vllm.model_executor.layers.attention.Attention._attend",
+        "vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode.hopper_decode",
+        "vllm.kernels.attention.triton_decode.decode_attention",
+        "vllm.kernels.step.triton.prepare",
+        "vllm.kernels.step.triton.accept",
+        "vllm.kernels.sampling.draw.draw_tokens",
+        "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.build",
+        "vllm.v1.spec_decode.ngram.NgramDrafter.propose",
+    } <= walked
+    assert not any(name.startswith("vllm.kernels.step.cpu") for name in walked)
+
+
+def test_the_allow_list_has_no_entry_too_many() -> None:
+    used = {one for family in ("qwen3_5", "llama") for _, one in report_of(family).allowed}
+    assert set(allowances()) == used, "an entry that no finding needs must go"
+    assert len(allowances()) == ALLOWANCES
+
+
+def test_an_entry_needs_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "allowed.json"
+    file.write_text(json.dumps([{"function": "m.f", "hazard": 1, "reason": " "}]))
+    monkeypatch.setattr(allow_list, "_FILE", file)
+    with pytest.raises(ValueError, match="without a reason: m.f"):
+        allowances.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("function", "hazard", "covered"),
+    [("m.f", 1, True), ("m.f", 2, False), ("m.fg", 1, False), ("m.*", 1, True), ("n.*", 1, False)],
+)
+def test_an_entry_covers_one_hazard_of_one_place(function: str, hazard: int, covered: bool) -> None:
+    finding = Finding("m.py", 3, 1, 1, "read", "m.f", "x.item()")
+    assert Allowance(function, hazard, "because").covers(finding) == covered

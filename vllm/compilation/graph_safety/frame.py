@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks the statements of one function."""
+
+from __future__ import annotations
+
+import ast
+
+from vllm.compilation.graph_safety.annotations import annotated, import_name
+from vllm.compilation.graph_safety.expressions import Expressions
+from vllm.compilation.graph_safety.values import (
+    UNKNOWN,
+    Array,
+    Host,
+    Instance,
+    Items,
+    Known,
+    Local,
+    Value,
+    is_array,
+    join,
+    of_object,
+    tags_of,
+)
+from vllm.compilation.graph_safety.walker import Mode
+
+
+class Frame(Expressions):
+    """A function's body with what its names are. `returned`: all it returns."""
+
+    returned: Value = UNKNOWN
+
+    def walk(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Expr():
+                self.value(node.value)
+            case ast.Assign():
+                value = self.value(node.value)
+                for target in node.targets:
+                    self.assign(target, value, node.value)
+            case ast.AnnAssign():
+                value = self.value(node.value) if node.value is not None else UNKNOWN
+                declared = annotated(node.annotation, self.globals, self.module)
+                known = value if value != UNKNOWN and not isinstance(value, Host) else declared
+                self.assign(node.target, known if known != UNKNOWN else value, node.value)
+            case ast.AugAssign():
+                self._augmented(node)
+            case ast.Return():
+                self._return(node)
+            case ast.If():
+                self._branch(node)
+            case ast.For():
+                self._for(node)
+            case ast.While():
+                self.condition(node.test, 11, "the loop goes on while a device value says so")
+                self._loop(node.body)
+                self.walk(node.orelse)
+            case ast.With():
+                for item in node.items:
+                    opened = self.value(item.context_expr)
+                    if item.optional_vars is not None:
+                        inside = opened.any() if isinstance(opened, Items) else opened
+                        self.assign(item.optional_vars, inside, None)
+                self.walk(node.body)
+            case ast.Try():
+                for part in (node.body, *(h.body for h in node.handlers)):
+                    self.walk(part)
+                self.walk(node.orelse)
+                self.walk(node.finalbody)
+            case ast.Assert():
+                self.condition(node.test, 5, "an assertion reads a device value")
+            case ast.Raise():
+                self.value(node.exc)
+            case ast.FunctionDef():
+                self.variables[node.name] = Local(node, self.variables)
+            case ast.Import() | ast.ImportFrom():
+                self._import(node)
+            case ast.Match():
+                self.value(node.subject)
+                for case in node.cases:
+                    self.walk(case.body)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                found = import_name(alias.name if alias.asname else alias.name.split(".")[0])
+            else:
+                found = import_name(node.module or "", alias.name)
+            name = alias.asname or alias.name.split(".")[0]
+            self.variables[name] = UNKNOWN if found is None else of_object(found)
+
+    def _return(self, node: ast.Return) -> None:
+        if node.value is None:
+            return
+        value = self.value(node.value)
+        if self.is_break and is_array(value):
+            self.report(6, node, "an eager break returns a tensor that the next graph never reads")
+        self.returned = value if self.returned == UNKNOWN else join(self.returned, value)
+
+    def _branch(self, node: ast.If) -> None:
+        leaves = isinstance(node.body[0], ast.Return | ast.Continue | ast.Break)
+        if leaves:
+            test = self.condition(node.test, 8, "the function is left where a device value says so")
+        else:
+            test = self.condition(node.test, 5, "the branch depends on a device value")
+        if isinstance(test, Known) and isinstance(test.object, bool):
+            self.walk(node.body if test.object else node.orelse)
+            return
+        before = dict(self.variables)
+        self.walk(node.body)
+        taken, self.variables = self.variables, before
+        self.walk(node.orelse)
+        self._merge(taken)
+
+    def _merge(self, other: dict[str, Value]) -> None:
+        for name, value in other.items():
+            mine = self.variables.get(name, UNKNOWN)
+            self.variables[name] = join(mine, value)
+
+    def _for(self, node: ast.For) -> None:
+        items = self.value(node.iter)
+        if is_array(items) and not isinstance(items, Items):
+            self.report(3, node.iter, "the loop launches its body for each row of a tensor")
+        elif "device" in tags_of(items):
+            self.report(3, node.iter, "the loop runs as often as a device value says")
+        for element in self.elements(items):
+            before = dict(self.variables)
+            self.assign(node.target, element, None)
+            self._loop(node.body)
+            self._merge(before)
+        self.walk(node.orelse)
+
+    def _loop(self, body: list[ast.stmt]) -> None:
+        # Twice: what an iteration leaves behind is what the next one meets.
+        for _ in range(2):
+            before = dict(self.variables)
+            self.walk(body)
+            self._merge(before)
+
+    # ---- targets -------------------------------------------------------------------------------
+
+    def assign(self, target: ast.expr, value: Value, source: ast.expr | None) -> None:
+        """Bind `target` to `value`, which `source` gives."""
+        match target:
+            case ast.Name():
+                self.variables[target.id] = value
+            case ast.Tuple() | ast.List():
+                self._unpack(target.elts, value)
+            case ast.Starred():
+                self.assign(target.value, Items((), value), None)
+            case ast.Attribute():
+                self._assign_attribute(target, value)
+            case ast.Subscript():
+                self._assign_element(target, value, source)
+
+    def _unpack(self, targets: list[ast.expr], value: Value) -> None:
+        items = self.items(value)
+        for index, target in enumerate(targets):
+            self.assign(target, items.at(index), None)
+
+    def _assign_attribute(self, target: ast.Attribute, value: Value) -> None:
+        receiver = self.value(target.value)
+        on_self = isinstance(target.value, ast.Name) and target.value.id == "self"
+        if on_self:
+            self.given[target.attr] = value
+        constructs = self.name in ("__init__", "__post_init__")
+        if not on_self or constructs or self.mode not in (Mode.CAPTURED, Mode.BREAK):
+            return
+        before: Value = UNKNOWN
+        fresh = isinstance(receiver, Instance) and not self.walker.has_initially(
+            receiver.cls, target.attr
+        )
+        if not fresh:
+            before = self.attribute(receiver, target.attr)
+        if is_array(value) and not isinstance(value, Items):
+            if "joined" in tags_of(value):
+                self.report(9, target, f"self.{target.attr} grows by being replaced")
+            elif is_array(before):
+                self.report(17, target, f"self.{target.attr} is replaced by another tensor")
+            else:
+                self.report(26, target, f"self.{target.attr} keeps a tensor for the next step")
+        elif isinstance(value, Host) and is_array(before) and not isinstance(before, Items):
+            self.report(17, target, f"self.{target.attr}, a tensor, is replaced by something else")
+
+    def _assign_element(self, target: ast.Subscript, value: Value, source: ast.expr | None) -> None:
+        receiver = self.value(target.value)
+        if not is_array(receiver) or isinstance(receiver, Items):
+            self.value(target.slice)
+            return
+        index = self.value(target.slice)
+        if self.is_mask(index):
+            if not isinstance(value, Host):
+                self.report(2, target, "a mask chooses how many elements are written")
+            return
+        self.check_bounds(target.slice)
+        parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+        whole = all(isinstance(p, ast.Slice) or _is_ellipsis(p) for p in parts)
+        if isinstance(value, Host) and not (whole and isinstance(source, ast.Constant)):
+            self.report(4, target, "a Python number becomes part of the graph")
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        value = self.value(node.value)
+        if isinstance(node.target, ast.Name):
+            before = self.variables.get(node.target.id, UNKNOWN)
+            self.variables[node.target.id] = self.combined(before, value)
+        elif isinstance(node.target, ast.Subscript):
+            receiver = self.value(node.target.value)
+            index = self.value(node.target.slice)
+            if is_array(receiver) and isinstance(receiver, Array) and self.is_mask(index):
+                self.report(2, node.target, "a mask chooses how many elements are written")
+
+
+def _is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is Ellipsis

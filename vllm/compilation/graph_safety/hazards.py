@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What breaks a captured step, and what to write instead: the checklist as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """An item of the checklist. `static`: whether the static pass looks for it; `gpu_test`: tests
+    of this tree that need a GPU and look at it in the engine's steps, "" where there are none."""
+
+    number: int
+    title: str
+    replacement: str
+    static: bool
+    gpu_test: str = ""
+
+
+_STEADY = "tests/gpu/test_steady_steps.py"
+_REPLAY = "tests/gpu/test_graph_replay.py"
+_PIECES = "tests/gpu/test_piecewise_replay.py"
+_EXPERTS = "tests/kernels/test_moe.py"
+
+HAZARDS: dict[int, Hazard] = {
+    hazard.number: hazard
+    for hazard in (
+        Hazard(
+            1,
+            "the host reads a device value",
+            "drop it, or keep the value on the device; print outside the step",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            2,
+            "a shape depends on data",
+            "fixed shapes and a mask: torch.where with three arguments, masked_fill, or "
+            "scatter_add_ of ones into a preallocated tensor of counts",
+            True,
+            _EXPERTS,
+        ),
+        Hazard(
+            3,
+            "the host launches work per element of a tensor",
+            "one launch with a worst-case grid that reads the elements on the device",
+            True,
+            _EXPERTS,
+        ),
+        Hazard(
+            4,
+            "Python writes a number into a tensor's element",
+            "compute it on the device, or fill_ a fixed part with a constant",
+            True,
+            _REPLAY,
+        ),
+        Hazard(
+            5,
+            "the host branches on a device value",
+            "do it unconditionally and select with torch.where",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            6,
+            "an eager part between graphs allocates",
+            "write into the tensors that the break is given; allocate before it",
+            True,
+            _PIECES,
+        ),
+        Hazard(
+            7,
+            "an input is made anew, or copied from pageable memory",
+            "a pinned host buffer and copy_(..., non_blocking=True) into a fixed device tensor, "
+            "before the replay",
+            True,
+            "tests/gpu/test_staged_uploads.py",
+        ),
+        Hazard(
+            8,
+            "the host leaves early for a device value",
+            "run always, with fixed shapes; skip rows on the device, by slot -1",
+            True,
+            _REPLAY,
+        ),
+        Hazard(
+            9,
+            "a cache grows by being replaced",
+            "a paged cache of fixed size, a block table, and kernels that loop to a device length",
+            True,
+            _REPLAY,
+        ),
+        Hazard(
+            10,
+            "a gather is sized by a device value",
+            "gather the most there may be, fill up with -1, and mask",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            11,
+            "a loop ends by a test of convergence",
+            "a fixed number of iterations",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            12,
+            "the host takes the sampled token",
+            "sample on the device into the next step's ids; copy them out beside the step",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            13,
+            "capture relies on the current device or stream",
+            "torch.cuda.Stream(device=...) for each device, torch.cuda.graph(..., stream=...), and "
+            "replay on the same stream",
+            True,
+        ),
+        Hazard(
+            14,
+            "the host waits for the device",
+            "events: record on the producer's stream, wait_event on the consumer's",
+            True,
+            _STEADY,
+        ),
+        Hazard(
+            15,
+            "a tensor that a graph reads is freed",
+            "hold a reference on the module for as long as the graph",
+            False,
+        ),
+        Hazard(
+            16,
+            "a buffer is too narrow for what is written to it",
+            "check shape and strides where the buffer is made",
+            False,
+        ),
+        Hazard(
+            17,
+            "a preallocated tensor is replaced",
+            "copy_ into it: a graph reads the address of its capture",
+            True,
+            _PIECES,
+        ),
+        Hazard(
+            18,
+            "a kernel is given a broadcast view, with stride 0",
+            "make it contiguous once, where it is made",
+            True,
+        ),
+        Hazard(
+            19,
+            "a weight is converted in every step",
+            "convert it when it is loaded",
+            True,
+        ),
+        Hazard(
+            20,
+            "routing by token id reads ids of the capture",
+            "gather from a table with the fixed tensor of input ids",
+            False,
+        ),
+        Hazard(
+            21,
+            "padded rows touch a cache",
+            "slot and state index -1, which kernels skip",
+            False,
+            _REPLAY,
+        ),
+        Hazard(
+            22,
+            "metadata lies in new tensors in every step",
+            "fixed tensors, filled from pinned memory once per kind of layer",
+            False,
+            "tests/gpu/test_staged_uploads.py",
+        ),
+        Hazard(
+            23,
+            "a library plans inside the step",
+            "plan before the replay, from lengths that the host knows",
+            True,
+            "tests/gpu/test_flashinfer.py",
+        ),
+        Hazard(
+            24,
+            "overlapping launches race",
+            "no early start of a kernel before what it reads is written",
+            False,
+            "tests/gpu/test_dependent_launch.py",
+        ),
+        Hazard(
+            25,
+            "something compiles or tunes in a step",
+            "constants that follow from the model alone; warm up every size before capture",
+            True,
+            "tests/gpu/test_compiled_ahead.py",
+        ),
+        Hazard(
+            26,
+            "a tensor is handed to the next step by reference",
+            "copy_ into a fixed tensor, inside the graph",
+            True,
+            "tests/gpu/test_drafters.py",
+        ),
+        Hazard(
+            27,
+            "mutable state of a module is imported by value",
+            "import the module, or a function that answers, and ask in the step",
+            True,
+        ),
+    )
+}
+
+
+def coverage(hazard: Hazard) -> str:
+    """Which checks look for a hazard, as the documentation's table says it."""
+    checks = ["static pass"] if hazard.static else []
+    checks += [f"`{hazard.gpu_test}`"] if hazard.gpu_test else []
+    return ", ".join(checks) or "not covered yet"
+
+
+def table() -> str:
+    """The checklist as Markdown."""
+    rows = [
+        f"| {h.number} | {h.title} | {h.replacement} | {coverage(h)} |" for h in HAZARDS.values()
+    ]
+    return "\n".join(["| # | hazard | instead | what looks for it |", "|---|---|---|---|", *rows])
