@@ -45,6 +45,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.residual_tap import ResidualTap
 
 _BLOCK_SIZE = 16
 _ARENA_BYTES = 1 << 25
@@ -142,6 +143,7 @@ class Host:
         self.runner = ModelRunner(config, _DEVICE)
         self.runner.layers = make_layers()
         self.runner.model = NoModel()
+        self.runner.tap = ResidualTap(self.runner.model, [])
         specs = self.runner.get_kv_cache_spec()
         cache = get_kv_cache_configs(config, [specs], [_ARENA_BYTES])[0]
         self.runner.initialize_kv_cache(cache)

@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.main import SUBCOMMANDS, find_command
 from vllm.entrypoints.cli.main import main as vllm
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, make_arg_parser
+from vllm.tool_parsers import tool_parsers
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3_5-code")
@@ -77,6 +78,7 @@ ELSEWHERE = {
     "python benchmarks/cpu_vs_transformers.py": "in a process of its own, below",
     "python -m benchmarks.report": "writes the docs; tests/benchmarks/test_report.py",
     "python -m benchmarks.offline": "needs a GPU",
+    "python -m benchmarks.offloading": "needs a GPU",
     "python -m benchmarks.starts": "needs a GPU",
     "python -m benchmarks.gpu_kernels": "needs a GPU",
     "python -m benchmarks.step_profile": "needs a GPU",
@@ -189,6 +191,8 @@ def test_server_flags_make_a_configuration(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to where the weights would be loaded; plug-in files are those of the same page."""
+    # What a page's plug-in registers is no parser for the tests after this one.
+    monkeypatch.setattr(tool_parsers, "_entries", dict(tool_parsers._entries))
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / command.page).read_text() if "my_parser" in command.text else ""
     for code in re.findall(r"```python\n(# my_parser\.py\n.*?)```", page, re.DOTALL):
@@ -201,7 +205,8 @@ def test_server_flags_make_a_configuration(
     args = AsyncEngineArgs.from_cli_args(parsed)
     if args.kv_transfer_config and "my_package" in str(args.kv_transfer_config):
         return  # the page's own connector lives in a package of the reader
-    assert args.create_engine_config().model_config.model in (MODEL, supernet())
+    model = args.create_engine_config().model_config.model
+    assert str(Path(model).resolve()) in (MODEL, supernet())
 
 
 @pytest.mark.parametrize("name", ["vllm bench startup MODEL", "vllm run-batch"])

@@ -20,7 +20,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import MAX_PREFILLS, GDNAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend, PagedAttentionImpl
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
 
 CPU = torch.device("cpu")
 CONFIG: Any = SimpleNamespace(
@@ -119,7 +119,10 @@ def test_recurrent_metadata_of_more_prefills_than_a_graph_holds() -> None:
 
 def test_recurrent_metadata_cuts_long_prefills() -> None:
     spec = MambaSpec(
-        block_size=8192, shapes=((3, 64), (2, 64, 64)), dtypes=(torch.float32, torch.float32)
+        block_size=8192,
+        shapes=((3, 64), (2, 64, 64)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
     )
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(splits_scans=True), scheduler_config=CONFIG.scheduler_config
@@ -187,6 +190,6 @@ def test_unknown_names_list_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="PAGED, FLASHINFER"):
         selector.get_attn_backend(128, torch.bfloat16)
     with pytest.raises(ValueError, match="gdn_attn"):
-        selector.get_mamba_attn_backend("mamba2")
+        selector.get_mamba_attn_backend("linear_attention")
     assert selector.get_mamba_attn_backend("gdn_attn") is GDNAttentionBackend
     assert selector.get_mamba_attn_backend("kda_attn") is GDNAttentionBackend

@@ -111,6 +111,7 @@ class ClientLink(ABC):
     # ---- sending -------------------------------------------------------------------------------
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
+        self.process.require()
         for request in requests:
             request.client_index = self.client_index
         self._send(EngineCoreRequestType.ADD, requests)
