@@ -78,7 +78,7 @@ class Bench:
 
     def __init__(self, mode: str, output: Path, settings: dict[str, Any]) -> None:
         self.output = output
-        self.result: dict[str, Any] = {"mode": mode, "model": _MODEL.name}
+        self.result: dict[str, Any] = {"mode": mode, "model": Path(settings["model"]).name}
         self.random = random.Random(0)
         started = time.perf_counter()
         from vllm import LLM, SamplingParams

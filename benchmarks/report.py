@@ -13,11 +13,12 @@ import re
 import sys
 from typing import Any
 
-from benchmarks import gpu_tables
+from benchmarks import gpu_tables, mixture_tables
 from benchmarks.measured_tables import DATA, ROOT, compared, load
 
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "models.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "state_memory.md",
 )
@@ -141,6 +142,8 @@ TABLES = {
     "starts": gpu_tables.starts,
     "kernels": gpu_tables.kernels,
     "steps": gpu_tables.steps,
+    "mixture": mixture_tables.served,
+    "experts": mixture_tables.experts,
     "cpu": cpu_table,
     "api": api_table,
     "prefix_cache": prefix_cache_table,
