@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import inverse_norm
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -14,17 +14,13 @@ _ROWS = 16
 
 
 @triton.jit
-def _softplus(x):
-    """`log(1 + exp(x))` as `gates.softplus`, its last product and sum one operation.
+def _inverse_norm(x):
+    """`rsqrt(sum(x^2) + 1e-6)` with the same bits in every thread.
 
-    The compiler may compute a decay twice, to use it and to keep it in a journal; how it would fuse
-    the two could differ, and with it the last bit.
+    Of a plain product the compiler fuses a thread's own square with the sum of the others', so that
+    threads differ in the last bit, and what one of them keeps in a journal from what another used.
     """
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    is_tiny = u == 1.0
-    log = tl.where(is_tiny, 1.0, tl.log(u))
-    return tl.fma(log, e / tl.where(is_tiny, 1.0, u - 1.0), tl.maximum(x, 0.0))
+    return tl.rsqrt(tl.sum(tl.fma(x, x, tl.zeros_like(x)), axis=0) + 1e-6)
 
 
 @triton.jit
@@ -32,7 +28,7 @@ def log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK: tl.constexpr):
     """`-exp(A_log) * softplus(a + dt_bias)` of one head's key channels, fp32."""
     A_log = tl.load(A_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head * DK + dk, mask=in_k, other=0.0).to(tl.float32)
-    return -tl.exp(A_log) * _softplus(a.to(tl.float32) + dt_bias)
+    return -tl.exp(A_log) * softplus(a.to(tl.float32) + dt_bias)
 
 
 @triton.jit
@@ -43,8 +39,8 @@ def recurrent_step(
     `v [dv]` and the projections of the gates, `a [dk]` and `b`."""
     beta = tl.sigmoid(b.to(tl.float32))
     decay = tl.exp(log_decay(a, A_log_ptr, dt_bias_ptr, head, dk, in_k, DK))
-    q = q * (inverse_norm(q, True) * scale)
-    k = k * inverse_norm(k, True)
+    q = q * (_inverse_norm(q) * scale)
+    k = k * _inverse_norm(k)
     S = S * decay[None, :]
     error = beta * (v - tl.sum(S * k[None, :], axis=1))
     S = tl.fma(error[:, None], k[None, :], S)
