@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A burst of requests onto running streams: health checks are answered in between, and nobody's
-first token waits for all of what others get.
+"""A burst of requests onto running streams: health checks are answered in between. (That a first
+token does not wait for what others get: `test_plain_outputs`.)
 
 As in `test_event_loop` the server and the engine are real but for the model, and what counts is
 the event loop's own CPU time, which other processes of the machine do not change.
@@ -25,14 +25,10 @@ STREAMS, BURST = 96, 160
 _ATTEMPTS = 3
 
 
-async def burst(app: object) -> tuple[list[float], list[int], int]:
-    """CPU seconds that passed on the loop during each health check; how many events all streams had
-    got, since the burst began, when each of its streams got its first; and how many at the end."""
+async def burst(app: object) -> list[float]:
+    """CPU seconds that passed on the loop during each health check."""
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     health: list[float] = []
-    first: list[int] = []
-    sent = 0
-    running = asyncio.Event()
 
     async def stream(client: httpx.AsyncClient, num_tokens: int) -> None:
         """ASGITransport collects a reply, so the request is made without it."""
@@ -48,13 +44,8 @@ async def burst(app: object) -> tuple[list[float], list[int], int]:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, object]) -> None:
-            nonlocal sent
             data = message.get("body", b"")
             assert isinstance(data, bytes)
-            if data and running.is_set():
-                sent += 1
-                if not any(events):
-                    first.append(sent)
             events.append(data)
 
         headers = [(b"content-type", b"application/json")]
@@ -66,7 +57,6 @@ async def burst(app: object) -> tuple[list[float], list[int], int]:
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         olds = [asyncio.create_task(stream(client, 200)) for _ in range(STREAMS)]
         await asyncio.sleep(0.3)
-        running.set()
         news = [asyncio.create_task(stream(client, 20)) for _ in range(BURST)]
         while not all(task.done() for task in news):
             asked = time.thread_time()
@@ -74,22 +64,19 @@ async def burst(app: object) -> tuple[list[float], list[int], int]:
             health.append(time.thread_time() - asked)
             await asyncio.sleep(0.002)
         await asyncio.gather(*olds, *news)
-    return health, first, sent
+    return health
 
 
-def test_health_is_answered_and_first_tokens_come_during_a_burst(tmp_path: Path) -> None:
+def test_health_is_answered_during_a_burst(tmp_path: Path) -> None:
     engine = AsyncLLM(make_config(tmp_path, max_num_seqs=256, step_s=0.002), TokenExecutor)
     app = build_app(engine, FrontEndArgs())
     try:
         with asyncio.Runner() as runner:
             # Collections of garbage, which a server puts off, take time, too.
             for _ in range(_ATTEMPTS):
-                health, first, sent = runner.run(burst(app))
+                health = runner.run(burst(app))
                 if max(health) <= LIMIT_S:
                     break
             assert len(health) >= 5 and max(health) <= LIMIT_S, max(health)
-            assert len(first) >= BURST
-            # Half of the new streams have begun well before the others have got all of theirs.
-            assert sorted(first)[len(first) // 2] < 0.75 * sent
     finally:
         engine.shutdown()

@@ -39,6 +39,8 @@ _HOST_ATTRIBUTES = {
     "dtype", "device", "ndim", "layout", "requires_grad", "is_cpu", "itemsize", "nbytes", "names",
     "is_contiguous", "is_sparse",
 }  # fmt: skip
+#: classes of which a configuration chooses one: what happens to be imported says nothing
+_CHOSEN_APART = "vllm.distributed.kv_transfer.kv_connector."
 #: overrides that a call on an object of unknown class may reach
 _MOST_OVERRIDES = 16
 
@@ -137,7 +139,10 @@ def _of_instance(walker: Walker, value: Instance, name: str, mode: Mode) -> Valu
 
 @cache
 def _overrides(cls: type, name: str) -> tuple[type, ...]:
-    """Subclasses that define `name` anew; none where they are too many to mean anything."""
+    """Subclasses that define `name` anew; none where they are too many to mean anything, and no
+    connectors."""
+    if cls.__module__.startswith(_CHOSEN_APART):
+        return ()
     found = [sub for sub in _subclasses(cls) if name in vars(sub)]
     return tuple(found) if len(found) <= _MOST_OVERRIDES else ()
 
