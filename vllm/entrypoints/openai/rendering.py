@@ -3,7 +3,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,13 +27,17 @@ _LONG = 32 * 1024
 _PER_MESSAGE = 100
 
 
-def _size_of(message: dict[str, Any]) -> int:
-    """About how many characters a message takes."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = (part.get("text") for part in content if isinstance(part, dict))
-        return sum(len(text) + _PER_MESSAGE for text in parts if isinstance(text, str))
-    return _PER_MESSAGE + (len(content) if isinstance(content, str) else 0)
+def _size_of(messages: Iterable[dict[str, Any]]) -> int:
+    """About how many characters messages take, counted no further than it takes to be long."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, dict) else None
+            size += _PER_MESSAGE + (len(text) if isinstance(text, str) else 0)
+            if size > _LONG:
+                return size
+    return size
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class PromptRenderer:
         every message."""
         request.check_conversation()
         self.limits.check_conversation(request.messages, request.tools)
-        size = sum(map(_size_of, request.messages))
+        size = _size_of(request.messages)
         text, ids, marks = await self.run(
             self._render_chat, request, hide_tools, mark_messages, size=size
         )
