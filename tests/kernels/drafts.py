@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import Self
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -112,3 +113,25 @@ def difference(decoder: DraftedDecoder, width: int, length: int = 9) -> float:
     pairs += zip(decoder.states(), plain.states(), strict=True)
     # Python's max would pass over NaN.
     return float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
+
+
+def shift_a_count(
+    monkeypatch: pytest.MonkeyPatch, decoder_class: type[DraftedDecoder], name: str
+) -> None:
+    """Decodes with a journal are told one too few of the first row's `pending`, `taken` or `first`,
+    or one where there is none."""
+    decode = decoder_class.decode
+
+    def shifted(
+        self: DraftedDecoder,
+        tokens: list[Tensor],
+        indices: Tensor,
+        stack: JournalStack | None = None,
+    ) -> Tensor:
+        if stack is not None:
+            column = {"pending": 1, "first": 3}.get(name)
+            counts = stack.taken if column is None else stack.steps[:, column]
+            counts[0] = max(int(counts[0]) - 1, 0) if counts[0] else 1
+        return decode(self, tokens, indices, stack)
+
+    monkeypatch.setattr(decoder_class, "decode", shifted)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 
 from tests.kernels.cases import arena_cache, error_ratio, ragged, randn, strided, widen
-from tests.kernels.drafts import DraftedDecoder, difference
+from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
 from vllm import decisions
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
@@ -217,16 +217,7 @@ def test_decodes_agree_with_fp64(kernels, size, device):
 
 @pytest.mark.parametrize("name", ["pending", "taken", "first"])
 def test_a_wrong_count_is_noticed(name, monkeypatch):
-    decode = Decoder.decode
-
-    def shifted(self, tokens, indices, stack=None):
-        if stack is not None:
-            column = {"pending": 1, "first": 3}.get(name)
-            counts = stack.taken if column is None else stack.steps[:, column]
-            counts[0] = max(int(counts[0]) - 1, 0) if counts[0] else 1
-        return decode(self, tokens, indices, stack)
-
-    monkeypatch.setattr(Decoder, "decode", shifted)
+    shift_a_count(monkeypatch, Decoder, name)
     found = difference(Decoder(NaiveKernels(), 2, SIZES[0], "cpu"), 4, length=17)
     assert not found <= 1e-3
 

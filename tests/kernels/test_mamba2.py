@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import TOLERANCE, arena_cache, error_ratio, ragged, randn, strided, widen
-from tests.kernels.drafts import DraftedDecoder, difference
+from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
 from vllm import decisions
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
@@ -265,16 +265,7 @@ def test_batch_sizes_share_a_kernel():
 
 @pytest.mark.parametrize("name", ["pending", "taken", "first"])
 def test_a_wrong_count_is_noticed(name, monkeypatch):
-    decode = Decoder.decode
-
-    def shifted(self, tokens, indices, stack=None):
-        if stack is not None:
-            column = {"pending": 1, "first": 3}.get(name)
-            counts = stack.taken if column is None else stack.steps[:, column]
-            counts[0] = max(int(counts[0]) - 1, 0) if counts[0] else 1
-        return decode(self, tokens, indices, stack)
-
-    monkeypatch.setattr(Decoder, "decode", shifted)
+    shift_a_count(monkeypatch, Decoder, name)
     found = difference(Decoder(NaiveKernels(), 2, SIZES[0], "cpu"), 4, length=17)
     assert not found <= 1e-3
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import hf_reference_logits
+from transformers import PreTrainedModel
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
@@ -61,3 +62,15 @@ def assert_equals_reference(
         for entry, token in zip(output.outputs[0].logprobs, tokens, strict=True)
     ]
     torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def assert_equals(output: RequestOutput, reference: PreTrainedModel) -> None:
+    """Every token is the reference's choice given those before it, with its logprob."""
+    prompt, (one,) = list(output.prompt_token_ids or []), output.outputs
+    tokens = list(one.token_ids)
+    logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1)
+    for i, (token, entry) in enumerate(zip(tokens, one.logprobs or [], strict=True)):
+        assert abs(entry[token].logprob - float(expected[i, token])) < 1e-4

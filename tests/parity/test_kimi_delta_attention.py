@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
-from parity_checks import MakeEngine, in_this_process
+from parity_checks import MakeEngine, assert_equals, in_this_process
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_model, make_tiny, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
-from vllm import ModelRegistry, RequestOutput
+from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
@@ -128,18 +128,6 @@ def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFact
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"architectures": ["KdaForCausalLM"]}))
     return path
-
-
-@torch.no_grad()
-def assert_equals(output: RequestOutput, reference: PreTrainedModel) -> None:
-    """Every token is the reference's choice given those before it, with its logprob."""
-    prompt, (one,) = list(output.prompt_token_ids or []), output.outputs
-    tokens = list(one.token_ids)
-    logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    assert tokens == logits.argmax(-1).tolist()
-    expected = logits.log_softmax(-1)
-    for i, (token, entry) in enumerate(zip(tokens, one.logprobs or [], strict=True)):
-        assert abs(entry[token].logprob - float(expected[i, token])) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from draft_models import (
     with_mtp,
     write_eagle3,
 )
+from draft_scenarios import a_conversation
 from parity_checks import MakeEngine, in_this_process, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_model, hf_reference_logits, make_tiny, tiny_model
@@ -208,15 +209,6 @@ def batches(run: Watched) -> None:
     """More requests than rows, prompts in chunks beside decodes."""
     lengths = (3, 17, 1, 140, 70, 5, 200, 33, 2, 64)
     run.generate(prompts(lengths), [5 + 3 * i for i in range(len(lengths))])
-
-
-def a_conversation(run: Watched) -> None:
-    """Each turn begins with what the turns before left in the cache."""
-    tokens: list[int] = []
-    for question, length in zip(prompts((30, 1, 17, 25)), (19, 16, 17, 21), strict=True):
-        tokens += question
-        (output,) = run.generate([tokens], [length])
-        tokens = tokens + list(output.outputs[0].token_ids)
 
 
 def shared_beginnings(run: Watched) -> None:
