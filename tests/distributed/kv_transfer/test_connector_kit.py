@@ -40,7 +40,7 @@ OFFLOADING: dict[str, Any] = {
 FILES: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 8_000,
+        "cpu_bytes_to_use": 16_400,  # the longest prompt fits, and no two
         "secondary_tiers": [{"type": "fs", "root_dir": "{storage}", "max_bytes": 200_000}],
     },
 }

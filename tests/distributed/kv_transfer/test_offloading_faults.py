@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from tests.distributed.kv_transfer.offload_engines import (
     worker_connector_of,
 )
 from vllm import LLM
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
 
 PROMPTS = [prompt(1, 70), prompt(2, 40)]
 
@@ -126,6 +129,26 @@ def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
         evict_device(llm)
         outputs = run(llm, *PROMPTS)
         assert tokens(outputs) == expected and outputs[0].num_cached_tokens
+
+
+def test_a_slow_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What host memory has no room for while files are written leaves later, as there is room."""
+    write = FileStore.write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)
+        write(*arguments)
+
+    monkeypatch.setattr(FileStore, "write", slow)
+    prompts = [prompt(i, 100) for i in range(4)]
+    with engine(offloading(cpu_bytes=MB // 5, root=tmp_path)) as llm:
+        run(llm, *prompts)
+        evict_device(llm)
+        assert not metric(llm, "allocation_failure")
+        for ids in prompts:
+            assert run(llm, ids)[0].num_cached_tokens >= 96
+            drain(llm)
+        nothing_is_held(llm)
 
 
 def test_small_tiers_evict_and_small_devices_reload(tmp_path: Path) -> None:

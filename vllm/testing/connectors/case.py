@@ -22,14 +22,16 @@ Damage = Callable[[KVConnectorBase_V1, KVConnectorBase_V1, Path, str], bool]
 def damage_files(
     scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
 ) -> bool:
-    """Damage every file below `storage`, but those that are still being written: hidden ones and
-    `*.partial`."""
-    files = [
-        Path(folder, name)
-        for folder, _, names in os.walk(storage)
-        for name in names
-        if not name.startswith(".") and not name.endswith((".json", ".lock", ".partial"))
-    ]
+    """Damage every file below `storage`, but those that are still being written: `*.partial`, and
+    hidden ones with what is in hidden directories."""
+    files = []
+    for folder, directories, names in os.walk(storage):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        files += [
+            Path(folder, name)
+            for name in names
+            if not name.startswith(".") and not name.endswith((".json", ".lock", ".partial"))
+        ]
     for path in files:
         if damage in ("drop", "disconnect"):
             path.unlink(missing_ok=True)

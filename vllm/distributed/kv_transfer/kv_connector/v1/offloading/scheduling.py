@@ -42,11 +42,10 @@ Place = tuple[int, int]
 
 @dataclass
 class _Content:
-    """What a device block holds under `key`; `complete` once the steps that fill it were sent."""
+    """What a device block holds under `key`."""
 
     key: BlockHashWithGroupId
     tail: Tail | None
-    complete: bool
 
 
 @dataclass
@@ -108,7 +107,12 @@ class OffloadingScheduler:
         self._search = TierSearch(config, host, files)
         self._block_sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
         self._recurrent = [g.kv_cache_spec.is_recurrent for g in config.kv_cache_groups]
-        self._contents: dict[Place, list[_Content]] = {}
+        #: what the step being scheduled fills: complete when it was sent
+        self._filling: dict[Place, list[_Content]] = {}
+        #: what is complete and in no tier yet, the oldest first: it leaves as host memory has room
+        self._waiting: dict[Place, list[_Content]] = {}
+        #: complete content of blocks that the step being scheduled overwrites: leaves now or never
+        self._overwritten: dict[Place, list[_Content]] = {}
         #: keys on their way to the host
         self._leaving: set[BlockHashWithGroupId] = set()
         #: device blocks whose content was sent to the host since they got it: key by key
@@ -146,23 +150,22 @@ class OffloadingScheduler:
 
     def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
         place = block.group_id, block.block_id
-        content = _Content(key, tail, complete=tail is not None)
-        self._contents.setdefault(place, []).append(content)
+        contents = self._filling if tail is None else self._waiting
+        contents.setdefault(place, []).append(_Content(key, tail))
 
     def evicted(self, block: KVCacheBlock) -> None:
         place = block.group_id, block.block_id
         self._sent.pop(place, None)
-        contents = self._contents.pop(place, None)
-        if contents is not None:
-            complete = [content for content in contents if content.complete]
-            if complete:
-                self._contents[place] = complete
-        if contents is not None or self._read[place]:
+        filling, waiting = self._filling.pop(place, None), self._waiting.pop(place, None)
+        if waiting is not None:
+            self._overwritten.setdefault(place, []).extend(waiting)
+        if filling is not None or waiting is not None or self._read[place]:
             self._overwrites = True
 
     def invalidated(self, block: KVCacheBlock) -> None:
         place = block.group_id, block.block_id
-        self._contents.pop(place, None)
+        for contents in (self._filling, self._waiting, self._overwritten):
+            contents.pop(place, None)
         for key in self._sent.pop(place, ()):
             self._discard(key)
         for store in self._stores.values():
@@ -181,19 +184,21 @@ class OffloadingScheduler:
     # ---- out of the device ---------------------------------------------------------------------
 
     def _take_store(self) -> StoreJob | None:
-        """What is complete and in no tier yet, as the step's store."""
+        """What is complete and in no tier yet, as the step's store, as far as there is room."""
         blocks: list[_Stored] = []
-        for place, contents in list(self._contents.items()):
-            for content in contents:
-                if content.complete and (stored := self._to_store(place, content)) is not None:
-                    blocks.append(stored)
-            waiting = [content for content in contents if not content.complete]
-            for content in waiting:
-                content.complete = True
-            if waiting:
-                self._contents[place] = waiting
-            else:
-                del self._contents[place]
+        for place, contents in self._overwritten.items():
+            self._counts["skipped_blocks"] += len(self._to_store(place, contents, blocks))
+        self._overwritten.clear()
+        while self._waiting:
+            place, contents = next(iter(self._waiting.items()))
+            left = self._to_store(place, contents, blocks)
+            if left:
+                self._waiting[place] = left
+                break
+            del self._waiting[place]
+        for place, contents in self._filling.items():
+            self._waiting.setdefault(place, []).extend(contents)
+        self._filling.clear()
         if not blocks:
             return None
         self._num_stores += 1
@@ -208,25 +213,29 @@ class OffloadingScheduler:
         ]
         return StoreJob(self._num_stores, sent)
 
-    def _to_store(self, place: Place, content: _Content) -> _Stored | None:
-        key = content.key
-        if key in self._leaving:
-            return None
-        known = self._host.block_of(key)
-        if known is not None:
-            self._host.refresh([known])
-            return None
-        host = self._host.take(place[0])
-        if host is None:
-            self._counts["skipped_blocks"] += 1
-            return None
-        file = None
-        if self._files is not None and self._files.block_of(key) is None:
-            file = self._files.take(place[0])
-        self._leaving.add(key)
-        self._sent.setdefault(place, []).append(key)
-        self._read[place] += 1
-        return _Stored(place, key, content.tail, host, file)
+    def _to_store(
+        self, place: Place, contents: list[_Content], blocks: list[_Stored]
+    ) -> list[_Content]:
+        """Append to `blocks` what no tier has; what host memory has no room for."""
+        for i, content in enumerate(contents):
+            key = content.key
+            if key in self._leaving:
+                continue
+            known = self._host.block_of(key)
+            if known is not None:
+                self._host.refresh([known])
+                continue
+            host = self._host.take(place[0])
+            if host is None:
+                return contents[i:]
+            file = None
+            if self._files is not None and self._files.block_of(key) is None:
+                file = self._files.take(place[0])
+            self._leaving.add(key)
+            self._sent.setdefault(place, []).append(key)
+            self._read[place] += 1
+            blocks.append(_Stored(place, key, content.tail, host, file))
+        return []
 
     def _take_reports(self, reports: OffloadingWorkerMetadata) -> None:
         """A job's report of files may come before that of host memory."""
@@ -431,13 +440,14 @@ class OffloadingScheduler:
 
     def has_work(self) -> bool:
         """Whether transfers go on, or wait for a step to begin in."""
-        return bool(self._stores or self._contents or self._deletes or self._loads)
+        return bool(self._stores or self._filling or self._waiting or self._deletes or self._loads)
 
     def reset(self) -> bool:
         """Forget everything; False, and nothing is forgotten, while a request is being loaded."""
         if self._loads:
             return False
-        self._contents.clear()
+        for contents in (self._filling, self._waiting, self._overwritten):
+            contents.clear()
         self._sent.clear()
         self._leaving.clear()
         for store in self._stores.values():

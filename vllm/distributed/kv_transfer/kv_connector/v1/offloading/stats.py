@@ -33,7 +33,7 @@ COUNTERS = {
     "file_write_failures": ("kv_offload_file_write_failures", "Blocks that no file could take."),
     "skipped_blocks": (
         "kv_offload_allocation_failure",
-        "Blocks not stored because all of the tier was in use.",
+        "Blocks overwritten on the device before host memory had room for them.",
     ),
     "query_tokens": ("kv_offload_query_tokens", "Tokens of requests that were looked up."),
     "hit_tokens": ("kv_offload_hit_tokens", "Tokens of them loaded from host memory or files."),
