@@ -36,7 +36,8 @@ def nothing_is_held(llm: LLM) -> None:
     assert scheduling._host.usage == 0 and not scheduling.has_work()
     if scheduling._files is not None:
         assert scheduling._files.usage == 0
-    assert not scheduling._leaving and not scheduling._read and not scheduling._matches
+    assert not scheduling.stores._leaving and not scheduling.stores._read
+    assert not scheduling.loads._matches
     assert core_of(llm).scheduler.kv_cache_manager.usage == 0
 
 

@@ -210,7 +210,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side ------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        gpu_block_pool.observers.append(self._scheduling)
+        gpu_block_pool.observers.append(self._scheduling.stores)
 
     def get_prefix_hash_root(self) -> bytes | None:
         return None if self._files is None else self._files.hash_root()
@@ -218,13 +218,13 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self._scheduling.num_matched(request, num_computed_tokens)
+        num_tokens = self._scheduling.loads.num_matched(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduling.begin_load(request, blocks, num_external_tokens)
+        self._scheduling.loads.begin(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata:
         return self._scheduling.build_metadata()
@@ -235,7 +235,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduling.forget(request.request_id)
+        self._scheduling.loads.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a waiting request gets back from host memory and files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadedBlock, LoadJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import Place
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, TierSearch
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
+from vllm.v1.core.prefix_cache import reads_prefix_cache
+from vllm.v1.core.prefix_lookup import PrefixMatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass
+class _Loaded:
+    """A block of a load. `file`: where `host` is filled from, if it has to be."""
+
+    place: Place
+    host: KVCacheBlock
+    file: KVCacheBlock | None
+    key: BlockHashWithGroupId | None
+    tail: Tail | None
+
+
+@dataclass
+class _Found:
+    """A look-up, and the tiers' versions and known tokens it holds for."""
+
+    versions: tuple[int, ...]
+    num_tokens: int
+    match: PrefixMatch
+
+
+class LoadScheduling:
+    """Looks prefixes up and decides loads; counts in `counts`."""
+
+    def __init__(
+        self, config: KVCacheConfig, host: Tier, files: Tier | None, counts: Counter[str]
+    ) -> None:
+        self._host, self._files = host, files
+        self._counts = counts
+        self._search = TierSearch(config, host, files)
+        self._block_sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
+        self._recurrent = [g.kv_cache_spec.is_recurrent for g in config.kv_cache_groups]
+        self._matches: dict[str, _Found] = {}
+        self._loads: dict[str, list[_Loaded]] = {}
+        self._new: list[str] = []
+        #: group and block of host memory whose content arrived broken
+        self._broken: set[tuple[int, int]] = set()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is being loaded."""
+        return bool(self._loads)
+
+    def num_matched(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens past `num_computed_tokens` that the tiers can give every group back."""
+        if not reads_prefix_cache(request):
+            return 0
+        match = self._find(request)
+        if match.num_tokens > num_computed_tokens and not self._has_room(match):
+            match = self._search.find(request, host_only=True)
+            self._matches[request.request_id].match = match
+        return max(0, match.num_tokens - num_computed_tokens)
+
+    def _find(self, request: Request) -> PrefixMatch:
+        """The longest prefix in all tiers, searched again only if they have changed."""
+        versions = self._host.version, 0 if self._files is None else self._files.version
+        found = self._matches.get(request.request_id)
+        if found is None or (found.versions, found.num_tokens) != (versions, request.num_tokens):
+            found = _Found(versions, request.num_tokens, self._search.find(request))
+            self._matches[request.request_id] = found
+        return found.match
+
+    def _has_room(self, match: PrefixMatch) -> bool:
+        """Whether host memory can take what has to be read from files."""
+        demands, held = [0] * len(match.hits), []
+        for group, hit in enumerate(match.hits):
+            for block in (*hit.blocks, hit.source):
+                if block is None or block.is_null:
+                    continue
+                if self._host.owns(block):
+                    held.append(block)
+                else:
+                    demands[group] += 1
+        return not any(demands) or self._host.can_allocate(demands, held)
+
+    def begin(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request got blocks: bring `num_external_tokens` of its prefix there, if any."""
+        found = self._matches.pop(request.request_id, None)
+        if found is None:
+            return
+        match = found.match
+        for hit in match.hits:
+            blocks_found = [b for b in (*hit.blocks, hit.source) if b is not None and not b.is_null]
+            self._host.refresh(b for b in blocks_found if self._host.owns(b))
+        self._counts["query_tokens"] += request.num_tokens - 1
+        if not num_external_tokens:
+            return
+        self._counts["hit_tokens"] += num_external_tokens
+        start = match.num_tokens - num_external_tokens
+        ids = blocks.get_block_ids()
+        wanted: list[tuple[Place, KVCacheBlock]] = []
+        for group, hit in enumerate(match.hits):
+            size = self._block_sizes[group]
+            for i in range(start // size, len(hit.blocks)):
+                if not hit.blocks[i].is_null:
+                    wanted.append(((group, ids[group][i]), hit.blocks[i]))
+            if hit.source is not None:
+                last = 0 if self._recurrent[group] else match.num_tokens // size
+                wanted.append(((group, ids[group][last]), hit.source))
+        # Held before any slot is taken, which could evict them.
+        for _, block in wanted:
+            (self._host if self._host.owns(block) else self._file_tier).touch([block])
+        loads = [self._to_load(place, block) for place, block in wanted]
+        self._loads[request.request_id] = loads
+        self._new.append(request.request_id)
+
+    @property
+    def _file_tier(self) -> Tier:
+        assert self._files is not None
+        return self._files
+
+    def _to_load(self, place: Place, block: KVCacheBlock) -> _Loaded:
+        if self._host.owns(block):
+            return _Loaded(place, block, None, None, None)
+        host = self._host.take(place[0])
+        assert host is not None, "room for it was checked"
+        tail = block.tails[0] if block.tails else None
+        key = block.block_hash if tail is None else tail.key
+        assert key is not None
+        return _Loaded(place, host, block, key, tail)
+
+    def end(self, request_id: str) -> None:
+        """Let go of what was read; broken content goes, what came from files stays in the host."""
+        for loaded in self._loads.pop(request_id, ()):
+            host, file = loaded.host, loaded.file
+            slot = host.group_id, host.block_id
+            broken = slot in self._broken
+            self._broken.discard(slot)
+            if file is not None:
+                if broken:
+                    self._file_tier.uncache_block(file)
+                else:
+                    assert loaded.key is not None
+                    self._host.publish(host, loaded.key, loaded.tail)
+                self._file_tier.free_blocks([file])
+            elif broken:
+                self._host.uncache_block(host)
+            self._host.free_blocks([host])
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._matches.pop(request_id, None)
+
+    def take_jobs(self) -> list[LoadJob]:
+        """The step's loads."""
+        jobs = [
+            LoadJob(request_id, [_message(loaded) for loaded in self._loads[request_id]])
+            for request_id in self._new
+        ]
+        self._new.clear()
+        return jobs
+
+    def note_broken(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks of host memory that are not what was sealed, of loads that are about to end."""
+        self._broken.update(blocks)
+
+
+def _message(loaded: _Loaded) -> LoadedBlock:
+    name = None
+    if loaded.file is not None:
+        assert loaded.key is not None
+        name = file_name(loaded.key, loaded.tail)
+    return LoadedBlock(*loaded.place, loaded.host.block_id, name)
