@@ -29,6 +29,12 @@ class CacheConfig:
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = option(
         default=16, resolved=True, help="Tokens in a cache block; a multiple of 16."
     )
+    block_sizes: dict[str, int] = option(
+        default_factory=dict,
+        help="Tokens in a block of some kinds of state, as JSON like {\"sliding_window\": 64}; "
+        "multiples of --block-size, which the others have and prefixes are hashed in. Kinds: "
+        "full_attention, sliding_window, mla_attention, hidden_states.",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         default=0.92, help="Fraction of the GPU's memory the engine may use, in (0, 1]."
     )
@@ -136,6 +142,14 @@ class CacheConfig:
                 "mamba_block_size",
                 self.mamba_block_size,
             )
+        for kind, size in self.block_sizes.items():
+            if size < 1 or size % self.block_size:
+                raise VLLMValidationError(
+                    f"--block-sizes: {size} tokens for {kind!r} are no multiple of --block-size "
+                    f"({self.block_size})",
+                    "block_sizes",
+                    size,
+                )
         if self.kv_offloading_backend != "native" and self.kv_offloading_size is None:
             raise VLLMValidationError(
                 f"--kv-offloading-backend {self.kv_offloading_backend} has no effect without "

@@ -61,6 +61,7 @@ def vllm_config(
     max_num_batched_tokens: int = 256,
     num_gpu_blocks_override: int | None = None,
     disable_hybrid_kv_cache_manager: bool = False,
+    block_sizes: dict[str, int] | None = None,
 ) -> Any:
     """The fields of a VllmConfig that state memory reads."""
     return SimpleNamespace(
@@ -70,7 +71,9 @@ def vllm_config(
             disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
         ),
         cache_config=SimpleNamespace(
-            block_size=BLOCK, num_gpu_blocks_override=num_gpu_blocks_override
+            block_size=BLOCK,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            block_sizes=block_sizes or {},
         ),
     )
 

@@ -54,6 +54,16 @@ def test_a_prompt_is_one_event_per_group():
     assert longer.token_ids == list(range(200, 216))
 
 
+def test_larger_blocks_say_where_they_begin():
+    manager = listening([full(block_size=32), recurrent(block_size=4096)], 40)
+    done(manager, "a", range(100))
+    done(manager, "b", [*range(64), *range(200, 240)])
+    first, second = (e for e in manager.take_events() if e.group_idx == 0 and e.block_size == 32)
+    assert first.token_ids == list(range(96)) and len(first.block_hashes) == 3
+    assert second.token_ids == list(range(200, 232))
+    assert second.parent_block_hash == first.block_hashes[1]
+
+
 def test_eviction_and_reset():
     manager = listening([full()], 5)
     done(manager, "a", range(40))

@@ -7,7 +7,7 @@ its blocks came from: fresh, shared, evicted from another group, resumed after p
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_cases import BLOCK, full, hidden, kv_config, recurrent, request, window
+from state_cases import full, hidden, kv_config, recurrent, request, window
 
 from vllm.cache_options import CacheOptions
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -15,7 +15,10 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 MAX_LEN = 160
 STEP = 48
-KINDS = [full(), hidden(), window(20), window(70), recurrent(block_size=4096)]
+KINDS = [
+    *(full(), full(block_size=48), hidden(), hidden(block_size=32)),
+    *(window(20), window(70), window(20, block_size=32), recurrent(block_size=4096)),
+]
 
 
 class Memory:
@@ -140,9 +143,9 @@ class Engine:
                 self.memory.write(group, ids[0], 0, req.all_token_ids[: start + num_tokens])
                 continue
             for position in range(start, start + num_tokens):
-                block_id = ids[position // BLOCK]
+                index, offset = divmod(position, self.specs[group].block_size)
                 value = tuple(req.all_token_ids[: position + 1])
-                self.memory.write(group, block_id, position % BLOCK, value)
+                self.memory.write(group, ids[index], offset, value)
 
     def check(self, req):
         """Every position the next token reads holds this request's own prefix."""
@@ -153,7 +156,8 @@ class Engine:
                 continue
             first = max(0, end - spec.sliding_window + 1) if is_window(spec) else 0
             for position in range(first, end):
-                value = self.memory.read(group, ids[position // BLOCK], position % BLOCK)
+                index, offset = divmod(position, spec.block_size)
+                value = self.memory.read(group, ids[index], offset)
                 assert value == tuple(req.all_token_ids[: position + 1])
 
 
@@ -179,8 +183,7 @@ def test_requests_read_what_was_written(kinds, capacity, spare_pages, events, in
     specs = [KINDS[kind] for kind in kinds]
     capacities = [1 + (capacity * (i + 1)) % 5 for i in range(len(specs))]
     needed = sum(
-        -(-(1 if isinstance(spec, MambaSpec) else MAX_LEN // BLOCK) // r)
-        for spec, r in zip(specs, capacities, strict=True)
+        -(-spec.blocks_for(MAX_LEN) // r) for spec, r in zip(specs, capacities, strict=True)
     )
     engine = Engine(specs, 1 + needed + spare_pages, capacities, interval)
     for number, (action, choice) in enumerate(events):

@@ -86,5 +86,18 @@ def test_unsupported_specs_are_refused():
     assert unified[0].kv_cache_spec == full(attention_chunk_size=64)
     with pytest.raises(ValueError, match="mamba_cache_mode 'align'"):
         get_kv_cache_groups(vllm_config(), {"x": recurrent(mamba_cache_mode="align")})
-    with pytest.raises(ValueError, match="layer y: .*32 tokens per block"):
-        get_kv_cache_groups(vllm_config(), {"x": full(), "y": full(block_size=32)})
+    with pytest.raises(ValueError, match="layer y: .*24 tokens per block"):
+        get_kv_cache_groups(vllm_config(), {"x": full(), "y": full(block_size=24)})
+
+
+def test_kinds_of_state_with_larger_blocks():
+    specs = {"a": full(), "b": window(20), "c": recurrent(block_size=4096), "d": hidden()}
+    sizes = {"sliding_window": 64, "hidden_states": 32}
+    groups = get_kv_cache_groups(vllm_config(block_sizes=sizes), specs)
+    assert [group.kv_cache_spec.block_size for group in groups] == [16, 64, 4096, 32]
+    for kind in ("mla_attention", "mamba", "nonsense"):
+        with pytest.raises(ValueError, match=rf"no layer keeps \['{kind}'\].*'full_attention'"):
+            get_kv_cache_groups(vllm_config(block_sizes={kind: 32}), specs)
+    config = vllm_config(block_sizes=sizes, disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(ValueError, match="no layer keeps .'sliding_window'"):
+        get_kv_cache_groups(config, {"a": full(), "b": window(20), "d": hidden()})

@@ -51,9 +51,10 @@ class BlockEvents:
         if self._is_untold(group_id):
             return
         assert self.request is not None
-        size = self.request.hash_block_size
-        start = self._index_of(block_hash) * size
-        self._store(group_id, block_hash, start, start + size)
+        spec, hashed = self._specs[group_id], self.request.hash_block_size
+        size = hashed if spec.is_recurrent else spec.block_size
+        end = (self._index_of(block_hash) + 1) * hashed
+        self._store(group_id, block_hash, end - size, end)
 
     def stored_tail(self, group_id: int, key: BlockHash, parent: BlockHash, length: int) -> None:
         """The prefix `key` can be continued: `length` tokens after the full blocks of `parent`.

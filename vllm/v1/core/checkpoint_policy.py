@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """`block_size`: tokens per block of the paged groups; `block_bytes`: bytes of one block of all
-    paged groups together; `interval`: additional checkpoints every so many prompt tokens;
-    `chunk_size`: tokens the prefill kernels of recurrent layers take at a time; `num_ahead`: tokens
-    after a prefix that some group's rows depend on."""
+    """`block_size`: tokens of the paged groups' smallest block; `block_bytes`: bytes of so many
+    tokens in all paged groups together; `interval`: additional checkpoints every so many prompt
+    tokens; `chunk_size`: tokens the prefill kernels of recurrent layers take at a time;
+    `num_ahead`: tokens after a prefix that some group's rows depend on."""
 
     block_size: int
     block_bytes: int

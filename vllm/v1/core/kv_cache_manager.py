@@ -82,15 +82,15 @@ class KVCacheManager:
 
     def _make_keeper(self, interval: int | None) -> CheckpointKeeper:
         plan = self.kv_cache_config.plan
+        sizes = [m.block_size for m in self.managers if not m.is_recurrent]
+        block_size = min(sizes, default=1)
         paged_bytes = state_bytes = 0
-        block_size = 1
         for manager in self.managers:
             num_bytes = plan.block_stride(manager.group_id)
             if manager.is_recurrent:
                 state_bytes += num_bytes
             else:
-                paged_bytes += num_bytes
-                block_size = manager.block_size
+                paged_bytes += num_bytes * block_size // manager.block_size
         ahead = max(manager.num_ahead for manager in self.managers)
         policy = CheckpointPolicy(block_size, paged_bytes, interval, num_ahead=ahead)
         return CheckpointKeeper(self.managers, self.block_pool, policy, state_bytes)

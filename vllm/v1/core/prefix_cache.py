@@ -40,6 +40,33 @@ class Prefix(Protocol):
         ...
 
 
+class CoarsePrefix:
+    """`prefix` for a group whose blocks take `block_size` tokens, a multiple of the hashed ones: a
+    block has the hash of the prefix that it ends."""
+
+    def __init__(self, prefix: Prefix, block_size: int) -> None:
+        self._prefix, self._block_size = prefix, block_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self._prefix.num_tokens
+
+    @property
+    def hash_block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        ratio = self._block_size // self._prefix.hash_block_size
+        return self._prefix.block_hashes[ratio - 1 :: ratio]
+
+    def prefix_parent(self, num_tokens: int) -> BlockHash:
+        return self._prefix.prefix_parent(num_tokens - num_tokens % self._block_size)
+
+    def prefix_hash(self, num_tokens: int) -> BlockHash:
+        return self._prefix.prefix_hash(num_tokens)
+
+
 class LookaheadPrefix:
     """`prefix` for a group whose rows depend on `num_ahead` tokens after their own: what is named
     is content, and the content of a block or tail is equal only if those tokens are as well."""

@@ -81,7 +81,7 @@ class PrefixLookup:
             gone = self._pool.evicted_tail_between(request, hit, known, manager.group_id)
             return manager.group_id, lost, "evicted" if gone else "no_checkpoint"
         if manager.num_ahead and known > hit:
-            hashes, index = manager.keys(request).block_hashes, hit // request.hash_block_size
+            hashes, index = manager.keys(request).block_hashes, hit // manager.block_size
             gone = index < len(hashes) and self._pool.was_cached(hashes[index], manager.group_id)
             return manager.group_id, lost, "evicted" if gone else "next_token"
         return manager.group_id, lost, "evicted"
@@ -91,27 +91,25 @@ class PrefixLookup:
         paged = [m for m in self._managers if not m.is_recurrent]
         if not paged:
             return hit
-        index = first = hit // request.hash_block_size
-        all_hashes = [m.keys(request).block_hashes for m in paged]
-        while all(
-            index < len(hashes) and self._pool.was_cached(hashes[index], m.group_id)
-            for m, hashes in zip(paged, all_hashes, strict=True)
-        ):
-            index += 1
-        return hit if index == first else index * request.hash_block_size
+        ends = []
+        for manager in paged:
+            hashes, index = manager.keys(request).block_hashes, hit // manager.block_size
+            while index < len(hashes) and self._pool.was_cached(hashes[index], manager.group_id):
+                index += 1
+            ends.append(index * manager.block_size)
+        return max(hit, min(ends))
 
     def _partial_block(
         self, request: Request, match: PrefixMatch
     ) -> tuple[int | None, int, LossReason | None]:
         """The whole prompt was cached, but its last block may not be shared in part."""
-        index = match.num_tokens // request.hash_block_size
-        if match.num_tokens == match.max_tokens or index >= len(request.block_hashes):
-            return None, 0, None
+        missed = match.max_tokens - match.num_tokens
+        some = False
         for manager in self._managers:
-            hashes = manager.keys(request).block_hashes
-            if index >= len(hashes):
-                continue
-            block = self._pool.get_cached_block(hashes[index], manager.group_id)
-            if block is None:
-                return None, 0, None
-        return 0, match.max_tokens - match.num_tokens, "partial_block"
+            keys = manager.keys(request)
+            hashes, index = keys.block_hashes, match.num_tokens // keys.hash_block_size
+            if missed and index < len(hashes):
+                some = True
+                if self._pool.get_cached_block(hashes[index], manager.group_id) is None:
+                    return None, 0, None
+        return (0, missed, "partial_block") if some else (None, 0, None)

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.prefix_cache import GroupHit, LookaheadPrefix, Prefix
+from vllm.v1.core.prefix_cache import CoarsePrefix, GroupHit, LookaheadPrefix, Prefix
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
@@ -42,6 +42,8 @@ class SingleTypeKVCacheManager(ABC):
 
     def keys(self, prefix: Prefix) -> Prefix:
         """Under which hashes this group's blocks and tails of a prefix are found."""
+        if self.block_size != prefix.hash_block_size:
+            prefix = CoarsePrefix(prefix, self.block_size)
         return LookaheadPrefix(prefix, self.num_ahead) if self.num_ahead else prefix
 
     # ---- what differs between kinds ------------------------------------------------------------
@@ -292,6 +294,10 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0
 
+    def keys(self, prefix: Prefix) -> Prefix:
+        """A state belongs to no block: it is found after any number of hashed blocks."""
+        return prefix
+
     def cache(self, request_id: str, prefix: Prefix, num_tokens: int) -> None:
         """The running state changes every step: there is nothing a hash could name."""
 
@@ -307,7 +313,6 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return self.pool.get_cached_block(key, self.group_id) is source
 
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
-        # A state belongs to no block: any group's hashes will do.
         for num_blocks in range(max_tokens // prefix.hash_block_size, -1, -1):
             tail = self.find_tail(prefix, num_blocks, max_tokens)
             if tail is not None:

@@ -56,21 +56,38 @@ def get_kv_cache_groups(
 
     `HiddenStateCacheSpec` layers come last, each a group of its own. With
     `disable_hybrid_kv_cache_manager` windowed layers keep every token, and everything but hidden
-    states is one group. `ValueError` for a spec the arena cannot keep.
+    states is one group. `--block-sizes` gives kinds of state larger blocks. `ValueError` for a spec
+    the arena cannot keep, and for a kind of state that no layer keeps.
     """
     others = {n: s for n, s in specs.items() if not s.is_hidden_states}
     captured = {n: s for n, s in specs.items() if s.is_hidden_states}
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+    unified = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    if unified:
         unify_hybrid_kv_cache_specs(others)
-        grouped = [list(others)] if others else []
-    else:
-        grouped = _names_by_spec(others)
-    kept = {**others, **captured}
+    kept = _with_block_sizes({**others, **captured}, vllm_config.cache_config.block_sizes)
+    grouped = [list(others)] if unified else _names_by_spec({name: kept[name] for name in others})
     for name, spec in kept.items():
         refusal = spec.refusal(vllm_config.cache_config.block_size)
         if refusal is not None:
             raise ValueError(f"layer {name}: {refusal}")
+    grouped = [names for names in grouped if names]
     return create_kv_cache_group_specs(kept, [*grouped, *([name] for name in captured)])
+
+
+def _with_block_sizes(
+    specs: dict[str, KVCacheSpec], sizes: dict[str, int]
+) -> dict[str, KVCacheSpec]:
+    """`specs` with the blocks that their kinds are to have; a recurrent state has no tokens."""
+    kinds = {spec.kind for spec in specs.values() if not spec.is_recurrent}
+    if unknown := sizes.keys() - kinds:
+        raise ValueError(
+            f"--block-sizes: no layer keeps {sorted(unknown)}; this model's kinds of state with "
+            f"blocks of tokens: {sorted(kinds)}"
+        )
+    return {
+        name: spec.copy_with_new_block_size(sizes.get(spec.kind, spec.block_size))
+        for name, spec in specs.items()
+    }
 
 
 def _names_by_spec(specs: dict[str, KVCacheSpec]) -> list[list[str]]:

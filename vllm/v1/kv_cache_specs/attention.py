@@ -122,11 +122,11 @@ class KeysAndValuesSpec(AttentionSpec):
         )
 
     def refusal(self, block_size: int) -> str | None:
-        if self.block_size == block_size:
+        if self.block_size % block_size == 0:
             return None
         return (
-            f"its spec has {self.block_size} tokens per block, but every paged layer must use "
-            f"--block-size ({block_size})"
+            f"its spec has {self.block_size} tokens per block, which is no multiple of "
+            f"--block-size ({block_size}), in which prefixes are hashed"
         )
 
 
