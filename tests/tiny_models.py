@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    KimiLinearConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -93,6 +94,25 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 #: a shared expert of the others' size
 _QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_KIMI_LINEAR: dict[str, Any] = {
+    **{k: v for k, v in _COMMON.items() if k not in ("head_dim", "max_position_embeddings")},
+    **_LATENT,
+    "model_max_length": MAX_POSITION,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
     return wrapper(
@@ -158,6 +178,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         mlp_only_layers=[1],
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
+    "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }
 
@@ -188,11 +209,19 @@ _SCALES = {
     "shared_expert_gate": 10.0,
     "shared_expert.gate_proj": 6.0,
     "shared_expert.up_proj": 6.0,
+    "shared_experts.gate_proj": 6.0,
+    "shared_experts.up_proj": 6.0,
+    "kv_a_proj": 8.0,
+    "kv_b_proj": 8.0,
+    "f_a_proj": 4.0,
+    "f_b_proj": 4.0,
+    "g_a_proj": 4.0,
+    "g_b_proj": 4.0,
     "down_proj": 6.0,
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "kimi_linear")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
 
@@ -208,6 +237,9 @@ def _tune(model: PreTrainedModel) -> None:
         param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
         if param.dim() == 1 and "visual" not in name:
             param.data += (uniform * 2 - 1) * 0.3
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.6 - 0.3)
     _sharpen_attention(model)
     if model.config.tie_word_embeddings:
         _decorrelate_head(model)

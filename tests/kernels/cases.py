@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
+from vllm.kernels.latent_attention import LatentAttentionProblem
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
@@ -47,6 +48,7 @@ def widen(value: Any) -> Any:
 #: of ops that take one; others take the case's entries as arguments
 PROBLEMS = {
     "paged_attention": AttentionProblem,
+    "latent_attention": LatentAttentionProblem,
     "qk_norm_rope_cache": RotaryProblem,
     "gdn_prefill": GdnPrefill,
     "gdn_decode": GdnDecode,

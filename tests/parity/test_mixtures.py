@@ -19,13 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe"]),
+    pytest.mark.parametrize(
+        "family", ["mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear"]
+    ),
 ]
 
 LENGTHS = (1, 16, 65, 130)
 NUM_TOKENS = 24
 #: of the arena where it is to be too small; hybrids' blocks hold more
-BLOCKS = {"mixtral": 16, "qwen3_moe": 16, "qwen3_next": 8, "qwen3_5_moe": 8}
+BLOCKS = {"mixtral": 16, "qwen3_moe": 16, "qwen3_next": 8, "qwen3_5_moe": 8, "kimi_linear": 8}
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:

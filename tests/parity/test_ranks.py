@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far"),
 ]
 
-MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe")
+MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
 FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5", "qwen3_5_tied", *MIXTURES)
 
 

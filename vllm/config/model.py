@@ -246,8 +246,8 @@ class ModelConfig:
 
     @property
     def use_mla(self) -> bool:
-        """Whether attention keeps a compressed latent; no supported model does."""
-        return False
+        """Whether attention keeps a compressed latent."""
+        return bool(self.model_arch_config.use_mla)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -259,7 +259,8 @@ class ModelConfig:
         return int(self.model_arch_config.num_hidden_layers) // stages
 
     def get_num_kv_heads(self, parallel_config: ParallelConfig | None = None) -> int:
-        """Key/value heads of one tensor-parallel rank, at least 1 (they are then replicated)."""
+        """Key/value heads of one tensor-parallel rank, at least 1 (they are then replicated, as a
+        latent always is)."""
         ranks = parallel_config.tensor_parallel_size if parallel_config else 1
         return max(1, int(self.model_arch_config.num_kv_heads) // ranks)
 

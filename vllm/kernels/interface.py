@@ -26,6 +26,7 @@ from vllm.kernels.attention import naive as attention
 from vllm.kernels.cache import naive as cache
 from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
+from vllm.kernels.latent_attention import naive as latents
 from vllm.kernels.linear import naive as matmul
 from vllm.kernels.moe import naive as moe
 from vllm.kernels.norm import naive as norms
@@ -52,6 +53,7 @@ class Kernels(Registry):
     write_kv_cache = Op(cache.write_kv_cache)
     write_rows = Op(cache.write_rows)
     paged_attention = Op(attention.paged_attention, cuda=("hopper", "triton"))
+    latent_attention = Op(latents.latent_attention, cuda=("expanded", "triton"))
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))

@@ -31,7 +31,8 @@ _ROPE_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "propor
 
 @dataclass(frozen=True)
 class ModelArchConfig:
-    """Sizes of the text decoder. `max_model_len` 0: the config states no limit."""
+    """Sizes of the text decoder. `max_model_len` 0: the config states no limit. With `use_mla` a
+    token's one key/value head is its latent and the key dimensions that heads share."""
 
     architectures: tuple[str, ...]
     model_type: str
@@ -44,6 +45,7 @@ class ModelArchConfig:
     max_model_len: int
     max_model_len_key: str
     is_hybrid: bool
+    use_mla: bool = False
 
 
 class ModelArchConfigConvertorBase:
@@ -78,7 +80,13 @@ class ModelArchConfigConvertorBase:
     def get_total_num_attention_heads(self) -> int:
         return self._required("num_attention_heads", "n_head")
 
+    def use_mla(self) -> bool:
+        """Whether attention keeps a compressed latent."""
+        return self._first(("kv_lora_rank",)) is not None
+
     def get_total_num_kv_heads(self) -> int:
+        if self.use_mla():
+            return 1
         names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
         heads = self._first(names)
         return heads if isinstance(heads, int) else self.get_total_num_attention_heads()
@@ -87,6 +95,8 @@ class ModelArchConfigConvertorBase:
         return self._required("hidden_size", "n_embd", "d_model")
 
     def get_head_size(self) -> int:
+        if self.use_mla():
+            return self._required("kv_lora_rank") + self._required("qk_rope_head_dim")
         size = self._first(("head_dim", "hidden_size_per_head"))
         if isinstance(size, int):
             return size
@@ -138,6 +148,7 @@ class ModelArchConfigConvertorBase:
             max_model_len=length,
             max_model_len_key=key,
             is_hybrid=self.is_hybrid(),
+            use_mla=self.use_mla(),
         )
 
 

@@ -18,6 +18,7 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": (
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
+    "KimiLinearForCausalLM": "vllm.model_executor.models.kimi_linear:KimiLinearForCausalLM",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",

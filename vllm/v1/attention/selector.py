@@ -12,6 +12,7 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.latent import LatentAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
@@ -58,6 +59,22 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
 
         return FlashInferBackend
     raise ValueError(f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}")
+
+
+def get_latent_attn_backend() -> type[AttentionBackend]:
+    """The backend of multi-head latent attention; ValueError if another was asked for."""
+    asked = get_current_vllm_config().attention_backend
+    if asked is not None and asked.upper() != "PAGED":
+        raise ValueError(
+            f"--attention-backend {asked} does not run latent attention; leave it out, or use PAGED"
+        )
+    decisions.record(
+        "latent attention backend",
+        LatentAttentionBackend.name,
+        "own kernels need no run-time compilation and take any head size and draft width",
+        instead_of="FlashMLA, FlashInfer",
+    )
+    return LatentAttentionBackend
 
 
 def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:

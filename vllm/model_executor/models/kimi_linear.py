@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi-Linear (arXiv 2510.26692): three layers of Kimi delta attention to one of latent attention
+without rotation, then experts or, in the first layers, a gated MLP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.kimi_delta_attention import (
+    KimiDeltaAttention,
+    KimiDeltaAttentionShape,
+)
+from vllm.model_executor.layers.latent_attention import (
+    LatentAttentionShape,
+    MultiHeadLatentAttention,
+)
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateDtypeCalculator,
+    MambaStateShapeCalculator,
+)
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def delta_attention_shape(config: PretrainedConfig) -> KimiDeltaAttentionShape:
+    """The recurrent mixer of most layers."""
+    return KimiDeltaAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.linear_num_heads,
+        head_dim=config.linear_head_dim,
+        conv_kernel_size=config.linear_conv_kernel_dim,
+        eps=config.rms_norm_eps,
+    )
+
+
+def latent_attention_shape(config: PretrainedConfig) -> LatentAttentionShape:
+    """The attention of the other layers, and of DeepSeek's."""
+    return LatentAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        nope_dim=config.qk_nope_head_dim,
+        shared_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        latent_dim=config.kv_lora_rank,
+        query_latent_dim=config.q_lora_rank,
+        bias=config.attention_bias,
+    )
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """Sigmoid scores with a correction bias, chosen in the best groups; shared experts of one."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_local_experts,
+        rule=RoutingRule(
+            config.num_experts_per_tok,
+            scores="sigmoid",
+            renormalize=config.norm_topk_prob,
+            epsilon=1e-20,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            group_score="top2",
+            scale=config.routed_scaling_factor,
+        ),
+        shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
+        correction_bias=True,
+        hidden_act=config.hidden_act,
+    )
+
+
+class KimiLinearDecoderLayer(DecoderLayer):
+    """Delta or latent attention, then experts or a gated MLP, as the config lists."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
+        index, name = extract_layer_index(prefix), f"{prefix}.self_attn"
+        kind = config.layer_types[index]
+        self.is_recurrent = kind == "linear_attention"
+        self.self_attn: nn.Module
+        if self.is_recurrent:
+            self.self_attn = KimiDeltaAttention(
+                delta_attention_shape(config), name, quant_config=quant_config
+            )
+        elif kind == "full_attention":
+            self.self_attn = MultiHeadLatentAttention(
+                latent_attention_shape(config), name, quant_config
+            )
+        else:
+            raise ValueError(
+                f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
+            )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.mlp_layer_types[index] == "sparse":
+            self.mlp = MixtureOfExperts(mixture_shape(config), f"{prefix}.mlp", quant_config)
+        else:
+            self.mlp = GatedMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                config.hidden_act,
+                prefix=f"{prefix}.mlp",
+                quant_config=quant_config,
+            )
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        inputs = (hidden_states,) if self.is_recurrent else (positions, hidden_states)
+        mixed: Tensor = self.self_attn(*inputs)
+        return mixed
+
+
+class KimiLinearModel(DecoderModel):
+    """Kimi-Linear without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = KimiLinearDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+
+class KimiLinearForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+    """Checkpoints name an expert's gate, down and up projections w1, w2 and w3."""
+
+    fused_names = (
+        *DecoderForCausalLM.fused_names,
+        *KimiDeltaAttention.CHECKPOINT_NAMES,
+        *Router.CHECKPOINT_NAMES,
+    )
+    stacked_names = (
+        ("experts.gate_up_proj", "experts.*.w1.weight", 0),
+        ("experts.gate_up_proj", "experts.*.w3.weight", 1),
+        ("experts.down_proj", "experts.*.w2.weight", 0),
+        ("experts.gate_up_proj", "shared_expert.gate_proj.weight", 0),
+        ("experts.gate_up_proj", "shared_expert.up_proj.weight", 1),
+        ("experts.down_proj", "shared_expert.down_proj.weight", 0),
+    )
+    weights_mapper = WeightsMapper(
+        orig_to_new_substr={
+            ".block_sparse_moe.": ".mlp.",
+            ".shared_experts.": ".shared_expert.",
+        }
+    )
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return KimiLinearModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or KimiLinearDecoderLayer
+        )
+
+    @classmethod
+    def get_mamba_state_shape_from_config(
+        cls, vllm_config: VllmConfig
+    ) -> tuple[tuple[int, ...], ...]:
+        shape = delta_attention_shape(vllm_config.model_config.hf_text_config)
+        heads, dim = shape.num_heads, shape.head_dim
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return MambaStateShapeCalculator.gated_delta_net_state_shape(
+            ranks, heads, heads, dim, dim, shape.conv_kernel_size
+        )
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        cache = vllm_config.cache_config
+        return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+            vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+        )
