@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
@@ -92,6 +93,18 @@ _QWEN3_5: dict[str, Any] = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 #: a shared expert of the others' size
 _QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
+
+_NEMOTRON_H: dict[str, Any] = {
+    **{key: value for key, value in _COMMON.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    # transformers clamps step sizes of prompts by it, and none of single tokens.
+    "time_step_min": 1e-9,
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -157,6 +170,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }
@@ -174,14 +188,16 @@ FAMILIES = tuple(_CONFIGS)
 _SCALES = {
     "visual": 1.0,
     "embed_tokens": 25.0,
+    "embeddings": 25.0,
     "lm_head": 4.0,
-    "in_proj_": 4.0,
+    "in_proj": 4.0,
     "conv1d": 4.0,
     "q_proj": 4.0,
     "k_proj": 4.0,
     "v_proj": 4.0,
     "o_proj": 6.0,
     "out_proj": 6.0,
+    "mixer.up_proj": 8.0,
     "experts.gate_up_proj": 6.0,
     "experts.down_proj": 12.0,
     "mlp.gate.": 10.0,
@@ -192,9 +208,11 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
+#: what models call their final norm
+_FINAL_NORMS = ("norm", "norm_f")
 
 
 def _tune(model: PreTrainedModel) -> None:
@@ -370,7 +388,8 @@ def hf_residual_streams(
     def keep(_: Any, inputs: tuple[Any, ...]) -> None:
         streams.append(inputs[0][0].clone())
 
-    hooked = [*decoder.layers, decoder.norm]
+    norm = next(m for name in _FINAL_NORMS if (m := getattr(decoder, name, None)) is not None)
+    hooked = [*decoder.layers, norm]
     handles = [module.register_forward_pre_hook(keep) for module in hooked]
     try:
         model(torch.tensor([token_ids]))
