@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -105,6 +106,26 @@ _NEMOTRON_H: dict[str, Any] = {
     # transformers clamps step sizes of prompts by it, and none of single tokens.
     "time_step_min": 1e-9,
 }
+_MAMBA2: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_GRANITE_H: dict[str, Any] = {
+    **_COMMON,
+    **_MAMBA2,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 1.4,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -170,6 +191,13 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "granite_h": lambda: GraniteMoeHybridConfig(**_GRANITE_H, num_local_experts=8),
+    "granite_h_dense": lambda: GraniteMoeHybridConfig(
+        **{**_GRANITE_H, "tie_word_embeddings": True},
+        num_local_experts=0,
+        position_embedding_type="rope",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
@@ -198,6 +226,9 @@ _SCALES = {
     "o_proj": 6.0,
     "out_proj": 6.0,
     "mixer.up_proj": 8.0,
+    "shared_mlp.input_linear": 6.0,
+    "shared_mlp.output_linear": 6.0,
+    "block_sparse_moe.router": 10.0,
     "experts.gate_up_proj": 6.0,
     "experts.down_proj": 12.0,
     "mlp.gate.": 10.0,
@@ -208,7 +239,7 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h", "granitemoehybrid")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
 #: what models call their final norm

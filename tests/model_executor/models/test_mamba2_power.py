@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.parity
 
-FAMILIES = ("nemotron_h",)
+FAMILIES = ("nemotron_h", "granite_h", "granite_h_dense")
 #: in units of the logits' standard deviation; `NOTICED` is what a damage has to exceed
 TOLERANCE, NOTICED = 5e-5, 5e-3
 IDS = torch.randint(0, 256, (33,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -54,6 +54,18 @@ def test_a_lost_state_changes_tokens(family: str) -> None:
 FIELDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("nemotron_h", "layer_norm_epsilon", lambda eps: 0.1),
     ("nemotron_h", "time_step_limit", lambda limit: (0.1, 0.5)),
+    *(
+        ("granite_h", field, lambda value: value * 1.1)
+        for field in (
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        )
+    ),
+    ("granite_h", "num_experts_per_tok", lambda top_k: top_k + 1),
+    ("granite_h", "time_step_limit", lambda limit: (0.1, 0.5)),
+    ("granite_h_dense", "position_embedding_type", lambda kind: "nope"),
 ]
 
 
@@ -94,6 +106,8 @@ def test_every_part_of_nemotron_h_matters(
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
+        # The shared expert is one more of the stack, and its gate and up come as one tensor.
+        ("granite_h", {"shared_intermediate_size": 32}),
         ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     ],
 )
@@ -109,6 +123,7 @@ def test_variants_are_those_of_transformers(
     [
         ("nemotron_h", "mlp_hidden_act", "silu", "'silu' is not supported without gate"),
         ("nemotron_h", "mamba_hidden_act", "relu", "Mamba2 with 'relu' is not supported"),
+        ("granite_h", "position_embedding_type", "alibi", "'alibi' is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused(

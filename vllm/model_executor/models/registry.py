@@ -18,6 +18,9 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": (
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
+    "GraniteMoeHybridForCausalLM": (
+        "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
+    ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h:NemotronHForCausalLM",
