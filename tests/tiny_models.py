@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MixtralConfig,
@@ -126,6 +127,22 @@ _GRANITE_H: dict[str, Any] = {
     "logits_scaling": 2.0,
     "layer_types": ["mamba", "attention", "mamba", "mamba"],
 }
+#: no multiplier is 1
+_FALCON_H1: dict[str, Any] = {
+    **_COMMON,
+    **_MAMBA2,
+    "mamba_d_ssm": 128,
+    "embedding_multiplier": 0.6,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.6,
+    "ssm_out_multiplier": 4.0,
+    "ssm_multipliers": [1.4, 1.8, 2.2, 2.4, 0.6],
+    "mlp_multipliers": [1.4, 0.7],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -191,6 +208,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "falcon_h1": lambda: FalconH1Config(**_FALCON_H1),
     "granite_h": lambda: GraniteMoeHybridConfig(**_GRANITE_H, num_local_experts=8),
     "granite_h_dense": lambda: GraniteMoeHybridConfig(
         **{**_GRANITE_H, "tie_word_embeddings": True},
@@ -226,6 +244,8 @@ _SCALES = {
     "o_proj": 6.0,
     "out_proj": 6.0,
     "mixer.up_proj": 8.0,
+    "feed_forward.gate_proj": 6.0,
+    "feed_forward.up_proj": 6.0,
     "shared_mlp.input_linear": 6.0,
     "shared_mlp.output_linear": 6.0,
     "block_sparse_moe.router": 10.0,
@@ -239,11 +259,11 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h", "granitemoehybrid")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h", "granitemoehybrid", "falcon_h1")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
 #: what models call their final norm
-_FINAL_NORMS = ("norm", "norm_f")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
 
 
 def _tune(model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.parity
 
-FAMILIES = ("nemotron_h", "granite_h", "granite_h_dense")
+FAMILIES = ("nemotron_h", "granite_h", "granite_h_dense", "falcon_h1")
 #: in units of the logits' standard deviation; `NOTICED` is what a damage has to exceed
 TOLERANCE, NOTICED = 5e-5, 5e-3
 IDS = torch.randint(0, 256, (33,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -50,6 +50,10 @@ def test_a_lost_state_changes_tokens(family: str) -> None:
         assert (harness.generate(ids, 8) == expected) is (damaged is None)
 
 
+def _changed(values: list[float], place: int) -> list[float]:
+    return [value * 1.1 if i == place else value for i, value in enumerate(values)]
+
+
 #: family, field of the config, what becomes of it
 FIELDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("nemotron_h", "layer_norm_epsilon", lambda eps: 0.1),
@@ -66,6 +70,21 @@ FIELDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("granite_h", "num_experts_per_tok", lambda top_k: top_k + 1),
     ("granite_h", "time_step_limit", lambda limit: (0.1, 0.5)),
     ("granite_h_dense", "position_embedding_type", lambda kind: "nope"),
+    *(
+        ("falcon_h1", field, lambda value: value * 1.1)
+        for field in (
+            "embedding_multiplier",
+            "lm_head_multiplier",
+            "key_multiplier",
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "ssm_in_multiplier",
+            "ssm_out_multiplier",
+        )
+    ),
+    *(("falcon_h1", "ssm_multipliers", lambda v, i=i: _changed(v, i)) for i in range(5)),
+    *(("falcon_h1", "mlp_multipliers", lambda v, i=i: _changed(v, i)) for i in range(2)),
+    ("falcon_h1", "time_step_limit", lambda limit: (0.1, 0.5)),
 ]
 
 
@@ -108,6 +127,11 @@ def test_every_part_of_nemotron_h_matters(
     [
         # The shared expert is one more of the stack, and its gate and up come as one tensor.
         ("granite_h", {"shared_intermediate_size": 32}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2, "projectors_bias": True}),
+        (
+            "falcon_h1",
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True},
+        ),
         ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     ],
 )
