@@ -27,9 +27,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
@@ -112,6 +115,53 @@ _KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_NEMOTRON_H: dict[str, Any] = {
+    **{key: value for key, value in _COMMON.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    # transformers clamps step sizes of prompts by it, and none of single tokens.
+    "time_step_min": 1e-9,
+}
+_MAMBA2: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_GRANITE_H: dict[str, Any] = {
+    **_COMMON,
+    **_MAMBA2,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 1.4,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}
+#: no multiplier is 1
+_FALCON_H1: dict[str, Any] = {
+    **_COMMON,
+    **_MAMBA2,
+    "mamba_d_ssm": 128,
+    "embedding_multiplier": 0.6,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.6,
+    "ssm_out_multiplier": 4.0,
+    "ssm_multipliers": [1.4, 1.8, 2.2, 2.4, 0.6],
+    "mlp_multipliers": [1.4, 0.7],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -177,6 +227,15 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "falcon_h1": lambda: FalconH1Config(**_FALCON_H1),
+    "granite_h": lambda: GraniteMoeHybridConfig(**_GRANITE_H, num_local_experts=8),
+    "granite_h_dense": lambda: GraniteMoeHybridConfig(
+        **{**_GRANITE_H, "tie_word_embeddings": True},
+        num_local_experts=0,
+        position_embedding_type="rope",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
@@ -195,14 +254,21 @@ FAMILIES = tuple(_CONFIGS)
 _SCALES = {
     "visual": 1.0,
     "embed_tokens": 25.0,
+    "embeddings": 25.0,
     "lm_head": 4.0,
-    "in_proj_": 4.0,
+    "in_proj": 4.0,
     "conv1d": 4.0,
     "q_proj": 4.0,
     "k_proj": 4.0,
     "v_proj": 4.0,
     "o_proj": 6.0,
     "out_proj": 6.0,
+    "mixer.up_proj": 8.0,
+    "feed_forward.gate_proj": 6.0,
+    "feed_forward.up_proj": 6.0,
+    "shared_mlp.input_linear": 6.0,
+    "shared_mlp.output_linear": 6.0,
+    "block_sparse_moe.router": 10.0,
     "experts.gate_up_proj": 6.0,
     "experts.down_proj": 12.0,
     "mlp.gate.": 10.0,
@@ -221,9 +287,14 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "kimi_linear")
+_WITHOUT_HEAD_NORMS = (
+    *("llama", "mixtral", "kimi_linear"),
+    *("nemotron_h", "granitemoehybrid", "falcon_h1"),
+)
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
+#: what models call their final norm
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
 
 
 def _tune(model: PreTrainedModel) -> None:
@@ -402,7 +473,8 @@ def hf_residual_streams(
     def keep(_: Any, inputs: tuple[Any, ...]) -> None:
         streams.append(inputs[0][0].clone())
 
-    hooked = [*decoder.layers, decoder.norm]
+    norm = next(m for name in _FINAL_NORMS if (m := getattr(decoder, name, None)) is not None)
+    hooked = [*decoder.layers, norm]
     handles = [module.register_forward_pre_hook(keep) for module in hooked]
     try:
         model(torch.tensor([token_ids]))

@@ -51,6 +51,11 @@ def test_gates_take_strided_views():
     assert error_ratio(kernels.silu_and_mul(both), ref) < 1e-14
 
 
+def test_relu_squared_is_zero_below_zero():
+    x = torch.tensor([[-2.0, -0.0, 0.5, 3.0]])
+    assert kernels.relu_squared(x).tolist() == [[0.0, 0.0, 0.25, 9.0]]
+
+
 @pytest.mark.parametrize("rot", [4, 16])
 def test_rotation_depends_on_relative_position_only(rot):
     """The defining property of RoPE: `<R_m q, R_n k>` is a function of `m - n`."""

@@ -64,6 +64,14 @@ def test_silu_and_mul(n, dtype, device):
     check(kernels, "silu_and_mul", dict(gate_up=gate_up), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("n", [20, 1500])
+def test_relu_squared(n, dtype, device):
+    x = strided(randn(6, n, dtype=dtype, device=device, scale=4.0))
+    check(kernels, "relu_squared", dict(x=x), TOLERANCE[dtype])
+    x[1, 1] = torch.nan
+    assert kernels.relu_squared(x).isnan().sum() == 1
+
+
 @pytest.mark.parametrize("done", [[], [2, -1, 0, -1], [0, 1, 2, -1, -1, 3, -1]])
 def test_gated_rms_norm_leaves_rows_that_are_done(done, device):
     x, gate, out = (randn(7, 3, 32, dtype=torch.float32, device=device) for _ in range(3))

@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
-FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5", "qwen3_5_tied", *MIXTURES)
+HYBRIDS = ("qwen3_5", "qwen3_5_tied", "nemotron_h")
+FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", *HYBRIDS, *MIXTURES)
 
 
 def logprobs(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[float]]:

@@ -31,7 +31,7 @@ class CacheConfig:
     )
     block_sizes: dict[str, int] = option(
         default_factory=dict,
-        help="Tokens in a block of some kinds of state, as JSON like {\"sliding_window\": 64}; "
+        help='Tokens in a block of some kinds of state, as JSON like {"sliding_window": 64}; '
         "multiples of --block-size, which the others have and prefixes are hashed in. Kinds: "
         "full_attention, sliding_window, mla_attention, hidden_states.",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with an activated gate in plain torch: what every platform computes."""
+"""Activations in plain torch: what every platform computes."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate_up[:, :n]) * gate_up[:, n:]`, rounded once: `[tokens, 2n] -> [tokens, n]`."""
     gate, up = gate_up.to(accumulation_dtype(gate_up)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """`max(x, 0)^2` (arXiv 2109.08668), rounded once: `[tokens, n] -> [tokens, n]`."""
+    wide = x.to(accumulation_dtype(x))
+    return torch.relu(wide).square().to(x.dtype)
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Products with an activated gate: SwiGLU and the attention output gate."""
+"""Activations: SwiGLU's, the squared ReLU, and the attention output gate."""
 
 import torch
 import triton
@@ -39,6 +39,34 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         grid = (tokens, cdiv(n, COLUMNS))
         pdl = dependent_launch(out.device)
         _silu_and_mul[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
+    return out
+
+
+@triton.jit
+def _relu_squared_kernel(
+    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    start_next(PDL)
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    x = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
+    # Of a NaN a maximum would be 0.
+    x = tl.where(x < 0, 0.0, x)
+    tl.store(out_ptr + row * N + col, x * x, mask=mask)
+
+
+_relu_squared = Launcher(_relu_squared_kernel)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    tokens, n = x.shape
+    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if tokens:
+        grid = (tokens, cdiv(n, COLUMNS))
+        pdl = dependent_launch(out.device)
+        _relu_squared[grid](x, out, x.stride(0), N=n, BLOCK=COLUMNS, **pdl)
     return out
 
 

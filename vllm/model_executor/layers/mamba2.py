@@ -40,7 +40,8 @@ class Mamba2Shape:
 
     `dt_limit`: bounds of step sizes. `norm_groups`: parts of the heads' channels that the gated
     norm takes apart, 0 for a gate without norm; `norm_before_gate`: the gate multiplies the norm,
-    instead of what goes into it.
+    instead of what goes into it. `out_bias`: whether `out_proj` has one, None: as `in_proj`.
+    `multipliers`: of the projected z, x, B, C and dt, none for ones.
     """
 
     hidden_size: int
@@ -55,11 +56,22 @@ class Mamba2Shape:
     conv_bias: bool = True
     proj_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
+    out_bias: bool | None = None
+    multipliers: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
         """Channels of all heads."""
         return self.num_heads * self.head_dim
+
+    def state_shape(self, num_ranks: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """What one sequence keeps on one of `num_ranks`: `(taps - 1, channels)` of the
+        convolution, `(heads, head_dim, state_size)`. Raises VLLMValidationError for heads or groups
+        that the ranks cannot share."""
+        heads = per_rank("recurrent heads", self.num_heads, num_ranks)
+        groups = per_rank("groups of recurrent heads", self.num_groups, num_ranks)
+        channels = heads * self.head_dim + 2 * groups * self.state_size
+        return (self.conv_kernel_size - 1, channels), (heads, self.head_dim, self.state_size)
 
 
 class GatedGroupNorm(nn.Module):
@@ -94,6 +106,7 @@ class Mamba2(RecurrentMixer, KeepsJournal):
     """
 
     mamba_type = MambaAttentionBackendEnum.MAMBA2
+    multipliers: Tensor | None
 
     def __init__(
         self,
@@ -111,7 +124,6 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         self.num_groups = per_rank("groups of recurrent heads", shape.num_groups, size)
         self.width = divide(shape.width, size)
         options: dict[str, Any] = {
-            "bias": shape.proj_bias,
             "quant_config": quant_config,
             "tp_rank": rank,
             "tp_size": size,
@@ -120,9 +132,11 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         self.in_proj = MergedColumnParallelLinear(
             shape.hidden_size,
             [shape.width, shape.width, shared, shared, shape.num_heads],
+            shape.proj_bias,
             prefix=f"{prefix}.in_proj",
             **options,
         )
+        self.register_buffer("multipliers", self._channel_multipliers(), persistent=False)
         sections = self.in_proj.sections[1:4]
         self.conv1d = ShortConvolution(sections, shape.conv_kernel_size, bias=shape.conv_bias)
         self.A_log = decay_parameter(shape.num_heads, rank, size)
@@ -137,13 +151,27 @@ class Mamba2(RecurrentMixer, KeepsJournal):
                 norm_before_gate=shape.norm_before_gate,
             )
         self.out_proj = RowParallelLinear(
-            shape.width, shape.hidden_size, prefix=f"{prefix}.out_proj", **options
+            shape.width,
+            shape.hidden_size,
+            shape.proj_bias if shape.out_bias is None else shape.out_bias,
+            prefix=f"{prefix}.out_proj",
+            **options,
         )
+
+    def _channel_multipliers(self) -> Tensor | None:
+        """`[channels of in_proj]` of this shard."""
+        if not self.shape.multipliers:
+            return None
+        widths = self.in_proj.output_partition_sizes
+        pairs = zip(widths, self.shape.multipliers, strict=True)
+        return torch.cat([torch.full((width,), multiplier) for width, multiplier in pairs])
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
         channels = self._channels
         parts = self.in_proj(hidden_states)[0]
+        if self.multipliers is not None:
+            parts = parts * self.multipliers
         z, xbc, dt = parts.split([self.width, channels, self.num_heads], dim=-1)
         mixed = parts.new_empty(len(parts), self.num_heads, self.shape.head_dim)
         self.mix(mixed, xbc, dt)
@@ -205,8 +233,4 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         current_platform.kernels.mamba2_commit(stack, entries)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        shape = self.shape
-        return (
-            (shape.conv_kernel_size - 1, self._channels),
-            (self.num_heads, shape.head_dim, shape.state_size),
-        )
+        return self.shape.state_shape(self.tp_size)

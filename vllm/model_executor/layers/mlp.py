@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated feed-forward network shared by the dense families."""
+"""Feed-forward networks: the gated one of most dense families, and one without gate."""
 
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import ResidualStream
-from vllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn
+from vllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
 from vllm.platforms import current_platform
@@ -88,3 +92,46 @@ class GatedMLP(nn.Module):
             return current_platform.kernels.silu_and_mul_fp8(gate_up)
         gated: Tensor = self.act_fn(gate_up)
         return gated
+
+
+class UngatedMLP(nn.Module):
+    """`down(act(up(x)))`; `reduce_results` as in `GatedMLP`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str = "relu2",
+        bias: bool = False,
+        prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
+        *,
+        reduce_results: bool = True,
+    ) -> None:
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(
+            hidden_size,
+            intermediate_size,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            reduce_results=reduce_results,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+        self.act_fn = get_act_fn(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden] -> [tokens, hidden]`."""
+        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x)[0]))[0]
+        return out
+
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        """The stream, added up, with this network of its norm as a branch; and its sum."""
+        up, total = self.up_proj.after_norm(norm, stream)
+        return self.down_proj.add_to(total, self.act_fn(up)), total

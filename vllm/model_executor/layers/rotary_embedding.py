@@ -142,6 +142,11 @@ class RotaryEmbedding(nn.Module):
 _shared: weakref.WeakValueDictionary[str, RotaryEmbedding] = weakref.WeakValueDictionary()
 
 
+def no_rope(head_size: int, max_position: int) -> RotaryEmbedding:
+    """A rotary embedding that turns nothing, for attention without positions (NoPE)."""
+    return get_rope(head_size, max_position, rope_parameters={"partial_rotary_factor": 0.0})
+
+
 def get_rope(
     head_size: int,
     max_position: int,

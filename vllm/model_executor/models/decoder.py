@@ -76,10 +76,19 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module, EagleModelMixin):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.
+
+    `eps`: the final norm's, of families whose config does not call it `rms_norm_eps`.
+    """
 
     def __init__(
-        self, config: PretrainedConfig, layer_fn: LayerFactory, norm: type[RMSNorm], prefix: str
+        self,
+        config: PretrainedConfig,
+        layer_fn: LayerFactory,
+        norm: type[RMSNorm],
+        prefix: str,
+        *,
+        eps: float | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -89,7 +98,7 @@ class DecoderModel(nn.Module, EagleModelMixin):
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers, layer_fn, prefix=maybe_prefix(prefix, "layers")
         )
-        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm(config.hidden_size, config.rms_norm_eps if eps is None else eps)
         #: layers that steps skip: see `LeavesOutLayers`
         self.left_out: frozenset[int] = frozenset()
 

@@ -19,8 +19,13 @@ _MODELS: dict[str, str] = {
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
     "KimiLinearForCausalLM": "vllm.model_executor.models.kimi_linear:KimiLinearForCausalLM",
+    "FalconH1ForCausalLM": "vllm.model_executor.models.falcon_h1:FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM": (
+        "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
+    ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
+    "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h:NemotronHForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM",

@@ -12,8 +12,9 @@ from vllm.model_executor.utils import get_weight_attr
 
 #: `(parameter, checkpoint name, section)`, dotted from the module that has the parameter. `*` is
 #: an expert's number; without one the name is the shared expert's. The shard id of a tensor is
-#: `(expert, section)`, where expert is the number or `SHARED_EXPERT`.
-StackedName = tuple[str, str, int]
+#: `(expert, section)`, where expert is the number or `SHARED_EXPERT`; several sections that are one
+#: tensor are a tuple.
+StackedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
 
 
 class StackedNames:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of Mamba2 and attention, served: fp32 greedy tokens and captured streams are
+transformers', whatever happens to a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
+from tiny_models import hf_residual_streams, tiny_model
+
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+
+pytestmark = [pytest.mark.parity, in_this_process]
+
+FAMILIES = ("nemotron_h", "granite_h", "granite_h_dense", "falcon_h1")
+NUM_TOKENS = 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_streams_are_those_of_transformers(
+    family: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """In chunks beside each other's decodes, preempted, and a second time from the cache."""
+    llm = make_engine(
+        family,
+        max_num_batched_tokens=19,
+        enable_prefix_caching=True,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        },
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, preempted = scheduler.schedule, 0
+
+    def preempt_and_schedule() -> Any:
+        nonlocal preempted
+        if len(scheduler.running) > 1 and preempted < 3:
+            scheduler._preempt_last()
+            preempted += 1
+        return schedule()
+
+    scheduler.schedule = preempt_and_schedule
+    for _ in range(2):
+        outputs = generate(llm, prompts((1, 16, 65)), NUM_TOKENS)
+        for output in outputs:
+            assert_equals_reference(output, tiny_model(family), NUM_TOKENS)
+    assert preempted == 3
+    assert max(output.num_cached_tokens or 0 for output in outputs) >= 64
+    assert outputs[-1].kv_transfer_params is not None
+    path = outputs[-1].kv_transfer_params["hidden_states_path"]
+    found = load_hidden_states(path)["hidden_states"]
+    streams = hf_residual_streams(tiny_model(family), list(outputs[-1].prompt_token_ids or []))
+    for i, layer in enumerate((0, 2, 4)):
+        expected = streams[layer]
+        difference = (found[: len(expected), i] - expected).abs().max()
+        assert float(difference) < 5e-5 * float(expected.std())

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Falcon-H1 (arXiv 2507.22448): every layer has attention and Mamba2 side by side.
+
+Both read one norm, and their sum is one branch of the residual stream. Activations have multipliers
+(maximal-update parametrisation) that the config lists.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
+from vllm.model_executor.models.mamba2_hybrid import (
+    Mamba2HybridForCausalLM,
+    multiplied,
+    only_silu,
+)
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
+    """The recurrent mixer, with or without a norm at its gate."""
+    return Mamba2Shape(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_n_heads,
+        head_dim=config.mamba_d_head,
+        state_size=config.mamba_d_state,
+        num_groups=config.mamba_n_groups,
+        conv_kernel_size=config.mamba_d_conv,
+        eps=config.rms_norm_eps,
+        norm_groups=config.mamba_n_groups if config.mamba_rms_norm else 0,
+        norm_before_gate=config.mamba_norm_before_gate,
+        conv_bias=config.mamba_conv_bias,
+        proj_bias=config.mamba_proj_bias,
+        out_bias=config.projectors_bias,
+        dt_limit=tuple(config.time_step_limit),
+        multipliers=tuple(config.ssm_multipliers),
+    )
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """Rotary attention. The keys' multiplier is a factor of every product with a query."""
+    head_dim = _head_dim(config)
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        scale=head_dim**-0.5 * config.key_multiplier,
+    )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class FalconH1MLP(GatedMLP):
+    """`down(silu(gate(x) * first) * up(x)) * second`."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.mlp_bias,
+            prefix=prefix,
+            quant_config=vllm_config.quant_config,
+        )
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        gate_up: Tensor = self.gate_up_proj(x)[0]
+        if self.gate_multiplier != 1.0:
+            gate_up.chunk(2, dim=-1)[0].mul_(self.gate_multiplier)
+        out: Tensor = self.down_proj(self.act_fn(gate_up))[0]
+        return multiplied(out, self.down_multiplier)
+
+
+class FalconH1DecoderLayer(DecoderLayer):
+    """Attention beside Mamba2, then a gated MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config, quant_config = model_config.hf_text_config, vllm_config.quant_config
+        only_silu(config.hidden_act, prefix)
+        self.config = config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
+        rope = get_rope(
+            _head_dim(config), model_config.max_model_len, rope_parameters=config.rope_parameters
+        )
+        self.self_attn = SelfAttention(
+            attention_shape(config), rope, f"{prefix}.self_attn", quant_config
+        )
+        self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.feed_forward = FalconH1MLP(vllm_config, f"{prefix}.feed_forward")
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        config = self.config
+        recurrent = self.mamba(multiplied(hidden_states, config.ssm_in_multiplier))
+        attended = self.self_attn(
+            positions, multiplied(hidden_states, config.attention_in_multiplier)
+        )
+        recurrent = multiplied(recurrent, config.ssm_out_multiplier)
+        mixed: Tensor = recurrent + multiplied(attended, config.attention_out_multiplier)
+        return mixed
+
+    def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        stream, total = self.mix_stream(positions, stream)
+        normed, residual = self.pre_ff_layernorm.enter(stream)
+        return ResidualStream(residual, self.feed_forward(normed)), total
+
+
+class FalconH1Model(DecoderModel):
+    """Falcon-H1 without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = FalconH1DecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return multiplied(super().embed_input_ids(input_ids), self.config.embedding_multiplier)
+
+
+class FalconH1ForCausalLM(Mamba2HybridForCausalLM):
+    """`FalconH1ForCausalLM` checkpoints."""
+
+    weights_mapper = WeightsMapper(orig_to_new_prefix={"model.final_layernorm.": "model.norm."})
+    mamba2_shape = staticmethod(mamba2_shape)
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+        config = self.config
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=config.lm_head_multiplier)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return FalconH1Model(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or FalconH1DecoderLayer
+        )

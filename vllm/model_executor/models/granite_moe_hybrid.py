@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Granite 4 hybrids: Mamba2 or attention, then experts, a shared network or both.
+
+What enters the residual stream, attention's products and the logits have multipliers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm.kernels.moe import RoutingRule
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope, no_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
+from vllm.model_executor.models.mamba2_hybrid import (
+    Mamba2HybridForCausalLM,
+    multiplied,
+    only_silu,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+#: entries of `layer_types`, whose names changed with transformers 5.18
+_MAMBA = ("mamba", "linear_attention")
+_ATTENTION = ("attention", "full_attention")
+
+
+def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
+    """The recurrent layers."""
+    return Mamba2Shape(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_n_heads,
+        head_dim=config.mamba_d_head,
+        state_size=config.mamba_d_state,
+        num_groups=config.mamba_n_groups,
+        conv_kernel_size=config.mamba_d_conv,
+        eps=config.rms_norm_eps,
+        norm_groups=config.mamba_n_groups,
+        conv_bias=config.mamba_conv_bias,
+        proj_bias=config.mamba_proj_bias,
+        dt_limit=tuple(config.time_step_limit),
+    )
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The attention layers."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        scale=config.attention_multiplier,
+    )
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """A softmax over the chosen logits, and the shared network as an expert that is added."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_experts=config.num_local_experts,
+        rule=RoutingRule(config.num_experts_per_tok),
+        shared_intermediate_size=config.shared_intermediate_size,
+        hidden_act=config.hidden_act,
+    )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope(config: PretrainedConfig, max_model_len: int) -> RotaryEmbedding:
+    kind = config.position_embedding_type
+    if kind in (None, "nope"):
+        return no_rope(_head_dim(config), max_model_len)
+    if kind != "rope":
+        raise ValueError(
+            f"position_embedding_type {kind!r} is not supported; supported: nope, rope"
+        )
+    return get_rope(_head_dim(config), max_model_len, rope_parameters=config.rope_parameters)
+
+
+class GraniteMoeHybridDecoderLayer(DecoderLayer):
+    """A mixer and a feed-forward network, each behind a norm and before a multiplier."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config, quant_config = model_config.hf_text_config, vllm_config.quant_config
+        kind = config.layers_block_type[extract_layer_index(prefix)]
+        self.is_recurrent = kind in _MAMBA
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.is_recurrent:
+            only_silu(config.hidden_act, prefix)
+            self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
+        elif kind in _ATTENTION:
+            rope = _rope(config, model_config.max_model_len)
+            self.self_attn = SelfAttention(
+                attention_shape(config), rope, f"{prefix}.self_attn", quant_config
+            )
+        else:
+            raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _new_mlp(vllm_config, f"{prefix}.mlp")
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        mixed: Tensor
+        if self.is_recurrent:
+            mixed = self.mamba(hidden_states)
+        else:
+            mixed = self.self_attn(positions, hidden_states)
+        return multiplied(mixed, self.residual_multiplier)
+
+    def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        stream, total = self.mix_stream(positions, stream)
+        normed, residual = self.post_attention_layernorm.enter(stream)
+        branch = multiplied(self.mlp(normed), self.residual_multiplier)
+        return ResidualStream(residual, branch), total
+
+
+def _new_mlp(vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    config, quant_config = vllm_config.model_config.hf_text_config, vllm_config.quant_config
+    if config.num_local_experts:
+        return MixtureOfExperts(mixture_shape(config), prefix, quant_config)
+    return GatedMLP(
+        config.hidden_size,
+        config.shared_intermediate_size,
+        config.hidden_act,
+        prefix=prefix,
+        quant_config=quant_config,
+    )
+
+
+class GraniteMoeHybridModel(DecoderModel):
+    """Granite 4 without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = GraniteMoeHybridDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return multiplied(super().embed_input_ids(input_ids), self.config.embedding_multiplier)
+
+
+class GraniteMoeHybridForCausalLM(Mamba2HybridForCausalLM):
+    """`GraniteMoeHybridForCausalLM` checkpoints, with experts or without."""
+
+    fused_names = (*Mamba2HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    stacked_names = (
+        ("experts.gate_up_proj", "shared_expert.gate_up_proj.weight", (0, 1)),
+        ("experts.down_proj", "shared_expert.down_proj.weight", 0),
+    )
+    mamba2_shape = staticmethod(mamba2_shape)
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        self.weights_mapper = _names(bool(config.num_local_experts))
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return GraniteMoeHybridModel(
+            vllm_config=vllm_config,
+            prefix=prefix,
+            layer_type=layer_type or GraniteMoeHybridDecoderLayer,
+        )
+
+
+def _names(has_experts: bool) -> WeightsMapper:
+    """From the checkpoint's names; its shared network is all there is of a dense layer."""
+    shared = ".mlp.shared_expert." if has_experts else ".mlp."
+    return WeightsMapper(
+        orig_to_new_substr={
+            ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+            ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+            ".block_sparse_moe.router.layer.": ".mlp.gate.",
+            ".shared_mlp.input_linear.": f"{shared}gate_up_proj.",
+            ".shared_mlp.output_linear.": f"{shared}down_proj.",
+        }
+    )

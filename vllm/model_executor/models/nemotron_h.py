@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H (arXiv 2504.03624): every layer is one of Mamba2, attention and a feed-forward
+network, in an order that the config lists."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
+from vllm.model_executor.layers.mlp import UngatedMLP
+from vllm.model_executor.layers.rotary_embedding import no_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
+from vllm.model_executor.models.mamba2_hybrid import Mamba2HybridForCausalLM, only_silu
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+#: entries of `layers_block_type`, whose names changed with transformers 5.18
+_MAMBA = ("mamba", "linear_attention")
+_ATTENTION = ("attention", "full_attention")
+
+
+def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
+    """The recurrent layers; the gated norm takes the channels of each group apart."""
+    return Mamba2Shape(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        state_size=config.ssm_state_size,
+        num_groups=config.n_groups,
+        conv_kernel_size=config.conv_kernel,
+        eps=config.layer_norm_epsilon,
+        norm_groups=config.n_groups,
+        conv_bias=config.use_conv_bias,
+        proj_bias=config.use_bias,
+        dt_limit=tuple(config.time_step_limit),
+    )
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The attention layers, which know no positions."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+
+
+class NemotronHDecoderLayer(DecoderLayer):
+    """One mixer behind a norm: which one, `layers_block_type` says."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        kind = config.layers_block_type[extract_layer_index(prefix)]
+        self.mixer = _new_mixer(kind, vllm_config, f"{prefix}.mixer")
+
+    def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        mixer = self.mixer
+        if isinstance(mixer, SelfAttention):
+            return mixer.after_norm(self.norm, positions, stream)
+        if isinstance(mixer, UngatedMLP):
+            return mixer.after_norm(self.norm, stream)
+        normed, total = self.norm.enter(stream)
+        return ResidualStream(total, mixer(normed)), total
+
+
+def _new_mixer(kind: str, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    model_config = vllm_config.model_config
+    config, quant_config = model_config.hf_text_config, vllm_config.quant_config
+    if kind in _MAMBA:
+        only_silu(config.mamba_hidden_act, prefix)
+        return Mamba2(mamba2_shape(config), prefix, quant_config=quant_config)
+    if kind in _ATTENTION:
+        rope = no_rope(config.head_dim, model_config.max_model_len)
+        return SelfAttention(attention_shape(config), rope, prefix, quant_config)
+    if kind == "mlp":
+        return UngatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.mlp_hidden_act,
+            bias=config.mlp_bias,
+            prefix=prefix,
+            quant_config=quant_config,
+        )
+    raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp")
+
+
+class NemotronHModel(DecoderModel):
+    """Nemotron-H without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = NemotronHDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        make = partial(layer_type, vllm_config)
+        super().__init__(config, make, RMSNorm, prefix, eps=config.layer_norm_epsilon)
+
+
+class NemotronHForCausalLM(Mamba2HybridForCausalLM):
+    """`NemotronHForCausalLM` checkpoints: `hybrid_override_pattern` or `layers_block_type`."""
+
+    weights_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
+            "backbone.": "model.",
+        }
+    )
+    unused_weights = {"mtp.": "no speculative method of this engine drafts with this head"}
+    mamba2_shape = staticmethod(mamba2_shape)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return NemotronHModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or NemotronHDecoderLayer
+        )
