@@ -225,8 +225,8 @@ def _resolve_speculation(config: VllmConfig) -> None:
     if drafter is not None and drafter.reads_target and transfer and transfer.is_kv_consumer:
         raise VLLMValidationError(
             f"speculative_config method {drafter.method} beside kv_connector "
-            f"{transfer.kv_connector} with kv_role {transfer.kv_role}: the head's last row of what "
-            "is loaded depends on the token after it, which connectors do not compare; use "
+            f"{transfer.kv_connector} with kv_role {transfer.kv_role}: a head's last row of what "
+            "is loaded may depend on the token after it, which connectors do not compare; use "
             "kv_producer, or method draft_model or ngram",
             parameter="kv_transfer_config.kv_role",
             value=transfer.kv_role,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft layers run token by token after a step: one row per request, all on the device.
+"""Draft layers run after a step: some rows per request, at a time or in turn, on the device.
 
 Positions, lengths and slots follow from what the device knows of each row, in tensors that stay at
 their address: the host counts steps and requests, nothing else.
@@ -30,7 +30,7 @@ def layer_names(model: nn.Module) -> list[str]:
 @dataclass(frozen=True)
 class _Group:
     """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, where
-    `slots [rows]` int64 of their next tokens go."""
+    `slots [rows * width]` int64 of their next tokens go."""
 
     table: Tensor
     block_size: int
@@ -38,21 +38,23 @@ class _Group:
 
 
 class DraftLoop:
-    """`layer_names`: of the draft layers. Call `begin` after each step, then `place` before each
-    token, inside whose context the layers run."""
+    """Places `width` tokens of each request at a time. Call `begin` after each step, then `place`
+    before the tokens, inside whose context the layers run."""
 
-    def __init__(self, progress: Progress, max_model_len: int) -> None:
+    def __init__(self, progress: Progress, max_model_len: int, width: int = 1) -> None:
         self._progress = progress
         self._max_model_len = max_model_len
+        self._width = width
         rows, device = len(progress.tokens), progress.tokens.device
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        #: `[rows]` int64: where each request's tokens lie
-        self.positions = zeros(torch.int64, rows)
+        #: `[rows * width]` int64: where each request's tokens lie
+        self.positions = zeros(torch.int64, rows * width)
+        self._ahead = torch.arange(width, device=device)
         self._seq_lens = zeros(torch.int32, rows)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         #: the last row takes what belongs to no request
         self._drafts = zeros(torch.int64, rows + 1, progress.width - 1)
         self._groups: dict[int, _Group] = {}
@@ -83,26 +85,29 @@ class DraftLoop:
         return _Rows(rows, is_real, computed, last, self._context(num_reqs))
 
     def _context(self, num_reqs: int) -> ForwardContext:
-        slots = {index: group.slots[:num_reqs] for index, group in self._groups.items()}
-        return self._memory.metadata.of_single_tokens(
-            self._names, self._starts[: num_reqs + 1], self._seq_lens[:num_reqs], slots
+        count = num_reqs * self._width
+        slots = {index: group.slots[:count] for index, group in self._groups.items()}
+        starts, lengths = self._starts[: num_reqs + 1], self._seq_lens[:num_reqs]
+        return self._memory.metadata.of_draft_tokens(
+            self._names, starts, lengths, slots, self._width
         )
 
     def place(self, rows: _Rows, ahead: int) -> Tensor:
-        """The rows' next tokens lie `ahead` after those that are computed; `[rows]` int64 positions
-        of them."""
-        count = len(rows.rows)
-        position = rows.computed + ahead
-        inside = rows.is_real & (position < self._max_model_len)
-        position = torch.where(inside, position, 0)
-        self.positions[:count] = position
-        self._seq_lens[:count] = torch.where(inside, position + 1, 0)
+        """The rows' next tokens lie `ahead` after those that are computed; `[rows * width]` int64
+        positions of them. Where they do not end before the model's length, none is computed."""
+        count, width = len(rows.rows), self._width
+        first = rows.computed + ahead
+        inside = rows.is_real & (first + width <= self._max_model_len)
+        first = torch.where(inside, first, 0)
+        self._seq_lens[:count] = torch.where(inside, first + width, 0)
+        position = first.unsqueeze(1) + self._ahead
+        self.positions[: count * width] = position.flatten()
         for group in self._groups.values():
-            index = position // group.block_size
-            block = group.table[:count].gather(1, index.unsqueeze(1)).squeeze(1).long()
+            block = group.table[:count].gather(1, position // group.block_size).long()
             slot = block * group.block_size + position % group.block_size
-            group.slots[:count] = torch.where(inside & (block > 0), slot, -1)
-        return self.positions[:count]
+            held = inside.unsqueeze(1) & (block > 0)
+            group.slots[: count * width] = torch.where(held, slot, -1).flatten()
+        return self.positions[: count * width]
 
     def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> Tensor:
         """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
