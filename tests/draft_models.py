@@ -53,7 +53,7 @@ class Shape:
     modulus: int = 2
 
 
-def _layer_shapes(shape: Shape, prefix: str, inputs: int, gated: bool) -> dict[str, list[int]]:
+def layer_shapes(shape: Shape, prefix: str, inputs: int, gated: bool) -> dict[str, list[int]]:
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
         f"{prefix}input_layernorm.weight": [shape.hidden],
@@ -79,7 +79,7 @@ def eagle3_tensors(shape: Shape, flags: dict[str, bool], layers: int = 1) -> dic
         "lm_head.weight": [shape.draft_vocab, h],
     }
     for i in range(layers):
-        shapes |= _layer_shapes(shape, f"layers.{i}.", 2 * h if i == 0 else h, gated=False)
+        shapes |= layer_shapes(shape, f"layers.{i}.", 2 * h if i == 0 else h, gated=False)
     if flags.get("norm_before_fc"):
         shapes["input_norm.weight"] = [wide]
     if flags.get("fc_norm"):
@@ -108,7 +108,7 @@ def mtp_tensors(shape: Shape) -> dict[str, Tensor]:
         "mtp.norm.weight": [h],
         "mtp.layers.0.self_attn.q_norm.weight": [shape.head_dim],
         "mtp.layers.0.self_attn.k_norm.weight": [shape.head_dim],
-    } | _layer_shapes(shape, "mtp.layers.0.", h, gated=True)
+    } | layer_shapes(shape, "mtp.layers.0.", h, gated=True)
     return {name: gen(name, size, 0.25 if len(size) == 1 else 0.2) for name, size in shapes.items()}
 
 
@@ -135,7 +135,7 @@ def write_eagle3(
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": None if layer_ids is None else list(layer_ids),
         **flags,
-        "speculators_config": _speculators_config("eagle3", verifier, num_tokens),
+        "speculators_config": speculators_config("eagle3", verifier, num_tokens),
         "transformer_layer_config": {
             "model_type": "llama",
             "num_hidden_layers": layers,
@@ -158,7 +158,7 @@ def write_eagle3(
     return path
 
 
-def _speculators_config(kind: str, verifier: Path | None, num_tokens: int) -> dict[str, Any]:
+def speculators_config(kind: str, verifier: Path | None, num_tokens: int) -> dict[str, Any]:
     return {
         "algorithm": kind,
         "default_proposal_method": "greedy",
@@ -187,7 +187,7 @@ def write_speculators_mtp(
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
         "num_nextn_predict_layers": 1,
-        "speculators_config": _speculators_config("mtp", verifier, num_tokens),
+        "speculators_config": speculators_config("mtp", verifier, num_tokens),
         "transformer_layer_config": {"model_type": "qwen3_5_text"},
     }
     (path / "config.json").write_text(json.dumps(config))

@@ -104,6 +104,9 @@ struct WriteRowsArgs {
   const int64_t* slots;
 };
 
+// What the query rows of a sequence see: `QueryRows` in vllm/kernels/attention.
+enum class QueryRows : int64_t { kTokens, kCausalBlock, kWholeBlock };
+
 struct AttentionArgs {
   DType dtype;
   const void* query;
@@ -119,6 +122,7 @@ struct AttentionArgs {
   int64_t heads;
   float scale;
   int64_t window;  // 0: unlimited
+  QueryRows rows;
 };
 
 // conv_state [num_blocks, width - 1, channels], dense but for the block stride.

@@ -26,7 +26,8 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
   m.def("write_rows(Tensor rows, Tensor(a!) cache, Tensor slot_mapping) -> ()");
   m.def(
       "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-      " Tensor query_start_loc, float scale, int? sliding_window, Tensor(a!) out) -> ()");
+      " Tensor query_start_loc, float scale, int? sliding_window, Tensor(a!) out, int rows=0)"
+      " -> ()");
   m.def(
       "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state,"
       " Tensor state_indices, Tensor has_initial_state, Tensor query_start_loc, Tensor(b!) out)"

@@ -31,7 +31,7 @@ void write_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
 void paged_attention(
     const Tensor& query, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
     const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
-    const Tensor& out);
+    const Tensor& out, int64_t rows);
 
 void causal_conv1d(
     const Tensor& x, const Tensor& weight, OptTensor bias, const Tensor& conv_state,

@@ -125,7 +125,7 @@ void write_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
 void paged_attention(
     const Tensor& query, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
     const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
-    const Tensor& out) {
+    const Tensor& out, int64_t rows) {
   constexpr const char* op = "paged_attention";
   AttentionArgs args;
   args.dtype = float_dtype(query, {op, "query"});
@@ -152,6 +152,8 @@ void paged_attention(
   args.window = sliding_window.value_or(0);
   STD_TORCH_CHECK(
       !sliding_window || args.window > 0, op, ": sliding_window must be positive or None");
+  STD_TORCH_CHECK(rows >= 0 && rows <= 2, op, ": rows must be 0, 1 or 2, got ", rows);
+  args.rows = static_cast<QueryRows>(rows);
   kernels().paged_attention(args);
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
 from vllm.kernels.latent_attention import LatentAttentionProblem
@@ -124,6 +124,7 @@ def attention_case(
     block_size: int = 16,
     padding: int = 0,
     gated: bool = False,
+    rows: QueryRows = QueryRows.TOKENS,
 ) -> Case:
     """`lengths` are (query_len, seq_len) pairs; `padding` adds sequences of length 0. A gate is
     packed behind each head of another tensor, as in a projection."""
@@ -137,9 +138,9 @@ def attention_case(
     for seq, count in enumerate(blocks):
         own, order = order[:count], order[count:]
         table[seq, :count] = torch.tensor(own, dtype=torch.int32)
-        rows = randn(2, lengths[seq][1], num_kv_heads, head_dim, dtype=dtype, device=device)
+        drawn = randn(2, lengths[seq][1], num_kv_heads, head_dim, dtype=dtype, device=device)
         for i, block in enumerate(own):
-            part = rows[:, i * block_size : (i + 1) * block_size]
+            part = drawn[:, i * block_size : (i + 1) * block_size]
             kv[block, :, : part.shape[1]] = part
     query = strided(randn(starts[-1] + padding, num_heads, head_dim, dtype=dtype, device=device), 8)
     seq_lens = [s for _, s in lengths] + [0] * padding
@@ -158,6 +159,7 @@ def attention_case(
         sliding_window=window,
         out=torch.full(query.shape, float("nan"), dtype=dtype, device=device),
         gate=packed[..., head_dim:] if gated else None,
+        rows=rows,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import Case, arena_cache, attention_case, check, randn, rope_case, strided
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.rotary import RotaryProblem
@@ -52,6 +52,15 @@ def test_sliding_window_matches_fp64(window: int) -> None:
     case = attention_case(
         [(1, 400), (300, 300), (40, 270)], (4, 2, 32), torch.float32, "cpu", window=window
     )
+    check(KERNELS, "paged_attention", case, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 140])
+@pytest.mark.parametrize("rows", [QueryRows.CAUSAL_BLOCK, QueryRows.WHOLE_BLOCK])
+def test_rows_of_a_block_match_fp64(rows: QueryRows, window: int | None) -> None:
+    """Also of a block that several work items share."""
+    lengths, heads = [(16, 130), (3, 40), (1, 1), (70, 333)], (12, 2, 32)
+    case = attention_case(lengths, heads, torch.float32, "cpu", padding=1, window=window, rows=rows)
     check(KERNELS, "paged_attention", case, TOLERANCE[torch.float32])
 
 
@@ -191,6 +200,7 @@ def test_wrong_arguments_are_named() -> None:
         "kv_cache must be dense": dict(kv_cache=case["kv_cache"].transpose(2, 3)),
         "query must have shape": dict(query=case["query"][..., :8]),
         "sliding_window must be positive": dict(sliding_window=0),
+        "rows must be 0, 1 or 2": dict(rows=3),
     }
     for message, changed in wrong.items():
         with pytest.raises(RuntimeError, match=f"paged_attention: {message}"):

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.kernels.cases import attention_case, error_ratio
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.naive import NaiveKernels
 
 kernels = NaiveKernels()
@@ -36,6 +36,24 @@ def test_paged_equals_dense(heads, window):
         out = case["out"][start : start + query_len].transpose(0, 1)
         assert error_ratio(out, ref) < 1e-12
     assert case["out"][-1].isnan().all(), "padding must not be written"
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_of_a_block(whole, window):
+    """All see from the first row's window on; to the end of the block, or to themselves."""
+    rows = QueryRows.WHOLE_BLOCK if whole else QueryRows.CAUSAL_BLOCK
+    case = attention_case([(5, 40)], (4, 2, 16), torch.float64, "cpu", window=window, rows=rows)
+    kernels.paged_attention(AttentionProblem(**case))
+    key, value = (case["kv_cache"][case["block_table"][0, :3].long(), i] for i in range(2))
+    for i in range(5):
+        first, last = 0 if window is None else 36 - window, 40 if whole else 36 + i
+        keys, values = (
+            x.flatten(0, 1)[first:last].transpose(0, 1).repeat_interleave(2, 0)
+            for x in (key, value)
+        )
+        ref = scaled_dot_product_attention(case["query"][i][:, None], keys, values)
+        assert error_ratio(case["out"][i], ref[:, 0]) < 1e-12
 
 
 def test_blocks_below_the_window_are_not_read():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.cases import TOLERANCE, attention_case, check
-from vllm.kernels.attention import AttentionProblem, triton_decode
+from vllm.kernels.attention import AttentionProblem, QueryRows, triton_decode
 from vllm.kernels.attention.triton_decode import SPLIT_KEYS, arrivals, decode_tile, num_splits
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.configs import pick, shipped
@@ -27,6 +27,16 @@ def test_against_reference(lengths, heads, dtype, device):
 @pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
 def test_sliding_window(lengths, window, device):
     case = attention_case(lengths, (4, 2, 16), torch.float32, device, window=window)
+    check(kernels, "paged_attention", case, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rows", [QueryRows.CAUSAL_BLOCK, QueryRows.WHOLE_BLOCK])
+@pytest.mark.parametrize("lengths", [VERIFY, PREFILL], ids=["short", "tiles"])
+def test_rows_of_a_block(lengths, rows, window, device):
+    case = attention_case(
+        lengths, (4, 2, 16), torch.float32, device, padding=1, window=window, rows=rows
+    )
     check(kernels, "paged_attention", case, TOLERANCE[torch.float32])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_models import Block, DFlashReference, dflash_tensors, write_dflash
 from draft_models import (
     TINY,
     Eagle3Reference,
@@ -127,6 +128,14 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method 
         config = {"method": "eagle3", "model": str(draft)}
         return Method(target, config, reference, LAYER_IDS)
 
+    def dflash(family: str, block: Block) -> Method:
+        target, tensors = tiny_model(family), dflash_tensors(TINY, block)
+        draft = write_dflash(root / f"dflash-{family}", target, TINY, block, layer_ids=LAYER_IDS)
+        model = hf_model(target)
+        weights = [m.weight.detach().double() for m in (model.model.embed_tokens, model.lm_head)]
+        reference = DFlashReference(tensors, TINY, block, *weights)
+        return Method(target, {"method": "dflash", "model": str(draft)}, reference, LAYER_IDS)
+
     def draft_model(family: str, draft: str) -> Method:
         config = {"method": "draft_model", "model": str(tiny_model(draft))}
         return SmallModel(tiny_model(family), config, tiny_model(draft))
@@ -136,7 +145,12 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method 
         "eagle3": lambda: eagle3("qwen3_5"),
         "eagle3-llama": lambda: eagle3("llama"),
         "eagle3-window": lambda: eagle3("qwen3_sliding", 24),
+        # Blocks of one place more than is verified, and of as many.
+        "dflash": lambda: dflash("qwen3_5", Block(size=5, windows=(None, 24))),
+        "dflash-llama": lambda: dflash("llama", Block(size=4)),
         "draft_model": lambda: draft_model("qwen3_5", "llama"),
+        "draft_model-hybrid": lambda: draft_model("llama", "qwen3_5"),
+        "draft_model-hybrid-itself": lambda: draft_model("qwen3_5", "qwen3_5"),
         "draft_model-itself": lambda: draft_model("llama", "llama"),
     }
 
@@ -289,7 +303,11 @@ CASES = {
     "eagle3": (batches, shared_beginnings),
     "eagle3-llama": (shared_beginnings, preemptions),
     "eagle3-window": (a_conversation,),
+    "dflash": (shared_beginnings, preemptions),
+    "dflash-llama": (a_conversation, aborts),
     "draft_model": (preemptions,),
+    "draft_model-hybrid": (shared_beginnings, preemptions),
+    "draft_model-hybrid-itself": (a_conversation, aborts),
     "draft_model-itself": (a_conversation, aborts),
 }
 
@@ -331,14 +349,16 @@ def test_every_use_of_state_is_checked(
     assert check_proposals(drafted, method) < 0.2
 
 
+@pytest.mark.parametrize("name", ["mtp", "dflash"])
 def test_completions_of_one_prompt(
+    name: str,
     methods: Callable[[str], Method | SmallModel],
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They start from copies of its state, the head's last block among them."""
     monkeypatch.setattr(DraftPolicy, "choose", _always)
-    method = methods("mtp")
+    method = methods(name)
     (prompt,) = prompts((65,))
     texts = []
     for drafts in (0, DRAFTS):
@@ -364,6 +384,24 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
         steps.append(len(run.proposed) - before)
     assert output.num_cached_tokens == 144
     assert steps[0] == steps[1] == 1 + 5
+
+
+def test_hits_beside_a_drafter_of_blocks(
+    methods: Callable[[str], Method | SmallModel],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its layers keep follows from the tokens so far: no hit ends earlier."""
+    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    method = methods("dflash-llama")
+    (stem,) = prompts((96,))
+    hits = []
+    for drafts in (0, DRAFTS):
+        run = engine(make_engine, method, drafts)
+        run.generate([stem], [3])
+        outputs = run.generate([stem[:64] + [7] * 9, stem[:41] + [8], stem], [2, 2, 2])
+        hits.append([output.num_cached_tokens for output in outputs])
+    assert hits[0] == hits[1] and hits[0][:2] == [64, 32]
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle3"])
@@ -493,7 +531,7 @@ class WholeSteps(StepGraphs):
         return self._runner.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("name", ["mtp", "draft_model"])
+@pytest.mark.parametrize("name", ["mtp", "dflash", "draft_model"])
 def test_replays_draft_the_same(
     name: str,
     methods: Callable[[str], Method | SmallModel],

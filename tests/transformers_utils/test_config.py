@@ -184,9 +184,9 @@ def test_speculators_checkpoints_name_the_verifier(tmp_path: Path) -> None:
 
 
 def test_speculators_checkpoint_without_a_verifier(tmp_path: Path) -> None:
-    raw = {"speculators_model_type": "dflash"}
+    raw = {"speculators_model_type": "dflash2"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(VLLMValidationError, match="dflash .*config names none"):
+    with pytest.raises(VLLMValidationError, match="dflash2 .*config names none"):
         get_config(str(tmp_path))
 
 

@@ -43,8 +43,8 @@ class SpeculativeConfig:
 
     method: str | None = option(
         default=None,
-        help="`eagle3`, `mtp`, `draft_model`, `ngram`, `replay` or `extract_hidden_states`; if "
-        "absent, what the checkpoint at `model` is.",
+        help="`eagle3`, `dflash`, `mtp`, `draft_model`, `ngram`, `replay` or "
+        "`extract_hidden_states`; if absent, what the checkpoint at `model` is.",
     )
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 #: `speculators_model_type` -> method of `speculative_config`
-METHODS: Mapping[str, str] = {"eagle3": "eagle3", "mtp": "mtp"}
+METHODS: Mapping[str, str] = {"dflash": "dflash", "eagle3": "eagle3", "mtp": "mtp"}
 
 
 @dataclass(frozen=True)

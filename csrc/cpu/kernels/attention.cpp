@@ -17,6 +17,7 @@ struct Item {
   int64_t first_query;  // in the sequence
   int64_t num_queries;
   int64_t position;  // of the first query
+  int64_t anchor;    // of the sequence's first query
   int64_t kv_begin;  // first and last key that some row sees
   int64_t kv_end;
   int64_t first_tile;
@@ -33,9 +34,12 @@ Item make_item(
   item.kv_head = kv_head;
   item.first_query = first;
   item.num_queries = count;
-  item.position = args.seq_lens[seq] - query_len + first;
-  item.kv_end = item.position + count;
-  const int64_t low = item.position - args.window + 1;
+  item.anchor = args.seq_lens[seq] - query_len;
+  item.position = item.anchor + first;
+  const bool whole = args.rows == QueryRows::kWholeBlock;
+  item.kv_end = whole ? args.seq_lens[seq] : item.position + count;
+  const bool tokens = args.rows == QueryRows::kTokens;
+  const int64_t low = (tokens ? item.position : item.anchor) - args.window + 1;
   item.kv_begin = args.window && low > 0 ? low : 0;
   item.first_tile = item.kv_begin / kTileKeys;
   item.num_tiles = (item.kv_end + kTileKeys - 1) / kTileKeys - item.first_tile;
@@ -67,7 +71,8 @@ QueryTile load_queries(const AttentionArgs& args, const Item& item, float* q) {
       for_lanes(n, [&](int64_t d, int64_t lanes) { store(row + d, load_upto(source + d, lanes)); });
     }
   }
-  return {q, item.num_queries * group, group, item.position, item.num_queries, padded};
+  const int64_t rows = item.num_queries * group, end = args.seq_lens[item.seq];
+  return {q, rows, group, item.position, item.anchor, end, item.num_queries, padded};
 }
 
 template <typename T>

@@ -24,6 +24,8 @@ struct QueryTile {
   int64_t rows;
   int64_t group;
   int64_t position;  // of the first query
+  int64_t anchor;    // of the sequence's first query
+  int64_t end;       // of the sequence
   int64_t count;
   int64_t padded;  // head_dim rounded up to kLanes
 };
@@ -88,8 +90,10 @@ inline void tile_softmax(
   for (int64_t r = 0; r < query.rows; ++r) {
     float* s = scores + r * kTileKeys;
     const int64_t position = query.position + r / query.group - base;
-    const vi high = set1(static_cast<int32_t>(position < kTileKeys ? position : kTileKeys));
-    const int64_t window_low = args.window ? position - args.window : -1;
+    const int64_t newest = args.rows == QueryRows::kWholeBlock ? query.end - 1 - base : position;
+    const vi high = set1(static_cast<int32_t>(newest < kTileKeys ? newest : kTileKeys));
+    const int64_t from = args.rows == QueryRows::kTokens ? position : query.anchor - base;
+    const int64_t window_low = args.window ? from - args.window : -1;
     const vi low = set1(static_cast<int32_t>(window_low > -1 ? window_low : -1));
     vf maximum = set1(kMinusInf);
     for (int64_t j = 0; j < columns; j += kLanes) {

@@ -278,7 +278,7 @@ def test_a_head_without_tensors(target_path: Path, tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be distinct numbers from 0"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 5]}, "reads hidden states .1, 5."),
         ({"eagle_aux_hidden_state_layer_ids": None}, r"reads hidden states \[2, 2, 1\]"),
-        ({"speculators_model_type": "dflash"}, "of type dflash, which is not supported"),
+        ({"speculators_model_type": "dflash2"}, "of type dflash2, which is not supported"),
         ({"speculators_model_type": None}, "must be a speculators checkpoint of type eagle3"),
         ({"speculators_config": {}}, "lacks speculators_config.proposal_methods"),
         ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, "no sliding_window"),

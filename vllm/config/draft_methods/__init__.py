@@ -25,6 +25,10 @@ class DraftMethod:
 
 
 DRAFT_METHODS: Mapping[str, DraftMethod] = {
+    "dflash": DraftMethod(
+        "vllm.config.draft_methods.dflash.DFlashSettings",
+        "vllm.v1.spec_decode.dflash_drafter.DFlashDrafter",
+    ),
     "draft_model": DraftMethod(
         "vllm.config.draft_methods.draft_model.DraftModelSettings",
         "vllm.v1.spec_decode.model_drafter.ModelDrafter",

@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of a ragged batch over the paged cache."""
+"""Attention of a ragged batch over the paged cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
+
+
+class QueryRows(IntEnum):
+    """What the query rows of a sequence are to each other; C++ knows the numbers.
+
+    Of a block, which a drafter fills at once, every row has the window of the first one. In a
+    whole block each sees all the others, in a causal block those before it.
+    """
+
+    TOKENS = 0
+    CAUSAL_BLOCK = 1
+    WHOLE_BLOCK = 2
 
 
 @dataclass(frozen=True)
@@ -16,9 +29,10 @@ class AttentionProblem:
     head_dim]`, `block_table [num_seqs, max_blocks]` int32, `seq_lens [num_seqs]` int32 (context
     including this step's tokens), `query_start_loc [num_seqs + 1]` int32, `out` like `query`.
     Query row `i` of a sequence has position `seq_len - query_len + i` and sees positions `<=` its
-    own and, with `sliding_window`, `> position - sliding_window`. Query head `h` reads kv head
-    `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding. No query is longer
-    than `max_query_len` and no context than `max_seq_len`: grids follow from these.
+    own and, with `sliding_window`, `> position - sliding_window`; `rows` may change both. Query
+    head `h` reads kv head `h // (num_heads // num_kv_heads)`. Sequences of `seq_len 0` are padding.
+    No query is longer than `max_query_len` and no context than `max_seq_len`: grids follow from
+    these.
     Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`. With `gate`,
     like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`.
     """
@@ -36,6 +50,7 @@ class AttentionProblem:
     k_scale: float = 1.0
     v_scale: float = 1.0
     gate: Tensor | None = None
+    rows: QueryRows = QueryRows.TOKENS
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ def paged_attention(p: AttentionProblem) -> None:
         p.scale,
         p.sliding_window,
         p.out,
+        int(p.rows),
     )
     if p.gate is not None:
         p.out.copy_(mul_sigmoid(p.out, p.gate).view(p.out.shape))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels import fp8
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.registry import Implementation
 from vllm.kernels.triton.configs import device_configs
@@ -40,6 +40,7 @@ def takes_attention(p: AttentionProblem) -> bool:
     return (
         p.query.dtype == torch.bfloat16
         and not p.is_empty
+        and p.rows is QueryRows.TOKENS
         and (p.kv_cache.dtype is fp8.FP8 or _fits_at_once(p))
         and p.head_dim in HEAD_DIMS
         and p.group * p.max_query_len <= MAX_ROWS

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.activation.naive import mul_sigmoid
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.norm.naive import accumulation_dtype
 
 
@@ -18,7 +18,7 @@ def paged_attention(p: AttentionProblem) -> None:
             continue
         key, value = gather_sequence(p.kv_cache, p.block_table[seq], seq_len)
         scale = p.scale * p.k_scale
-        p.out[start:end] = attend(p.query[start:end], key, value, scale, p.sliding_window)
+        p.out[start:end] = attend(p.query[start:end], key, value, scale, p.sliding_window, p.rows)
     if p.v_scale != 1.0:
         p.out.mul_(p.v_scale)
     if p.gate is not None:
@@ -34,9 +34,14 @@ def gather_sequence(kv_cache: Tensor, blocks: Tensor, seq_len: int) -> tuple[Ten
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    rows: QueryRows = QueryRows.TOKENS,
 ) -> Tensor:
-    """Causal attention of the last `len(query)` positions; all `[length, heads, head_dim]`."""
+    """Attention of the last `len(query)` positions; all `[length, heads, head_dim]`."""
     wide = accumulation_dtype(query)
     group = query.shape[1] // key.shape[1]
     key = key.to(wide).repeat_interleave(group, dim=1)
@@ -44,9 +49,11 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", query.to(wide), key) * scale
     k_pos = torch.arange(len(key), device=key.device)
     q_pos = k_pos[len(key) - len(query) :, None]
-    visible = k_pos <= q_pos
+    newest = q_pos[-1:] if rows is QueryRows.WHOLE_BLOCK else q_pos
+    visible = (k_pos <= newest).expand(len(query), -1)
     if sliding_window is not None:
-        visible &= k_pos > q_pos - sliding_window
+        first = q_pos if rows is QueryRows.TOKENS else q_pos[:1]
+        visible = visible & (k_pos > first - sliding_window)
     # Blocks that slid out may be another group's by now: not even 0 times a value.
     value = value.masked_fill(~visible.any(0)[:, None, None], 0)
     probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)

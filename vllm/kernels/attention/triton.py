@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Causal attention over the paged cache in FlashAttention-2 tiles (arXiv 2307.08691, algorithm 1).
+"""Attention over the paged cache in FlashAttention-2 tiles (arXiv 2307.08691, algorithm 1).
 
 The query heads of one kv head share a tile: row `r` is token `r // GROUP`, head `r % GROUP`, so
 keys are loaded once per group. Short queries go to `decode_attention`.
@@ -14,6 +14,8 @@ from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.attention.triton_decode import decode_attention, decode_tile, num_splits
 from vllm.kernels.attention.triton_tile import (
     LOG2_E,
+    TOKENS,
+    WHOLE_BLOCK,
     first_key,
     fold,
     keys_and_values,
@@ -30,11 +32,13 @@ SHORT_ROWS = 64
 
 @triton.jit
 def _stream_keys(
-    q, peak, total, acc, table, cache, position, lowest, first, last, limit, scale, stride_block,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, peak, total, acc, table, cache, position, lowest, seq_len, first, last, limit, scale,
+    stride_block, MASKED: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys `[first, last)` into the running softmax; keys from `limit` on are not read."""
+    """Fold keys `[first, last)` into the running softmax; keys from `limit` on are not read.
+    `lowest` is the position whose window begins first."""
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         k, v = keys_and_values(
@@ -43,7 +47,9 @@ def _stream_keys(
         )  # fmt: skip
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            score = tl.where(visible(n, position, WINDOW), score, float("-inf"))
+            score = tl.where(
+                visible(n, position, lowest, seq_len, WINDOW, ROWS), score, float("-inf")
+            )
         new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
         peak, total, acc = fold(score * scale, v, new_peak, peak, total, acc, MASKED)
     return peak, total, acc
@@ -74,6 +80,7 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -104,6 +111,10 @@ def _attention_kernel(
     lowest = seq_len - query_len + q_tile * block_q
     position = seq_len - query_len + token
     limit = tl.minimum(lowest + block_q, seq_len)
+    if ROWS == WHOLE_BLOCK:
+        limit = seq_len
+    if ROWS != TOKENS:
+        lowest = seq_len - query_len
     first = first_key(lowest, WINDOW, BLOCK_N)
 
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -115,12 +126,12 @@ def _attention_kernel(
     if WINDOW == 0:
         middle = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, limit), first)
         peak, total, acc = _stream_keys(
-            q, peak, total, acc, table, cache, position, lowest, first, middle, limit, scale,
-            stride_block, False, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
+            q, peak, total, acc, table, cache, position, lowest, seq_len, first, middle, limit,
+            scale, stride_block, False, WINDOW, ROWS, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     peak, total, acc = _stream_keys(
-        q, peak, total, acc, table, cache, position, lowest, middle, limit, limit, scale,
-        stride_block, True, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
+        q, peak, total, acc, table, cache, position, lowest, seq_len, middle, limit, limit,
+        scale, stride_block, True, WINDOW, ROWS, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     acc = (acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]).to(out_ptr.dtype.element_ty)
@@ -168,6 +179,7 @@ def paged_attention(p: AttentionProblem) -> None:
         HEAD_DIM=p.head_dim,
         BLOCK_SIZE=p.block_size,
         WINDOW=p.sliding_window or 0,
+        ROWS=int(p.rows),
         GATED=p.gate is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,

@@ -113,6 +113,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -171,7 +172,7 @@ def _decode_kernel(
             True, WINDOW, BLOCK_SIZE, slot, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = visible(n, position, WINDOW) & (n < last)[None, :]
+        seen = visible(n, position, lowest, seq_len, WINDOW, ROWS) & (n < last)[None, :]
         score = tl.where(seen, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         peak, total, acc = fold(score, v, new_peak, peak, total, acc, True)
@@ -279,6 +280,7 @@ def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
         HEAD_DIM=p.head_dim,
         BLOCK_SIZE=p.block_size,
         WINDOW=p.sliding_window or 0,
+        ROWS=int(p.rows),
         SPLIT=splits > 1,
         GATED=p.gate is not None,
         BLOCK_M=block_m,

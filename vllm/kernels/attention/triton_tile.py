@@ -9,9 +9,11 @@ Query rows of a tile are tokens by heads of one kv head: row `r` is token `r // 
 import triton
 import triton.language as tl
 
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 
 LOG2_E = 1.4426950408889634
+TOKENS = tl.constexpr(int(QueryRows.TOKENS))
+WHOLE_BLOCK = tl.constexpr(int(QueryRows.WHOLE_BLOCK))
 
 
 @triton.jit
@@ -23,11 +25,18 @@ def first_key(lowest, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def visible(n, position, WINDOW: tl.constexpr):
-    """Which keys `n [BLOCK_N]` the rows at `position [rows]` see."""
-    seen = n[None, :] <= position[:, None]
+def visible(n, position, anchor, seq_len, WINDOW: tl.constexpr, ROWS: tl.constexpr):
+    """Which keys `n [BLOCK_N]` the rows at `position [rows]` see; `anchor` is the first of the
+    sequence's rows. ROWS: see `QueryRows`."""
+    if ROWS == WHOLE_BLOCK:
+        seen = (n[None, :] < seq_len) & (position[:, None] >= 0)
+    else:
+        seen = n[None, :] <= position[:, None]
     if WINDOW > 0:
-        seen &= n[None, :] > position[:, None] - WINDOW
+        if ROWS == TOKENS:
+            seen &= n[None, :] > position[:, None] - WINDOW
+        else:
+            seen &= n[None, :] > anchor - WINDOW
     return seen
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.distributed.utils import per_rank
+from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -25,7 +26,7 @@ class SelfAttentionShape:
     head `[q | gate]` and the output is multiplied by `sigmoid(gate)` before `o_proj`.
     `sliding_window`: tokens a query sees, itself included; None for all. `input_size`: width of
     what q, k and v are projected from; None: `hidden_size`. `scale`: what products of q and k are
-    multiplied by; None: `head_dim**-0.5`.
+    multiplied by; None: `head_dim**-0.5`. `rows`: what a request's tokens see.
     """
 
     hidden_size: int
@@ -40,6 +41,7 @@ class SelfAttentionShape:
     sliding_window: int | None = None
     input_size: int | None = None
     scale: float | None = None
+    rows: QueryRows = QueryRows.TOKENS
 
 
 class SelfAttention(nn.Module):
@@ -86,6 +88,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.num_kv_heads,
             per_layer_sliding_window=shape.sliding_window,
             prefix=f"{prefix}.attn",
+            rows=shape.rows,
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

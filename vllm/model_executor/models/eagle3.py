@@ -10,7 +10,7 @@ Flags of the config choose: see `Eagle3Config`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,17 +20,14 @@ from vllm import decisions
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
-from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
+from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.transformers_utils.configs.eagle3 import Eagle3Config
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 #: rows of two embeddings that are compared at a time
 _COMPARED = 8192
 
@@ -109,7 +106,7 @@ class Eagle3Layer(DecoderLayer):
         return cast(GatedMLP, self.mlp).after_norm(self.post_attention_layernorm, stream)
 
 
-class Eagle3DraftModel(DraftHead):
+class Eagle3DraftModel(DraftHead, DraftVocabulary):
     """`vllm_config.model_config.hf_config` is an `Eagle3Config`, its text config the layers'."""
 
     def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
@@ -118,10 +115,9 @@ class Eagle3DraftModel(DraftHead):
         config = vllm_config.model_config.hf_text_config
         self.fields = fields
         self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
         self.aux_layer_ids = tuple(fields.aux_layer_ids)
         streams, width = len(self.aux_layer_ids), fields.target_hidden_size
-        self._target = (target.embed_input_ids, target.compute_logits)
+        self._embed_target = target.embed_input_ids
         if fields.norm_before_fc:
             self.input_norm = RMSNorm(streams * width, config.rms_norm_eps)
         self.fc_norm = nn.ModuleList(
@@ -134,16 +130,9 @@ class Eagle3DraftModel(DraftHead):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         #: None once it is known that the target's are used
         self.embed_tokens: VocabParallelEmbedding | None = None
-        self.embed_tokens = VocabParallelEmbedding(self.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         set_weight_attrs(self.embed_tokens.weight, {"optional": True})
-        self.lm_head: ParallelLMHead | None = None
-        self.lm_head = ParallelLMHead(fields.draft_vocab_size, config.hidden_size)
-        if fields.draft_vocab_size == self.vocab_size:
-            set_weight_attrs(self.lm_head.weight, {"optional": True})
-        self.logits_processor = LogitsProcessor(fields.draft_vocab_size)
-        ids = torch.arange(fields.draft_vocab_size, dtype=torch.int64)
-        self.register_buffer("to_target", ids, persistent=False)
-        self.to_target: Tensor
+        self.init_vocabulary(fields.draft_vocab_size, config.vocab_size, config.hidden_size, target)
         self.mark_cache()
 
     def fuse(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
@@ -173,18 +162,9 @@ class Eagle3DraftModel(DraftHead):
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.embed_tokens is None:
-            return self._target[0](input_ids)
+            return self._embed_target(input_ids)
         found: Tensor = self.embed_tokens(input_ids)
         return found
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        if self.lm_head is None:
-            return self._target[1](hidden_states)
-        logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
-        return logits
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.to_target[draft_ids]
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -193,11 +173,14 @@ class Eagle3DraftModel(DraftHead):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         maps: dict[str, Tensor] = {}
+        skipped = self.head_not_read()
+        if self.embed_tokens is None:
+            skipped[_EMBEDDING] = "the target's embedding is used"
         loader = AutoWeightsLoader(
-            self, fused=DecoderForCausalLM.fused_names, skip_prefixes=self._shared_names()
+            self, fused=DecoderForCausalLM.fused_names, skip_prefixes=skipped
         )
-        loaded = loader.load_weights(self._without_maps(weights, maps))
-        self._take_maps(maps)
+        loaded = loader.load_weights(self.without_maps(weights, maps))
+        self.finish_vocabulary(maps, loaded)
         if self.embed_tokens is not None:
             absent = _EMBEDDING not in loaded
             if absent or self._same_embedding(self.embed_tokens):
@@ -205,53 +188,13 @@ class Eagle3DraftModel(DraftHead):
                 loaded.discard(_EMBEDDING)
                 why = "the draft checkpoint has none" if absent else "the draft checkpoint's is it"
                 decisions.record("drafter's embedding", "the target's", why)
-        if self.lm_head is not None and _HEAD not in loaded:
-            self.lm_head = None
-            decisions.record("drafter's output head", "the target's", "the checkpoint has none")
         return loaded
-
-    def _shared_names(self) -> dict[str, str]:
-        names = {}
-        if self.embed_tokens is None:
-            names[_EMBEDDING] = "the target's embedding is used"
-        if self.lm_head is None:
-            names[_HEAD] = "the target's output head is used"
-        return names
-
-    @staticmethod
-    def _without_maps(
-        weights: Iterable[tuple[str, Tensor]], maps: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if name in ("d2t", "t2d"):
-                maps[name] = tensor
-            else:
-                yield name, tensor
-
-    def _take_maps(self, maps: dict[str, Tensor]) -> None:
-        """`d2t [draft vocab]`: the target's id less the draft's; `t2d [vocab]`: which are kept."""
-        size = self.fields.draft_vocab_size
-        if size == self.vocab_size:
-            return
-        if "d2t" not in maps:
-            raise WeightsError([f"missing: d2t [{size}], the map to the target's vocabulary"])
-        d2t = maps["d2t"].to(self.to_target)
-        if d2t.shape != (size,):
-            raise WeightsError([f"mis-shaped: d2t {list(d2t.shape)}, expected [{size}]"])
-        ids = torch.arange(size, device=d2t.device) + d2t
-        if bool(((ids < 0) | (ids >= self.vocab_size)).any()):
-            raise WeightsError([f"d2t leads out of the target's {self.vocab_size} token ids"])
-        if "t2d" in maps:
-            kept = maps["t2d"].to(ids.device).nonzero().flatten()
-            if not torch.equal(kept, ids.sort().values):
-                raise WeightsError(["t2d and d2t name different tokens"])
-        self.to_target.copy_(ids)
 
     def _same_embedding(self, own: VocabParallelEmbedding) -> bool:
         """Whether the target's embedding has the very bits of `own`."""
         for first in range(0, self.vocab_size, _COMPARED):
             last = min(first + _COMPARED, self.vocab_size)
             ids = torch.arange(first, last, device=own.weight.device)
-            if not torch.equal(own(ids), self._target[0](ids)):
+            if not torch.equal(own(ids), self._embed_target(ids)):
                 return False
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft layers run token by token after a step: one row per request, all on the device.
+"""Draft layers run after a step: some rows per request, at a time or in turn, on the device.
 
 Positions, lengths and slots follow from what the device knows of each row, in tensors that stay at
 their address: the host counts steps and requests, nothing else.
@@ -29,30 +29,33 @@ def layer_names(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Group:
-    """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, where
-    `slots [rows]` int64 of their next tokens go."""
+    """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, `places`
+    of their next tokens: `[rows * width]` int64 slots, or `[rows]` int32 blocks of their states."""
 
     table: Tensor
     block_size: int
-    slots: Tensor
+    places: Tensor
+    is_recurrent: bool
 
 
 class DraftLoop:
-    """`layer_names`: of the draft layers. Call `begin` after each step, then `place` before each
-    token, inside whose context the layers run."""
+    """Places `width` tokens of each request at a time. Call `begin` after each step, then `place`
+    before the tokens, inside whose context the layers run."""
 
-    def __init__(self, progress: Progress, max_model_len: int) -> None:
+    def __init__(self, progress: Progress, max_model_len: int, width: int = 1) -> None:
         self._progress = progress
         self._max_model_len = max_model_len
+        self._width = width
         rows, device = len(progress.tokens), progress.tokens.device
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        #: `[rows]` int64: where each request's tokens lie
-        self.positions = zeros(torch.int64, rows)
+        #: `[rows * width]` int64: where each request's tokens lie
+        self.positions = zeros(torch.int64, rows * width)
+        self._ahead = torch.arange(width, device=device)
         self._seq_lens = zeros(torch.int32, rows)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         #: the last row takes what belongs to no request
         self._drafts = zeros(torch.int64, rows + 1, progress.width - 1)
         self._groups: dict[int, _Group] = {}
@@ -64,11 +67,16 @@ class DraftLoop:
         self._groups.clear()
         for index, group in enumerate(memory.kv_cache_config.kv_cache_groups):
             if not set(group.layer_names).isdisjoint(layer_names):
-                table = memory.block_tables.groups[index].paged
-                slots = torch.zeros_like(self.positions)
-                self._groups[index] = _Group(table.block_table, table.block_size, slots)
+                table, spec = memory.block_tables.groups[index].paged, group.kv_cache_spec
+                places = self._seq_lens if spec.is_recurrent else self.positions
+                self._groups[index] = _Group(
+                    table.block_table,
+                    table.block_size,
+                    torch.zeros_like(places),
+                    spec.is_recurrent,
+                )
 
-    def begin(self, inputs: StepInputs, num_reqs: int) -> _Rows:
+    def begin(self, inputs: StepInputs, num_reqs: int) -> DraftRows:
         """Of the first `num_reqs` requests of the step, all sampling or not."""
         rows = inputs.requests[:num_reqs, ROW].long()
         is_real = rows >= 0
@@ -80,31 +88,41 @@ class DraftLoop:
         first = inputs.positions.index_select(0, starts)
         newest = starts + (computed - 1 - first).clamp(min=0)
         last = torch.minimum(newest, ends - 1).clamp(min=0)
-        return _Rows(rows, is_real, computed, last, self._context(num_reqs))
+        return DraftRows(rows, is_real, computed, last, self._context(num_reqs))
 
     def _context(self, num_reqs: int) -> ForwardContext:
-        slots = {index: group.slots[:num_reqs] for index, group in self._groups.items()}
-        return self._memory.metadata.of_single_tokens(
-            self._names, self._starts[: num_reqs + 1], self._seq_lens[:num_reqs], slots
+        slots, blocks = {}, {}
+        for index, group in self._groups.items():
+            if group.is_recurrent:
+                blocks[index] = group.places[:num_reqs]
+            else:
+                slots[index] = group.places[: num_reqs * self._width]
+        starts, lengths = self._starts[: num_reqs + 1], self._seq_lens[:num_reqs]
+        return self._memory.metadata.of_draft_tokens(
+            self._names, starts, lengths, slots, blocks, self._width
         )
 
-    def place(self, rows: _Rows, ahead: int) -> Tensor:
-        """The rows' next tokens lie `ahead` after those that are computed; `[rows]` int64 positions
-        of them."""
-        count = len(rows.rows)
-        position = rows.computed + ahead
-        inside = rows.is_real & (position < self._max_model_len)
-        position = torch.where(inside, position, 0)
-        self.positions[:count] = position
-        self._seq_lens[:count] = torch.where(inside, position + 1, 0)
+    def place(self, rows: DraftRows, ahead: int) -> Tensor:
+        """The rows' next tokens lie `ahead` after those that are computed; `[rows * width]` int64
+        positions of them. Where they do not end before the model's length, none is computed."""
+        count, width = len(rows.rows), self._width
+        first = rows.computed + ahead
+        inside = rows.is_real & (first + width <= self._max_model_len)
+        first = torch.where(inside, first, 0)
+        self._seq_lens[:count] = torch.where(inside, first + width, 0)
+        position = first.unsqueeze(1) + self._ahead
+        self.positions[: count * width] = position.flatten()
         for group in self._groups.values():
-            index = position // group.block_size
-            block = group.table[:count].gather(1, index.unsqueeze(1)).squeeze(1).long()
+            if group.is_recurrent:
+                group.places[:count] = torch.where(inside, group.table[:count, 0], -1)
+                continue
+            block = group.table[:count].gather(1, position // group.block_size).long()
             slot = block * group.block_size + position % group.block_size
-            group.slots[:count] = torch.where(inside & (block > 0), slot, -1)
-        return self.positions[:count]
+            held = inside.unsqueeze(1) & (block > 0)
+            group.places[: count * width] = torch.where(held, slot, -1).flatten()
+        return self.positions[: count * width]
 
-    def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> Tensor:
+    def keep(self, rows: DraftRows, drafts: Sequence[Tensor]) -> Tensor:
         """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
         `[rows, drafts]`."""
         spare, count = len(self._drafts) - 1, len(drafts)
@@ -117,7 +135,7 @@ class DraftLoop:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class DraftRows:
     """A step's requests, all `[n]`: batch row (-1: padding), tokens computed, and the place among
     the step's tokens of the last of these. `context`: what layers see of one token per request."""
 

@@ -16,34 +16,34 @@ from typing import Generic, cast
 import torch
 from torch import Tensor, nn
 
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.config.draft_methods.mtp import MtpSettings
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import set_default_torch_dtype
-from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
+from vllm.model_executor.models.draft_head import DraftHead, DraftTarget, TargetReader
 from vllm.v1.spec_decode.drafter import DrafterMemory, DraftStep, S
 from vllm.v1.spec_decode.layer_drafter import LayerDrafter
 from vllm.v1.worker.staging import StagedArray
 from vllm.v1.worker.step_inputs import StepInputs
 
 
-class HeadDrafter(LayerDrafter[S], Generic[S]):
-    """Subclasses build the head."""
+class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
+    """Keeps what its network makes of the target's hidden states; subclasses build the network."""
 
-    head: DraftHead
+    head: TargetReader
     #: of the step's tokens `[tokens, hidden]`, at a fixed address
     _hidden: Tensor | None = None
 
     @abstractmethod
-    def _new_head(self, target: DraftTarget) -> DraftHead:
-        """The head with uninitialised weights."""
+    def _new_head(self, target: DraftTarget) -> TargetReader:
+        """The network with uninitialised weights."""
 
     @property
     @abstractmethod
     def checkpoint(self) -> ModelConfig:
-        """Where the head's tensors are."""
+        """Where the network's tensors are."""
 
     # ---- start-up ------------------------------------------------------------------------------
 
@@ -59,21 +59,49 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
             self._allocate(memory.inputs.max_tokens)
 
     def _allocate(self, tokens: int) -> None:
-        """What lies at fixed addresses: hidden states and next tokens of a step."""
-        scheduler, dtype = self.vllm_config.scheduler_config, self.vllm_config.model_config.dtype
+        """What lies at fixed addresses: of a step's tokens."""
+        dtype = self.vllm_config.model_config.dtype
         self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
-        depth = 3 if scheduler.async_scheduling else 2
-        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
 
     def load_weights(self) -> None:
         loader = get_model_loader(self.vllm_config.load_config)
         loader.fill(self.head, self.checkpoint)
+
+    def _own_config(self) -> VllmConfig:
+        """What a head with a checkpoint of its own is built from."""
+        config = copy.copy(self.vllm_config)
+        config.model_config, config.quant_config = self.checkpoint, None
+        return config
 
     # ---- the step ------------------------------------------------------------------------------
 
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
         assert self._hidden is not None
         self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
+
+    def _kept(self, inputs: StepInputs) -> Tensor:
+        """What `observe` kept of the step's tokens, padding included."""
+        assert self._hidden is not None
+        return self._hidden[: inputs.num_padded]
+
+    def _best(self, normed: Tensor) -> Tensor:
+        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
+        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
+
+
+class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
+    """Drafts token by token; subclasses build the head."""
+
+    head: DraftHead
+
+    @abstractmethod
+    def _new_head(self, target: DraftTarget) -> DraftHead:
+        """The head with uninitialised weights."""
+
+    def _allocate(self, tokens: int) -> None:
+        super()._allocate(tokens)
+        depth = 3 if self.vllm_config.scheduler_config.async_scheduling else 2
+        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
 
     def _take(self, step: DraftStep) -> None:
         """The token after each of the step's: what the host knows, and what was sampled. Of drafts
@@ -94,8 +122,7 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
             self._next_ids.device.index_copy_(0, inputs.sample_indices, sampled)
 
     def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
-        assert self._hidden is not None
-        ids, before = self._next_ids.device[: inputs.num_padded], self._hidden[: inputs.num_padded]
+        ids, before = self._next_ids.device[: inputs.num_padded], self._kept(inputs)
         normed, hidden = self.head(ids, inputs.positions, before)
         if not num_drafts:
             return self._none(num_reqs)
@@ -108,10 +135,6 @@ class HeadDrafter(LayerDrafter[S], Generic[S]):
                 normed, hidden = self.head(drafts[-1], positions, hidden)
                 drafts.append(self._best(normed))
         return self.loop.keep(rows, drafts)
-
-    def _best(self, normed: Tensor) -> Tensor:
-        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
-        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
 
 
 class MtpDrafter(HeadDrafter[MtpSettings]):
@@ -143,8 +166,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Settings]):
     def _new_head(self, target: DraftTarget) -> DraftHead:
         from vllm.model_executor.models.eagle3 import Eagle3DraftModel
 
-        config = copy.copy(self.vllm_config)
-        config.model_config, config.quant_config = self.checkpoint, None
+        config = self._own_config()
         with set_current_vllm_config(config):
             return Eagle3DraftModel(vllm_config=config, target=target)
 

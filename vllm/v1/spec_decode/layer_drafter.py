@@ -31,7 +31,8 @@ class LayerDrafter(Drafter[S], Generic[S]):
     def __init__(self, vllm_config: VllmConfig, settings: S, progress: Progress) -> None:
         super().__init__(vllm_config, settings, progress)
         self.device = progress.tokens.device
-        self.loop = DraftLoop(progress, vllm_config.model_config.max_model_len)
+        longest = vllm_config.model_config.max_model_len
+        self.loop = DraftLoop(progress, longest, self.tokens_at_once)
         self._layer_names: list[str] = []
         #: by width of the decodes and number of drafts
         self._graphs: dict[tuple[int, int], GraphSet] = {}
@@ -41,6 +42,11 @@ class LayerDrafter(Drafter[S], Generic[S]):
         return self._layer_names
 
     # ---- what differs --------------------------------------------------------------------------
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of a request that the layers run at a time after a step's."""
+        return 1
 
     @abstractmethod
     def _new_model(self, target: nn.Module) -> nn.Module:

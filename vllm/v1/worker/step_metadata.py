@@ -111,34 +111,43 @@ class StepMetadata:
         ]
         return self._context(batch, inputs, uploaded, None)
 
-    def of_single_tokens(
+    def of_draft_tokens(
         self,
         layer_names: Collection[str],
         query_start_loc: Tensor,
         seq_lens: Tensor,
         slots: Mapping[int, Tensor],
+        blocks: Mapping[int, Tensor],
+        width: int,
     ) -> ForwardContext:
-        """The context in which a drafter's layers run one more token of each of the step's first
-        requests, all of them decodes: `query_start_loc [n + 1]` and `seq_lens [n]` int32, and by
-        group `slots [n]`, are on the device. The host knows no length.
+        """The context in which a drafter's layers run `width` more tokens of each of the step's
+        first requests, all of them decodes: `query_start_loc [n + 1]` and `seq_lens [n]` int32, and
+        by group `slots [n * width]` or, of recurrent ones, `blocks [n]` int32, are on the device.
+        The host knows no length.
         """
         count, longest = len(seq_lens), self._max_model_len
         none = seq_lens[:0]
-        context = ForwardContext(self._layers, {}, num_tokens=count, only_decodes=True)
+        context = ForwardContext(
+            self._layers, {}, num_tokens=count * width, only_decodes=True, decode_width=width
+        )
+        for index, states in blocks.items():
+            for name in set(self._groups[index].layer_names).intersection(layer_names):
+                context.decode_blocks[name] = states
         for index, places in slots.items():
             group, table = self._groups[index], self._tables.groups[index]
             metadata = group.builder.build(
                 CommonAttentionMetadata(
                     num_reqs=count,
-                    num_tokens=count,
+                    num_tokens=count * width,
                     num_decodes=count,
-                    max_query_len=1,
+                    decode_width=width,
+                    max_query_len=width,
                     max_seq_len=longest,
                     query_start_loc=query_start_loc,
-                    query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
+                    query_start_loc_cpu=np.arange(count + 1, dtype=np.int32) * width,
                     seq_lens=seq_lens,
                     seq_lens_cpu=np.full(count, longest),
-                    num_computed_tokens_cpu=np.full(count, longest - 1),
+                    num_computed_tokens_cpu=np.full(count, longest - width),
                     prefill_query_start_loc=none,
                     prefill_query_start_loc_cpu=_NOTHING,
                     block_table=table.staged.device[:count],

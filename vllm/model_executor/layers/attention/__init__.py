@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.compilation.graph_break import graph_break
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.kernels.attention import QueryRows
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -29,10 +30,11 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module, AttentionLayerBase):
-    """Causal attention of this process's heads; keeps keys and values per token.
+    """Attention of this process's heads; keeps keys and values per token.
 
-    Two entries. `forward(query, key, value)` takes finished projections. `forward_qkv` takes the
-    fused qkv projection and does head norms, rotation, cache write and attention in one go.
+    Causal, unless the tokens of a request are a block (`rows`). Two entries. `forward(query, key,
+    value)` takes finished projections. `forward_qkv` takes the fused qkv projection and does head
+    norms, rotation, cache write and attention in one go.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class Attention(nn.Module, AttentionLayerBase):
         per_layer_sliding_window: int | None = None,
         prefix: str = "",
         attn_backend: type[AttentionBackend] | None = None,
+        *,
+        rows: QueryRows = QueryRows.TOKENS,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -68,6 +72,7 @@ class Attention(nn.Module, AttentionLayerBase):
         self.impl = self.attn_backend.get_impl_cls()(
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
+        self.impl.rows = rows
         self.cache_scales = self._make_cache_scales()
         self.layer_name = prefix
         #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
@@ -138,6 +143,17 @@ class Attention(nn.Module, AttentionLayerBase):
         )
         return out
 
+    def write_kv(
+        self, kv: Tensor, positions: Tensor, cos_sin: Tensor, k_norm: RMSNorm | None
+    ) -> None:
+        """Keep keys and values without attending: `kv [tokens, 2 * kv_heads * head_size]`."""
+        self.with_connector(self._rotate_and_keep, kv, positions, cos_sin, k_norm)
+
+    def _rotate_and_keep(
+        self, kv: Tensor, positions: Tensor, cos_sin: Tensor, k_norm: RMSNorm | None
+    ) -> None:
+        self._rotate_and_cache(kv, positions, cos_sin, None, k_norm, False, num_heads=0)
+
     def _rotate_and_attend(
         self,
         qkv: Tensor,
@@ -166,10 +182,12 @@ class Attention(nn.Module, AttentionLayerBase):
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         gated: bool,
+        num_heads: int | None = None,
     ) -> Tensor:
-        """The query `[tokens, heads, head_size]`; slots lie at a fixed address, so a graph may hold
-        this."""
+        """The query `[tokens, heads, head_size]` of `num_heads` (None: all); slots lie at a fixed
+        address, so a graph may hold this."""
         k_scale, v_scale = self._written_scales()
+        norm = q_norm or k_norm
         problem = RotaryProblem(
             qkv,
             positions,
@@ -178,12 +196,12 @@ class Attention(nn.Module, AttentionLayerBase):
             None if k_norm is None else k_norm.weight,
             self.kv_cache,
             get_forward_context().slot_mapping[self.layer_name],
-            num_heads=self.num_heads,
+            num_heads=self.num_heads if num_heads is None else num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             gated=gated,
-            eps=0.0 if q_norm is None else q_norm.variance_epsilon,
-            one_plus=False if q_norm is None else q_norm.one_plus,
+            eps=0.0 if norm is None else norm.variance_epsilon,
+            one_plus=False if norm is None else norm.one_plus,
             k_scale=k_scale,
             v_scale=v_scale,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -82,6 +82,8 @@ class PagedAttentionImpl:
         self.sliding_window = sliding_window
         self.kernels = current_platform.kernels
         self.cache_scales: CacheScales | None = None
+        #: set by the layer, like the scales
+        self.rows = QueryRows.TOKENS
 
     def forward(
         self,
@@ -149,6 +151,7 @@ class PagedAttentionImpl:
             k_scale=1.0 if scales is None else scales.k,
             v_scale=1.0 if scales is None else scales.v,
             gate=gate,
+            rows=self.rows,
         )
         self.kernels.paged_attention(problem)
 

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash drafters in the format of the speculators library: a block of drafts in one pass.
+
+    c_t = norm(fc [the target's residual streams after some layers at t])
+    block = embed([x_p, mask, mask, ...]) at positions p, p + 1, ...
+    in every layer the block's rows attend to keys and values of c_0 ... c_{p-1} and of each other
+
+so what a layer keeps of a token before the block is a projection of `c_t` alone: the token after
+it, which other heads' rows depend on, has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kernels.attention import QueryRows
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear, linear
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.draft_head import DraftTarget
+from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.weights import AutoWeightsLoader
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+    from vllm.transformers_utils.configs.dflash import DFlashConfig
+
+#: in older checkpoints
+_NOT_READ = {"embed_tokens.weight": "the target's embedding is used"}
+
+
+def attention_shape(
+    config: PretrainedConfig, index: int, *, windows_are_whole: bool
+) -> SelfAttentionShape:
+    """The attention of the `index`-th layer. ValueError for an unknown layer type."""
+    kind = config.layer_types[index]
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ValueError(
+            f"draft layer {index} has type {kind!r}; supported: full_attention, sliding_attention"
+        )
+    slides = kind == "sliding_attention"
+    whole = not slides or windows_are_whole
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        qk_norm=RMSNorm,
+        # The format counts the tokens before the block, the cache the block's first one as well.
+        sliding_window=config.sliding_window + 1 if slides else None,
+        rows=QueryRows.WHOLE_BLOCK if whole else QueryRows.CAUSAL_BLOCK,
+    )
+
+
+class DFlashAttention(SelfAttention):
+    """Attention of a block's rows, and what it keeps of the tokens before."""
+
+    def write_context(self, positions: Tensor, context: Tensor) -> None:
+        """Keep keys and values of `context [tokens, hidden]`."""
+        projection, heads = self.qkv_proj, self.num_heads * self.attn.head_size
+        bias = None if projection.bias is None else projection.bias[heads:]
+        kv = linear(context, projection.weight[heads:], bias)
+        self.attn.write_kv(kv, positions, self.rotary_emb.cos_sin_cache, self.k_norm)
+
+
+class DFlashLayer(DecoderLayer):
+    """Rotary attention with head norms and a gated MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int) -> None:
+        super().__init__()
+        fields: DFlashConfig = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_text_config
+        prefix = f"dflash.layers.{index}"
+        shape = attention_shape(config, index, windows_are_whole=fields.sliding_window_non_causal)
+        rope = get_rope(
+            shape.head_dim,
+            vllm_config.model_config.max_model_len,
+            rope_parameters=config.rope_parameters,
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DFlashAttention(shape, rope, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, config.hidden_act, prefix=f"{prefix}.mlp"
+        )
+
+    def mix_stream(
+        self, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
+
+
+class DFlashDraftModel(DraftVocabulary):
+    """`vllm_config.model_config.hf_config` is a `DFlashConfig`, its text config the layers'. The
+    embedding is the target's."""
+
+    def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
+        super().__init__()
+        fields: DFlashConfig = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_text_config
+        self.hidden_size = config.hidden_size
+        self.aux_layer_ids = tuple(fields.aux_layer_ids)
+        self._embed = target.embed_input_ids
+        wide = len(self.aux_layer_ids) * fields.target_hidden_size
+        self.fc = ReplicatedLinear(wide, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DFlashLayer(vllm_config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.init_vocabulary(fields.draft_vocab_size, config.vocab_size, config.hidden_size, target)
+
+    def fuse(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
+        return self.hidden_norm.normalise(self.fc(torch.cat(aux, dim=-1))[0])
+
+    def write_context(self, positions: Tensor, context: Tensor) -> None:
+        """Keep what blocks after them see of tokens at `positions [tokens]` int64, of which `fuse`
+        gave `context [tokens, hidden_size]`."""
+        for layer in self.layers:
+            cast(DFlashLayer, layer).self_attn.write_context(positions, context)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Blocks one after another, `input_ids, positions [tokens]` int64. Returns what
+        `compute_logits` takes, `[tokens, hidden_size]`."""
+        stream = ResidualStream(self._embed(input_ids))
+        for layer in self.layers:
+            stream, _ = layer(positions, stream)
+        return self.norm.enter(stream)[0]
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    def wants(self, name: str) -> bool:
+        return True
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        maps: dict[str, Tensor] = {}
+        loader = AutoWeightsLoader(
+            self,
+            fused=DecoderForCausalLM.fused_names,
+            skip_prefixes=self.head_not_read() | _NOT_READ,
+        )
+        loaded = loader.load_weights(self.without_maps(weights, maps))
+        self.finish_vocabulary(maps, loaded)
+        return loaded
