@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     FalconH1Config,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
@@ -162,6 +163,29 @@ _FALCON_H1: dict[str, Any] = {
     "mlp_multipliers": [1.4, 0.7],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
 }
+#: with groups of experts, several shared experts, and a rotation whose factors all differ
+_DEEPSEEK_V3: dict[str, Any] = {
+    **{k: v for k, v in _COMMON.items() if k != "head_dim"},
+    **_LATENT,
+    "q_lora_rank": 24,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": MAX_POSITION // 4,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -237,6 +261,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
+    "deepseek_v3": lambda: DeepseekV3Config(**_DEEPSEEK_V3),
     "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }
@@ -277,6 +302,8 @@ _SCALES = {
     "shared_expert.up_proj": 6.0,
     "shared_experts.gate_proj": 6.0,
     "shared_experts.up_proj": 6.0,
+    "q_a_proj": 4.0,
+    "q_b_proj": 4.0,
     "kv_a_proj": 8.0,
     "kv_b_proj": 8.0,
     "f_a_proj": 4.0,
@@ -288,7 +315,7 @@ _SCALES = {
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = (
-    *("llama", "mixtral", "kimi_linear"),
+    *("llama", "mixtral", "kimi_linear", "deepseek_v3"),
     *("nemotron_h", "granitemoehybrid", "falcon_h1"),
 )
 _HEAD_NORM_GAIN = 2.0
@@ -326,7 +353,7 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
             offset = 1.0 if _is_one_plus(model) else 0.0
             param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
         elif model.config.model_type in _WITHOUT_HEAD_NORMS and name.endswith(
-            ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+            ("q_proj.weight", "q_b_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
         ):
             param.data *= _LLAMA_SHARPNESS
 

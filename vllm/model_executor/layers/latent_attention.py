@@ -71,7 +71,7 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
 
     Heads are sharded; every rank computes and keeps all of the row. Modules are named as in
     DeepSeek's checkpoints. `kv_b_proj` is multiplied head by head, so it is never quantised.
-    Without `rotary_emb` nothing rotates.
+    Without `rotary_emb` nothing rotates; with `interleaved` dimensions 2 i and 2 i + 1 are a pair.
     """
 
     def __init__(
@@ -81,13 +81,15 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
         quant_config: QuantizationConfig | None = None,
         rotary_emb: RotaryEmbedding | None = None,
         *,
+        interleaved: bool = False,
         scale: float | None = None,
         tp_rank: int | None = None,
         tp_size: int | None = None,
     ) -> None:
         super().__init__()
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
-        self.shape, self.layer_name, self.rotary_emb = shape, prefix, rotary_emb
+        self.shape, self.layer_name = shape, prefix
+        self.rotary_emb, self.interleaved = rotary_emb, interleaved
         heads = shape.num_heads
         self.num_heads = per_rank("attention heads", heads, size)
         shard: dict[str, Any] = {"tp_rank": rank, "tp_size": size}
@@ -146,6 +148,8 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
         )
         if self.rotary_emb is not None:
             own, turning = query.split([shape.nope_dim, shape.shared_dim], dim=-1)
+            if self.interleaved:
+                turning, shared = _in_halves(turning), _in_halves(shared)
             turned, shared = self.rotary_emb(positions, turning, shared)
             query = torch.cat([own, turned], dim=-1)
         rows = torch.cat([self.kv_a_layernorm.normalise(latent), shared], dim=-1)
@@ -186,3 +190,9 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, row={self.shape.row}"
+
+
+def _in_halves(x: Tensor) -> Tensor:
+    """The first of each pair of neighbours, then the second: the order of queries and keys does not
+    change their products, as long as it is the same."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
     KimiDeltaAttentionShape,
 )
-from vllm.model_executor.layers.latent_attention import (
-    LatentAttentionShape,
-    MultiHeadLatentAttention,
-)
+from vllm.model_executor.layers.latent_attention import MultiHeadLatentAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateDtypeCalculator,
     MambaStateShapeCalculator,
 )
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.moe import MixtureOfExperts, Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
@@ -45,42 +42,6 @@ def delta_attention_shape(config: PretrainedConfig) -> KimiDeltaAttentionShape:
         head_dim=config.linear_head_dim,
         conv_kernel_size=config.linear_conv_kernel_dim,
         eps=config.rms_norm_eps,
-    )
-
-
-def latent_attention_shape(config: PretrainedConfig) -> LatentAttentionShape:
-    """The attention of the other layers, and of DeepSeek's."""
-    return LatentAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        nope_dim=config.qk_nope_head_dim,
-        shared_dim=config.qk_rope_head_dim,
-        value_dim=config.v_head_dim,
-        latent_dim=config.kv_lora_rank,
-        query_latent_dim=config.q_lora_rank,
-        bias=config.attention_bias,
-    )
-
-
-def mixture_shape(config: PretrainedConfig) -> MixtureShape:
-    """Sigmoid scores with a correction bias, chosen in the best groups; shared experts of one."""
-    return MixtureShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        num_experts=config.num_local_experts,
-        rule=RoutingRule(
-            config.num_experts_per_tok,
-            scores="sigmoid",
-            renormalize=config.norm_topk_prob,
-            epsilon=1e-20,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            group_score="top2",
-            scale=config.routed_scaling_factor,
-        ),
-        shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
-        correction_bias=True,
-        hidden_act=config.hidden_act,
     )
 
 
@@ -110,7 +71,8 @@ class KimiLinearDecoderLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.mlp_layer_types[index] == "sparse":
-            self.mlp = MixtureOfExperts(mixture_shape(config), f"{prefix}.mlp", quant_config)
+            shape = mixture_shape(config, config.num_local_experts)
+            self.mlp = MixtureOfExperts(shape, f"{prefix}.mlp", quant_config)
         else:
             self.mlp = GatedMLP(
                 config.hidden_size,
