@@ -15,6 +15,7 @@ import uvicorn
 from tests.entrypoints.fake_engine import FakeAsyncLLM, byte_tokenizer
 from tests.ports import free_port
 from vllm.benchmarks import client_usage, plot
+from vllm.benchmarks.outcome import Outcome
 from vllm.benchmarks.serve_args import ServeArgs
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.api_server import build_app
@@ -180,6 +181,26 @@ def test_plot(served: Served, tmp_path: Path) -> None:
     path = tmp_path / "p.png"
     assert served.bench(*SMALL, *READY, "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_drafts_has_a_bar_per_position() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axis = figure.subplots()
+    plot.plot_acceptance(axis, [0.75, 0.5, 0.25])
+    assert [bar.get_height() for bar in axis.patches] == [0.75, 0.5, 0.25]
+    assert [text.get_text() for text in axis.texts] == ["0.75", "0.50", "0.25"]
+    assert "2.50 tokens per step" in axis.get_title()
+
+
+def test_plot_shows_drafts_where_there_were_any(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = Outcome(start=0.0, prompt_len=1, ttft=0.1, itl=[0.1], latency=0.2, output_len=2)
+    heights = []
+    for acceptance in (None, [0.5]):
+        path = tmp_path / "p.png"
+        plot.plot(str(path), [done], "title", acceptance)
+        heights.append(int.from_bytes(path.read_bytes()[20:24]))
+    assert heights[1] > heights[0], "a row for the drafts"
 
 
 def test_plot_without_matplotlib_fails_before_the_load(

@@ -357,6 +357,20 @@ async def test_cached_tokens_are_counted_apart() -> None:
 
 
 @pytest.mark.asyncio
+async def test_usage_counts_drafts() -> None:
+    """In the reply and at the end of a stream; nothing is said where nothing was drafted."""
+    client = in_process(FakeAsyncLLM())
+    body = {"messages": HI, "max_tokens": 3, "vllm_xargs": {"drafted": [2, 5]}}
+    drafts = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 5}
+    whole = (await client.post("/v1/messages", json=body)).json()
+    assert whole["usage"]["output_tokens_details"] == drafts
+    *_, last, _ = named_events(await client.post("/v1/messages", json=body | {"stream": True}))
+    assert last["usage"]["output_tokens_details"] == drafts
+    plain = await client.post("/v1/messages", json={"messages": HI, "max_tokens": 3})
+    assert plain.json()["usage"].get("output_tokens_details") is None
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("max_tokens", "reason"),
     [(7, "max_tokens"), (10 * MAX_MODEL_LEN, "model_context_window_exceeded")],

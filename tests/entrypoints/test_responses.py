@@ -15,6 +15,7 @@ import pytest_asyncio
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from tests.entrypoints.conftest import MakeClient
+from tests.entrypoints.fake_engine import FakeAsyncLLM
 from tests.entrypoints.scripted_engine import FULL, PARSERS, ScriptedEngine
 from tests.entrypoints.server_events import Events, in_process, named_events
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -353,6 +354,24 @@ async def test_stream_and_reply_are_the_same_response(
     assert json.loads(whole.output[2].arguments) == {"city": "Köln"}
     assert streamed.usage == whole.usage and whole.status == streamed.status == "completed"
     assert whole.store is False and whole.completed_at is not None
+
+
+@pytest.mark.asyncio
+async def test_usage_counts_drafts() -> None:
+    """In the reply and at the end of a stream; nothing is said where nothing was drafted."""
+    client = in_process(FakeAsyncLLM())
+    body = {"input": "hi", "max_output_tokens": 3, "vllm_xargs": {"drafted": [2, 5]}}
+    drafts = {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 2,
+        "rejected_prediction_tokens": 5,
+    }
+    whole = (await client.post("/v1/responses", json=body)).json()
+    assert whole["usage"]["output_tokens_details"] == drafts
+    *_, last = named_events(await client.post("/v1/responses", json=body | {"stream": True}))
+    assert last["response"]["usage"]["output_tokens_details"] == drafts
+    plain = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 3})
+    assert plain.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 @pytest.mark.asyncio

@@ -253,7 +253,8 @@ def _report(
         results.save(path, saved, args.append_result)
         print(f"saved: {path}")
     if args.plot:
-        plot(args.plot, outcomes, f"{target.model}, {result['request_rate']} requests/s")
+        title = f"{target.model}, {result['request_rate']} requests/s"
+        plot(args.plot, outcomes, title, result.get("spec_decode_per_position_acceptance_rates"))
         print(f"saved: {args.plot}")
     return result
 

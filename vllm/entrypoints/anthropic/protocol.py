@@ -80,20 +80,18 @@ class MessagesRequest(CountTokensRequest):
             refuse("min_tokens", f"min_tokens is above max_tokens, {self.max_tokens}")
 
 
-class OutputTokensDetails(ReplyModel):
-    """How many tokens the thinking has."""
-
-    thinking_tokens: int
-
-
 class MessageUsage(ReplyModel):
-    """Token counts of a message; the prompt's are `input_tokens` and those read from the cache."""
+    """Token counts of a message; the prompt's are `input_tokens` and those read from the cache.
+
+    `output_tokens_details`, of what the reply had: `thinking_tokens`; `accepted_prediction_tokens`
+    and `rejected_prediction_tokens`, which a drafter proposed and which became output or did not.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = None
+    output_tokens_details: dict[str, int] | None = None
 
 
 class Message(ReplyModel):

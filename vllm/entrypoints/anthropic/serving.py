@@ -12,7 +12,6 @@ from vllm.entrypoints.anthropic.protocol import (
     Message,
     MessagesRequest,
     MessageUsage,
-    OutputTokensDetails,
     TokenCount,
 )
 from vllm.entrypoints.anthropic.translate import PARAMETERS, to_chat
@@ -78,6 +77,7 @@ class MessageReply:
         self._events = MessageEvents()
         self._num_tokens = 0
         self._num_cached = 0
+        self._num_drafts: tuple[int, int] | None = None
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The encoded events; the first one comes with the first tokens."""
@@ -102,6 +102,7 @@ class MessageReply:
         """Add `piece`; its events."""
         self._num_tokens += piece.num_tokens
         self._num_cached = piece.num_cached
+        self._num_drafts = piece.num_drafts
         message = self.message
         message.usage = self._usage(self._num_tokens, self._num_cached)
         if piece.finish_reason is not None:
@@ -115,15 +116,23 @@ class MessageReply:
         events = self._events.close()
         message = self.message
         message.content = self._events.content()
-        thinking = self._events.text_of(BlockKind.REASONING)
-        if thinking:
-            num_thinking = min(await self.turn.count(thinking), self._num_tokens)
-            message.usage.output_tokens_details = OutputTokensDetails(thinking_tokens=num_thinking)
+        message.usage.output_tokens_details = await self._details()
         stop = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         usage = message.usage.model_dump(exclude_none=True)
         events.append({"type": "message_delta", "delta": stop, "usage": usage})
         events.append({"type": "message_stop"})
         return events
+
+    async def _details(self) -> dict[str, int] | None:
+        details = {}
+        thinking = self._events.text_of(BlockKind.REASONING)
+        if thinking:
+            details["thinking_tokens"] = min(await self.turn.count(thinking), self._num_tokens)
+        if self._num_drafts is not None:
+            accepted, rejected = self._num_drafts
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = rejected
+        return details or None
 
     def _stop_reason(self, piece: ReplyPiece) -> str:
         if piece.finish_reason == "length":

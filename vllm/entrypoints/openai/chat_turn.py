@@ -38,6 +38,8 @@ class ReplyPiece:
     num_cached: int
     finish_reason: str | None
     stop_reason: int | str | None
+    #: draft tokens that were accepted and rejected, in the last piece of a reply that had any
+    num_drafts: tuple[int, int] | None
     #: OpenAI's entries for the tokens of the piece, empty unless asked for
     logprobs: list[dict[str, Any]]
 
@@ -117,6 +119,7 @@ class ChatTurn:
                         self._cached(output.num_cached_tokens),
                         reason,
                         completion.stop_reason,
+                        completion.num_drafts,
                         logprobs["content"] if logprobs else [],
                     )
         finally:

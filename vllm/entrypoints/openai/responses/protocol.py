@@ -117,10 +117,13 @@ class InputTokensDetails(msgspec.Struct):
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
-    """How many tokens the reasoning text has."""
+class OutputTokensDetails(msgspec.Struct, omit_defaults=True):
+    """How many tokens the reasoning text has; and, of a reply that had drafts, how many tokens a
+    drafter proposed that became output, and how many that did not."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class ResponseUsage(msgspec.Struct):

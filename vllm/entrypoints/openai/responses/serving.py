@@ -70,6 +70,7 @@ class ResponseReply:
         self._events = ResponseEvents(request.wants_encrypted_reasoning)
         self._num_tokens = 0
         self._num_cached = 0
+        self._num_drafts: tuple[int, int] | None = None
         self._reason: str | None = None
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -97,6 +98,7 @@ class ResponseReply:
         """Add `piece`; its events."""
         self._num_tokens += piece.num_tokens
         self._num_cached = piece.num_cached
+        self._num_drafts = piece.num_drafts
         self._reason = piece.finish_reason
         return self._events.feed_piece(piece)
 
@@ -136,12 +138,15 @@ class ResponseReply:
 
     async def _usage(self) -> ResponseUsage:
         reasoning = await self.turn.count(self._events.text_of(BlockKind.REASONING))
+        accepted, rejected = self._num_drafts or (None, None)
         return ResponseUsage(
             input_tokens=self.turn.num_prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=self._num_cached),
             output_tokens=self._num_tokens,
             output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=min(reasoning, self._num_tokens)
+                reasoning_tokens=min(reasoning, self._num_tokens),
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=rejected,
             ),
             total_tokens=self.turn.num_prompt + self._num_tokens,
         )
