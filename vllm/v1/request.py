@@ -219,12 +219,24 @@ class Request:
         self.max_tokens = max_tokens
         self.length_limit = self.num_prompt_tokens + max_tokens
 
+    def truncate_prompt(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` tokens of the prompt of a request that is not
+        queued yet."""
+        assert not self.output_token_ids
+        self.prompt_token_ids = self.prompt_token_ids[:num_tokens]
+        self.num_prompt_tokens = num_tokens
+        self.limit_output(self.max_tokens)
+        self._truncate(num_tokens)
+
     def truncate_output(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` output tokens."""
         if self.grammar is not None:
             self.grammar.rewind(num_tokens)
         del self.output_token_ids[num_tokens:]
-        del self.all_token_ids[self.num_prompt_tokens + num_tokens :]
+        self._truncate(self.num_prompt_tokens + num_tokens)
+
+    def _truncate(self, num_tokens: int) -> None:
+        del self.all_token_ids[num_tokens:]
         self.quiet_until = 0
         self._prefix_hashes.clear()
         if self._block_hasher is not None:

@@ -161,7 +161,9 @@ def test_registry() -> None:
         "ExampleConnector",
         "ExampleHiddenStatesConnector",
         "MultiConnector",
+        "NixlConnector",
         "OffloadingConnector",
+        "P2pConnector",
     ):
         assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 
@@ -171,7 +173,6 @@ def test_registry() -> None:
     [
         "LMCacheConnectorV1",
         "LMCacheMPConnector",
-        "NixlConnector",
         "NixlPullConnector",
         "NixlPushConnector",
         "SimpleCPUOffloadConnector",
@@ -185,7 +186,7 @@ def test_registry() -> None:
 )
 def test_known_names_that_do_not_ship(name: str) -> None:
     with pytest.raises(
-        ImportError, match=f"{name}.*(kv_connector_module_path|use OffloadingConnector)"
+        ImportError, match=f"{name}.*(kv_connector_module_path|use (Offloading|Nixl)Connector)"
     ):
         KVConnectorFactory.get_connector_class_by_name(name)
 

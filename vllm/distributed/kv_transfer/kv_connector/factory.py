@@ -138,7 +138,9 @@ for _name, _module in (
     ("ExampleConnector", "example_connector"),
     ("ExampleHiddenStatesConnector", "example_hidden_states_connector"),
     ("MultiConnector", "multi_connector"),
+    ("NixlConnector", "nixl_connector"),
     ("OffloadingConnector", "offloading_connector"),
+    ("P2pConnector", "p2p_connector"),
 ):
     KVConnectorFactory.register_connector(_name, f"{_V1}.{_module}", _name)
 
@@ -149,9 +151,8 @@ _OWN_MODULE = (
 for _name, _instead in (
     ("LMCacheConnectorV1", f"{_OWN_MODULE} (package `lmcache`)"),
     ("LMCacheMPConnector", f"{_OWN_MODULE} (package `lmcache`)"),
-    ("NixlConnector", _OWN_MODULE),
-    ("NixlPullConnector", _OWN_MODULE),
-    ("NixlPushConnector", _OWN_MODULE),
+    ("NixlPullConnector", "use NixlConnector"),
+    ("NixlPushConnector", "use NixlConnector, which pulls"),
     ("SimpleCPUOffloadConnector", "use OffloadingConnector"),
     ("DecodeBenchConnector", _OWN_MODULE),
     ("MooncakeConnector", _OWN_MODULE),

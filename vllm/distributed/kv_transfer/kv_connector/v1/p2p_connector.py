@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine computes prompts, another answers them; see docs/disaggregation.md.
+
+Any kind of state: whole blocks of the arena move, so nothing here knows what a layer keeps. State
+leaves when its request has ended, when the recurrent part is complete, and passes through host
+memory on both sides: its bytes are sealed there before they leave and checked before they enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import BlockCopies
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import peer_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
+    P2pHandshake,
+    P2pMetadata,
+    Place,
+    RemoteState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.receiving import Receiver
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.scheduling import (
+    Home,
+    P2pScheduler,
+    asks_to_fetch,
+    asks_to_keep,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.sending import Sender
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.settings import P2pSettings
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.stats import P2pPromMetrics, P2pStats
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.tcp_transport import TcpTransport
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import MessageServer
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class P2pConnector(KVConnectorBase_V1, SupportsHMA):
+    """Settings: `p2p.settings`. This class moves bytes over TCP."""
+
+    #: keys of `kv_connector_extra_config` that are the transport's
+    transport_keys: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if kv_cache_config is None:
+            raise ValueError(f"{type(self).__name__} needs kv_cache_config")
+        self._config = kv_cache_config
+        self._settings = P2pSettings.of(self._kv_transfer_config, self.transport_keys)
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        # worker side
+        self._transport: Transport | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._server: MessageServer | None = None
+        self._places: dict[str, list[list[Place]]] = {}
+        self._load_errors: set[tuple[int, int]] = set()
+        # scheduler side
+        self._scheduling: P2pScheduler
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduling = P2pScheduler(kv_cache_config)
+
+    def make_transport(self, rank: int) -> Transport:
+        """What moves the bytes of this worker."""
+        return TcpTransport()
+
+    @property
+    def takes_arena(self) -> bool:
+        return True
+
+    @classmethod
+    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
+        """It copies the states of requests that ended, which are complete."""
+        return False
+
+    @classmethod
+    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
+    @classmethod
+    def check_request(
+        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
+    ) -> None:
+        fetch, keep = asks_to_fetch(params), asks_to_keep(params)
+        if fetch and keep:
+            raise ValueError("kv_transfer_params ask for do_remote_prefill and do_remote_decode")
+        if (fetch or keep) and num_completions > 1:
+            raise ValueError("one state is handed on for one completion: leave out n")
+        if keep and not kv_transfer_config.is_kv_producer:
+            raise ValueError("kv_transfer_params.do_remote_decode: this engine is a kv_consumer")
+        if fetch and not kv_transfer_config.is_kv_consumer:
+            raise ValueError("kv_transfer_params.do_remote_prefill: this engine is a kv_producer")
+        if fetch:
+            RemoteState.of(params)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pStats:
+        return P2pStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> P2pPromMetrics:
+        return P2pPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_arena(self, arena: Tensor, plan: ArenaPlan) -> None:
+        rank = get_tensor_model_parallel_rank()
+        settings, transfer = self._settings, self._kv_transfer_config
+        outgoing = incoming = None
+        if transfer.is_kv_producer:
+            outgoing = Staging(settings.staging_bytes, pinned=arena.is_cuda)
+        if transfer.is_kv_consumer:
+            incoming = Staging(settings.staging_bytes, pinned=arena.is_cuda)
+        transport = self._transport = self.make_transport(rank)
+        transport.register(
+            None if outgoing is None else outgoing.buffer.numpy(),
+            None if incoming is None else incoming.buffer.numpy(),
+        )
+        copies = BlockCopies(arena, plan)
+        identity = peer_identity(self._vllm_config, self._config)
+        if outgoing is not None:
+            self._sender = Sender(
+                copies, outgoing, transport, transfer.engine_id, identity, settings.lease_s
+            )
+            port = settings.port + rank if settings.port else 0
+            self._server = MessageServer(settings.host, port, self._sender.handlers())
+        if incoming is not None:
+            self._receiver = Receiver(
+                copies, incoming, transport, identity, rank, self._num_ranks, settings.timeout_s
+            )
+
+    def get_handshake_metadata(self) -> P2pHandshake | None:
+        if self._server is None:
+            return None
+        return P2pHandshake(self._server.port, self._settings.staging_bytes)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, P2pMetadata)
+        for job in kv_connector_metadata.sends:
+            assert self._sender is not None
+            self._sender.stage(job)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, P2pMetadata)
+        if self._receiver is None:
+            return
+        for remote in metadata.expects:
+            self._receiver.expect(remote)
+        for remote in metadata.releases:
+            self._receiver.give_up(remote)
+        for job in metadata.receives:
+            self._places[job.req_id] = job.places
+            self._receiver.receive(job)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads run beside the steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Whole blocks leave when their request has ended."""
+
+    def wait_for_save(self) -> None:
+        """Nothing of this step is read during it."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent = set() if self._sender is None else self._sender.take_staged()
+        received = {} if self._receiver is None else self._receiver.take_received()
+        for req_id, arrived in received.items():
+            places = self._places.pop(req_id)
+            if not arrived:
+                for group, own in enumerate(places):
+                    self._load_errors.update((group, place.block) for place in own)
+        return sent or None, set(received) or None
+
+    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def get_kv_connector_stats(self) -> P2pStats | None:
+        stats = P2pStats()
+        for side in (self._sender, self._receiver):
+            if side is not None:
+                stats.aggregate(side.take_stats())
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        sender, receiver, server = self._sender, self._receiver, self._server
+        self._sender = self._receiver = self._server = None
+        if sender is not None:
+            sender.close()
+        if server is not None:
+            server.close()
+        if receiver is not None:
+            receiver.close()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        told = [m for _, m in sorted(metadata.items()) if isinstance(m, P2pHandshake)]
+        host, room = self._settings.host, self._settings.staging_bytes
+        ports = tuple(m.port for m in told)
+        self._scheduling.home = Home(self._kv_transfer_config.engine_id, host, ports, room)
+        decisions.record(
+            "state transfer",
+            f"{type(self).__name__}, peers ask at {host}, ports {', '.join(map(str, ports))}",
+            f"{room} bytes of host memory per rank hold what peers have not fetched",
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduling.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._scheduling.num_matched(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduling.begin_load(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2pMetadata:
+        return self._scheduling.take_metadata()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finish(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finish(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduling.has_work()
