@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    OlmoHybridConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
@@ -157,6 +158,15 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    # Head sizes that are no powers of two, and no rotation, as in released checkpoints.
+    "olmo_hybrid": lambda: OlmoHybridConfig(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }
@@ -176,6 +186,9 @@ _SCALES = {
     "embed_tokens": 25.0,
     "lm_head": 4.0,
     "in_proj_": 4.0,
+    "linear_attn.g_proj": 4.0,
+    "linear_attn.a_proj": 4.0,
+    "linear_attn.b_proj": 4.0,
     "conv1d": 4.0,
     "q_proj": 4.0,
     "k_proj": 4.0,
@@ -271,6 +284,8 @@ def make_tiny(
     model.save_pretrained(path)
     if type(config) in _WRAPPERS:
         _add_mtp_tensors(path / "model.safetensors", text_config, dtype)
+    if family == "olmo_hybrid":
+        _cut_convolutions(path / "model.safetensors", text_config)
     _tokenizer().save_pretrained(path)
     return path
 
@@ -282,6 +297,21 @@ def _add_mtp_tensors(file: Path, config: Any, dtype: torch.dtype) -> None:
     tensors["mtp.fc.weight"] = torch.zeros(hidden, 2 * hidden, dtype=dtype)
     tensors["mtp.norm.weight"] = torch.zeros(hidden, dtype=dtype)
     tensors["mtp.layers.0.input_layernorm.weight"] = torch.zeros(hidden, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _cut_convolutions(file: Path, config: Any) -> None:
+    """Released checkpoints have one convolution each for q, k and v; transformers, which has one
+    for all, saves it in parts of equal size."""
+    tensors = load_file(file)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for layer in range(config.num_hidden_layers):
+        names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        if names[0] in tensors:
+            whole = torch.cat([tensors[name] for name in names])
+            parts = whole.split([keys, keys, values])
+            tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

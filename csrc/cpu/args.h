@@ -161,6 +161,7 @@ struct GdnArgs {
   int64_t b_stride;
   Param A_log;
   Param dt_bias;
+  float beta_scale = 1;
   void* state;  // [num_blocks, v_heads, v_dim, k_dim], dense but for the block stride
   DType state_dtype;
   int64_t state_stride;

@@ -35,13 +35,13 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       "gdn_prefill(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
       " Tensor(a!) ssm_state, Tensor state_indices, Tensor has_initial_state,"
       " Tensor query_start_loc, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
-      " Tensor(b!) out) -> ()");
+      " Tensor(b!) out, float beta_scale) -> ()");
   m.def(
       "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
       " Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state,"
       " Tensor state_indices, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
-      " Tensor(c!) out, Tensor? steps, Tensor? taken, Tensor(d!)? keys, Tensor(e!)? errors,"
-      " Tensor(f!)? decays, Tensor(g!)? inputs) -> ()");
+      " Tensor(c!) out, float beta_scale, Tensor? steps, Tensor? taken, Tensor(d!)? keys,"
+      " Tensor(e!)? errors, Tensor(f!)? decays, Tensor(g!)? inputs) -> ()");
   m.def(
       "gdn_commit(Tensor entries, Tensor pending, Tensor first, Tensor taken, Tensor keys,"
       " Tensor errors, Tensor decays, Tensor inputs, Tensor(a!) ssm_state, Tensor(b!) conv_state)"

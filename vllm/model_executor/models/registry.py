@@ -20,6 +20,7 @@ _MODELS: dict[str, str] = {
     ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
+    "OlmoHybridForCausalLM": "vllm.model_executor.models.olmo_hybrid:OlmoHybridForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM",
