@@ -27,6 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
     OlmoHybridConfig,
@@ -94,6 +97,23 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 #: a shared expert of the others' size
 _QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
 
+#: two rotations and windows; a scale of its own
+_GEMMA3: dict[str, Any] = {
+    **_COMMON,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
     return wrapper(
@@ -158,6 +178,21 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "gemma3": lambda: Gemma3TextConfig(**_GEMMA3),
+    "gemma3_wrapper": lambda: Gemma3Config(
+        text_config=_GEMMA3,
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB_SIZE - 1,
+    ),
     # Head sizes that are no powers of two, and no rotation, as in released checkpoints.
     "olmo_hybrid": lambda: OlmoHybridConfig(
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -173,6 +208,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 
 #: architectures that `AutoModelForCausalLM` does not make of their config
 _WRAPPERS = {
+    Gemma3Config: Gemma3ForConditionalGeneration,
     Qwen3_5Config: Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig: Qwen3_5MoeForConditionalGeneration,
 }
@@ -183,6 +219,8 @@ FAMILIES = tuple(_CONFIGS)
 #: name part -> factor on the weights, first match
 _SCALES = {
     "visual": 1.0,
+    "vision_tower": 1.0,
+    "multi_modal_projector": 1.0,
     "embed_tokens": 25.0,
     "lm_head": 4.0,
     "in_proj_": 4.0,
@@ -207,6 +245,10 @@ _SCALES = {
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = ("llama", "mixtral")
 _HEAD_NORM_GAIN = 2.0
+#: of norms of branches beside embeddings that the model scales up
+_BRANCH_NORM_GAIN = 4.0
+_ONE_PLUS = ("qwen3_5", "qwen3_next", "gemma3")
+_OF_IMAGES = ("visual", "vision_tower", "multi_modal_projector")
 _TIED_HEAD_GAIN = 0.2
 
 
@@ -219,7 +261,7 @@ def _tune(model: PreTrainedModel) -> None:
             param.data = uniform * 2 - 3
             continue
         param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
-        if param.dim() == 1 and "visual" not in name:
+        if param.dim() == 1 and not any(part in name for part in _OF_IMAGES):
             param.data += (uniform * 2 - 1) * 0.3
     _sharpen_attention(model)
     if model.config.tie_word_embeddings:
@@ -227,7 +269,7 @@ def _tune(model: PreTrainedModel) -> None:
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:
-    return any(name in model.config.model_type for name in ("qwen3_5", "qwen3_next"))
+    return any(name in model.config.model_type for name in _ONE_PLUS)
 
 
 def _sharpen_attention(model: PreTrainedModel) -> None:
@@ -235,6 +277,10 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             offset = 1.0 if _is_one_plus(model) else 0.0
             param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
+        elif "gemma3" in model.config.model_type and name.endswith(
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+        ):
+            param.data = (param.data + 1) * _BRANCH_NORM_GAIN - 1
         elif model.config.model_type in _WITHOUT_HEAD_NORMS and name.endswith(
             ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
         ):
@@ -282,7 +328,7 @@ def make_tiny(
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     model.save_pretrained(path)
-    if type(config) in _WRAPPERS:
+    if family.startswith("qwen") and type(config) in _WRAPPERS:
         _add_mtp_tensors(path / "model.safetensors", text_config, dtype)
     if family == "olmo_hybrid":
         _cut_convolutions(path / "model.safetensors", text_config)

@@ -50,7 +50,7 @@ struct GatedArgs {
   void* out;  // dense rows
 };
 
-struct SiluMulArgs {
+struct GateUpArgs {
   DType dtype;
   const void* gate_up;
   int64_t stride;

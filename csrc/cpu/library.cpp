@@ -15,6 +15,7 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       " -> (Tensor, Tensor)");
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
   m.def("silu_and_mul(Tensor gate_up) -> Tensor");
+  m.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor");
   m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
@@ -57,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("fused_add_rms_norm", TORCH_BOX(&vllm_cpu::fused_add_rms_norm));
   m.impl("gated_rms_norm", TORCH_BOX(&vllm_cpu::gated_rms_norm));
   m.impl("silu_and_mul", TORCH_BOX(&vllm_cpu::silu_and_mul));
+  m.impl("gelu_tanh_and_mul", TORCH_BOX(&vllm_cpu::gelu_tanh_and_mul));
   m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
   m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
   m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));

@@ -17,6 +17,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
     const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, bool one_plus);
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps);
 Tensor silu_and_mul(const Tensor& gate_up);
+Tensor gelu_tanh_and_mul(const Tensor& gate_up);
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);

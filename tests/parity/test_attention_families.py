@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = [pytest.mark.parity, pytest.mark.parametrize("family", ["olmo_hybrid"])]
+pytestmark = [pytest.mark.parity, pytest.mark.parametrize("family", ["olmo_hybrid", "gemma3"])]
 
 LENGTHS = (1, 16, 65, 130)
 NUM_TOKENS = 24
 #: of the arena where it is to be too small; hybrids' blocks hold more
-BLOCKS = {"olmo_hybrid": 8}
+BLOCKS = {"olmo_hybrid": 8, "gemma3": 16}
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
 from tiny_models import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import mlp
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.whole_norm_attention import WholeNormAttention
-from vllm.model_executor.models import olmo_hybrid
+from vllm.model_executor.models import gemma3, olmo_hybrid
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -68,6 +71,44 @@ def _zeroed_state(part: int) -> Damage:
     return damage
 
 
+def _gemma_shape(**changes: object) -> Damage:
+    def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+        shape = gemma3.attention_shape
+        monkeypatch.setattr(
+            gemma3,
+            "attention_shape",
+            lambda config, kind: replace(shape(config, kind), **changes),  # type: ignore[arg-type]
+        )
+
+    return damage
+
+
+def _one_rotation(kind: str) -> Damage:
+    """All layers turn as those of `kind`."""
+
+    def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+        init = gemma3.Gemma3DecoderLayer.__init__
+
+        def same(self: nn.Module, vllm_config: VllmConfig, prefix: str = "") -> None:
+            config = vllm_config.model_config.hf_text_config
+            rope = config.rope_parameters[kind]
+            with monkeypatch.context() as patch:
+                patch.setattr(config, "rope_parameters", dict.fromkeys(config.layer_types, rope))
+                init(self, vllm_config, prefix)
+
+        monkeypatch.setattr(gemma3.Gemma3DecoderLayer, "__init__", same)
+
+    return damage
+
+
+def _bare_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemma3, "rounded", lambda value, dtype: 1.0)
+
+
+def _silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp, "get_act_and_mul_fn", lambda name: SiluAndMul())
+
+
 DAMAGES: dict[str, dict[str, Damage]] = {
     "olmo_hybrid": {
         "betas up to 1": _betas_up_to_one,
@@ -75,6 +116,15 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "a branch that is not normed": _no_norm_of_branches,
         "lost convolution": _zeroed_state(0),
         "lost matrix": _zeroed_state(1),
+    },
+    "gemma3": {
+        "scale of the head size": _gemma_shape(scale=None),
+        "no windows": _gemma_shape(sliding_window=None),
+        "windows everywhere": _gemma_shape(sliding_window=24),
+        "only the local rotation": _one_rotation("sliding_attention"),
+        "only the global rotation": _one_rotation("full_attention"),
+        "embeddings not scaled": _bare_embeddings,
+        "another activation": _silu,
     },
 }
 

@@ -24,7 +24,8 @@ class SelfAttentionShape:
     `qk_norm`: class of the per-head norms of q and k, None for none. `gated`: `q_proj` gives each
     head `[q | gate]` and the output is multiplied by `sigmoid(gate)` before `o_proj`.
     `sliding_window`: tokens a query sees, itself included; None for all. `input_size`: width of
-    what q, k and v are projected from; None: `hidden_size`.
+    what q, k and v are projected from; None: `hidden_size`. `scale`: of the scores; None:
+    `head_dim ** -0.5`.
     """
 
     hidden_size: int
@@ -38,6 +39,7 @@ class SelfAttentionShape:
     gated: bool = False
     sliding_window: int | None = None
     input_size: int | None = None
+    scale: float | None = None
 
 
 class SelfAttention(nn.Module):
@@ -80,7 +82,7 @@ class SelfAttention(nn.Module):
         self.attn = Attention(
             self.num_heads,
             shape.head_dim,
-            shape.head_dim**-0.5,
+            shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             self.qkv_proj.num_kv_heads,
             per_layer_sliding_window=shape.sliding_window,
             prefix=f"{prefix}.attn",

@@ -18,6 +18,10 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": (
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
+    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": (
+        "vllm.model_executor.models.gemma3:Gemma3ForConditionalGeneration"
+    ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "OlmoHybridForCausalLM": "vllm.model_executor.models.olmo_hybrid:OlmoHybridForCausalLM",
