@@ -29,11 +29,15 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     FalconH1Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
     MixtralConfig,
     NemotronHConfig,
+    OlmoHybridConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
@@ -186,6 +190,22 @@ _DEEPSEEK_V3: dict[str, Any] = {
         "mscale_all_dim": 0.7,
     },
 }
+#: two rotations and windows; a scale of its own
+_GEMMA3: dict[str, Any] = {
+    **_COMMON,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -260,6 +280,30 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
+    "gemma3": lambda: Gemma3TextConfig(**_GEMMA3),
+    "gemma3_wrapper": lambda: Gemma3Config(
+        text_config=_GEMMA3,
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB_SIZE - 1,
+    ),
+    # Head sizes that are no powers of two, and no rotation, as in released checkpoints.
+    "olmo_hybrid": lambda: OlmoHybridConfig(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "deepseek_v3": lambda: DeepseekV3Config(**_DEEPSEEK_V3),
     "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
@@ -268,6 +312,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 
 #: architectures that `AutoModelForCausalLM` does not make of their config
 _WRAPPERS = {
+    Gemma3Config: Gemma3ForConditionalGeneration,
     Qwen3_5Config: Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig: Qwen3_5MoeForConditionalGeneration,
 }
@@ -278,10 +323,15 @@ FAMILIES = tuple(_CONFIGS)
 #: name part -> factor on the weights, first match
 _SCALES = {
     "visual": 1.0,
+    "vision_tower": 1.0,
+    "multi_modal_projector": 1.0,
     "embed_tokens": 25.0,
     "embeddings": 25.0,
     "lm_head": 4.0,
     "in_proj": 4.0,
+    "linear_attn.g_proj": 4.0,
+    "linear_attn.a_proj": 4.0,
+    "linear_attn.b_proj": 4.0,
     "conv1d": 4.0,
     "q_proj": 4.0,
     "k_proj": 4.0,
@@ -319,6 +369,10 @@ _WITHOUT_HEAD_NORMS = (
     *("nemotron_h", "granitemoehybrid", "falcon_h1"),
 )
 _HEAD_NORM_GAIN = 2.0
+#: of norms of branches beside embeddings that the model scales up
+_BRANCH_NORM_GAIN = 4.0
+_ONE_PLUS = ("qwen3_5", "qwen3_next", "gemma3")
+_OF_IMAGES = ("visual", "vision_tower", "multi_modal_projector")
 _TIED_HEAD_GAIN = 0.2
 #: what models call their final norm
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
@@ -333,7 +387,7 @@ def _tune(model: PreTrainedModel) -> None:
             param.data = uniform * 2 - 3
             continue
         param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
-        if param.dim() == 1 and "visual" not in name:
+        if param.dim() == 1 and not any(part in name for part in _OF_IMAGES):
             param.data += (uniform * 2 - 1) * 0.3
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -344,7 +398,7 @@ def _tune(model: PreTrainedModel) -> None:
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:
-    return any(name in model.config.model_type for name in ("qwen3_5", "qwen3_next"))
+    return any(name in model.config.model_type for name in _ONE_PLUS)
 
 
 def _sharpen_attention(model: PreTrainedModel) -> None:
@@ -352,6 +406,10 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             offset = 1.0 if _is_one_plus(model) else 0.0
             param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
+        elif "gemma3" in model.config.model_type and name.endswith(
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+        ):
+            param.data = (param.data + 1) * _BRANCH_NORM_GAIN - 1
         elif model.config.model_type in _WITHOUT_HEAD_NORMS and name.endswith(
             ("q_proj.weight", "q_b_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
         ):
@@ -399,8 +457,10 @@ def make_tiny(
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     model.save_pretrained(path)
-    if type(config) in _WRAPPERS:
+    if family.startswith("qwen") and type(config) in _WRAPPERS:
         _add_mtp_tensors(path / "model.safetensors", text_config, dtype)
+    if family == "olmo_hybrid":
+        _cut_convolutions(path / "model.safetensors", text_config)
     _tokenizer().save_pretrained(path)
     return path
 
@@ -412,6 +472,21 @@ def _add_mtp_tensors(file: Path, config: Any, dtype: torch.dtype) -> None:
     tensors["mtp.fc.weight"] = torch.zeros(hidden, 2 * hidden, dtype=dtype)
     tensors["mtp.norm.weight"] = torch.zeros(hidden, dtype=dtype)
     tensors["mtp.layers.0.input_layernorm.weight"] = torch.zeros(hidden, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _cut_convolutions(file: Path, config: Any) -> None:
+    """Released checkpoints have one convolution each for q, k and v; transformers, which has one
+    for all, saves it in parts of equal size."""
+    tensors = load_file(file)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for layer in range(config.num_hidden_layers):
+        names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        if names[0] in tensors:
+            whole = torch.cat([tensors[name] for name in names])
+            parts = whole.split([keys, keys, values])
+            tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -50,7 +50,7 @@ struct GatedArgs {
   void* out;  // dense rows
 };
 
-struct SiluMulArgs {
+struct GateUpArgs {
   DType dtype;
   const void* gate_up;
   int64_t stride;
@@ -165,6 +165,7 @@ struct GdnArgs {
   int64_t b_stride;
   Param A_log;
   Param dt_bias;
+  float beta_scale = 1;
   void* state;  // [num_blocks, v_heads, v_dim, k_dim], dense but for the block stride
   DType state_dtype;
   int64_t state_stride;

@@ -15,6 +15,7 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       " -> (Tensor, Tensor)");
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
   m.def("silu_and_mul(Tensor gate_up) -> Tensor");
+  m.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor");
   m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
@@ -36,13 +37,13 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       "gdn_prefill(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
       " Tensor(a!) ssm_state, Tensor state_indices, Tensor has_initial_state,"
       " Tensor query_start_loc, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
-      " Tensor(b!) out) -> ()");
+      " Tensor(b!) out, float beta_scale) -> ()");
   m.def(
       "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
       " Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state,"
       " Tensor state_indices, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim,"
-      " Tensor(c!) out, Tensor? steps, Tensor? taken, Tensor(d!)? keys, Tensor(e!)? errors,"
-      " Tensor(f!)? decays, Tensor(g!)? inputs) -> ()");
+      " Tensor(c!) out, float beta_scale, Tensor? steps, Tensor? taken, Tensor(d!)? keys,"
+      " Tensor(e!)? errors, Tensor(f!)? decays, Tensor(g!)? inputs) -> ()");
   m.def(
       "gdn_commit(Tensor entries, Tensor pending, Tensor first, Tensor taken, Tensor keys,"
       " Tensor errors, Tensor decays, Tensor inputs, Tensor(a!) ssm_state, Tensor(b!) conv_state)"
@@ -58,6 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("fused_add_rms_norm", TORCH_BOX(&vllm_cpu::fused_add_rms_norm));
   m.impl("gated_rms_norm", TORCH_BOX(&vllm_cpu::gated_rms_norm));
   m.impl("silu_and_mul", TORCH_BOX(&vllm_cpu::silu_and_mul));
+  m.impl("gelu_tanh_and_mul", TORCH_BOX(&vllm_cpu::gelu_tanh_and_mul));
   m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
   m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
   m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));

@@ -17,6 +17,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
     const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, bool one_plus);
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps);
 Tensor silu_and_mul(const Tensor& gate_up);
+Tensor gelu_tanh_and_mul(const Tensor& gate_up);
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
@@ -41,14 +42,15 @@ void gdn_prefill(
     const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& ssm_state, const Tensor& state_indices,
     const Tensor& has_initial_state, const Tensor& query_start_loc, int64_t num_k_heads,
-    int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim, const Tensor& out);
+    int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim, const Tensor& out,
+    double beta_scale);
 void gdn_decode(
     const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& conv_weight, OptTensor conv_bias,
     const Tensor& conv_state, const Tensor& ssm_state, const Tensor& state_indices,
     int64_t num_k_heads, int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim,
-    const Tensor& out, OptTensor steps, OptTensor taken, OptTensor keys, OptTensor errors,
-    OptTensor decays, OptTensor inputs);
+    const Tensor& out, double beta_scale, OptTensor steps, OptTensor taken, OptTensor keys,
+    OptTensor errors, OptTensor decays, OptTensor inputs);
 void gdn_commit(
     const Tensor& entries, const Tensor& pending, const Tensor& first, const Tensor& taken,
     const Tensor& keys, const Tensor& errors, const Tensor& decays, const Tensor& inputs,

@@ -32,7 +32,7 @@ ConvArgs conv_args(
 GdnArgs gdn_args(
     const char* op, const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& ssm_state, const Tensor& state_indices, int64_t k_heads,
-    int64_t v_heads, int64_t k_dim, int64_t v_dim, const Tensor& out) {
+    int64_t v_heads, int64_t k_dim, int64_t v_dim, const Tensor& out, double beta_scale) {
   STD_TORCH_CHECK(
       k_heads > 0 && v_heads % k_heads == 0, op,
       ": num_v_heads must be a multiple of num_k_heads, got ", v_heads, " and ", k_heads);
@@ -52,6 +52,7 @@ GdnArgs gdn_args(
   args.b_stride = b.stride(0);
   args.A_log = param(A_log, v_heads, {op, "A_log"});
   args.dt_bias = param(dt_bias, v_heads, {op, "dt_bias"});
+  args.beta_scale = static_cast<float>(beta_scale);
   args.state_dtype = float_dtype(ssm_state, {op, "ssm_state"});
   check_shape(ssm_state, {-1, v_heads, v_dim, k_dim}, 3, {op, "ssm_state"});
   args.state = ssm_state.data_ptr();
@@ -134,11 +135,12 @@ void gdn_prefill(
     const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& ssm_state, const Tensor& state_indices,
     const Tensor& has_initial_state, const Tensor& query_start_loc, int64_t num_k_heads,
-    int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim, const Tensor& out) {
+    int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim, const Tensor& out,
+    double beta_scale) {
   constexpr const char* op = "gdn_prefill";
   GdnArgs args = gdn_args(
       op, qkv, a, b, A_log, dt_bias, ssm_state, state_indices, num_k_heads, num_v_heads,
-      head_k_dim, head_v_dim, out);
+      head_k_dim, head_v_dim, out, beta_scale);
   args.has_initial_state =
       bool_vector(has_initial_state, args.num_seqs, {op, "has_initial_state"});
   args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
@@ -150,12 +152,12 @@ void gdn_decode(
     const Tensor& dt_bias, const Tensor& conv_weight, OptTensor conv_bias,
     const Tensor& conv_state, const Tensor& ssm_state, const Tensor& state_indices,
     int64_t num_k_heads, int64_t num_v_heads, int64_t head_k_dim, int64_t head_v_dim,
-    const Tensor& out, OptTensor steps, OptTensor taken, OptTensor keys, OptTensor errors,
-    OptTensor decays, OptTensor inputs) {
+    const Tensor& out, double beta_scale, OptTensor steps, OptTensor taken, OptTensor keys,
+    OptTensor errors, OptTensor decays, OptTensor inputs) {
   constexpr const char* op = "gdn_decode";
   GdnArgs args = gdn_args(
       op, qkv, a, b, A_log, dt_bias, ssm_state, state_indices, num_k_heads, num_v_heads,
-      head_k_dim, head_v_dim, out);
+      head_k_dim, head_v_dim, out, beta_scale);
   if (args.num_seqs == 0) return;
   if (qkv.size(0) % args.num_seqs != 0 || (!steps && qkv.size(0) != args.num_seqs)) {
     reject({op, "qkv"}, qkv, "must have one row, with a journal equally many, per state index");

@@ -83,19 +83,37 @@ Tensor mul_sigmoid(const Tensor& x, const Tensor& gate) {
   return out;
 }
 
-Tensor silu_and_mul(const Tensor& gate_up) {
-  const Arg arg{"silu_and_mul", "gate_up"};
+namespace {
+
+// `out` is yet to be made.
+GateUpArgs gate_up_args(const char* op, const Tensor& gate_up) {
+  const Arg arg{op, "gate_up"};
   check_shape(gate_up, {-1, -1}, 1, arg);
   if (gate_up.size(1) % 2) reject(arg, gate_up, "must have an even last dimension");
-  SiluMulArgs args;
+  GateUpArgs args{};
   args.dtype = float_dtype(gate_up, arg);
   args.gate_up = gate_up.data_ptr();
   args.stride = gate_up.stride(0);
   args.tokens = gate_up.size(0);
   args.n = gate_up.size(1) / 2;
+  return args;
+}
+
+}  // namespace
+
+Tensor silu_and_mul(const Tensor& gate_up) {
+  GateUpArgs args = gate_up_args("silu_and_mul", gate_up);
   Tensor out = empty({args.tokens, args.n}, gate_up);
   args.out = out.data_ptr();
   kernels().silu_and_mul(args);
+  return out;
+}
+
+Tensor gelu_tanh_and_mul(const Tensor& gate_up) {
+  GateUpArgs args = gate_up_args("gelu_tanh_and_mul", gate_up);
+  Tensor out = empty({args.tokens, args.n}, gate_up);
+  args.out = out.data_ptr();
+  kernels().gelu_tanh_and_mul(args);
   return out;
 }
 

@@ -9,7 +9,8 @@
   X(rms_norm, RmsNormArgs)             \
   X(gated_rms_norm, GatedArgs)         \
   X(mul_sigmoid, GatedArgs)            \
-  X(silu_and_mul, SiluMulArgs)         \
+  X(silu_and_mul, GateUpArgs)          \
+  X(gelu_tanh_and_mul, GateUpArgs)     \
   X(qk_norm_rope_cache, RopeCacheArgs) \
   X(paged_attention, AttentionArgs)    \
   X(causal_conv1d, ConvArgs)           \

@@ -48,6 +48,7 @@ class Kernels(Registry):
     fused_add_rms_norm = Op(norms.fused_add_rms_norm)
     gated_rms_norm = Op(norms.gated_rms_norm)
     silu_and_mul = Op(activation.silu_and_mul)
+    gelu_tanh_and_mul = Op(activation.gelu_tanh_and_mul)
     mul_sigmoid = Op(activation.mul_sigmoid)
     relu_squared = Op(activation.relu_squared, cpu=("naive",))
     qk_norm_rope_cache = Op(rotary.qk_norm_rope_cache)

@@ -26,3 +26,8 @@ class ResidualStream:
 
     residual: Tensor
     branch: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """The stream added up, for layers that start without a norm; nothing overwrites it."""
+        return self.residual if self.branch is None else self.residual + self.branch

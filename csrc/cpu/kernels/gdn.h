@@ -39,7 +39,7 @@ inline Gates gates(const GdnArgs& args, const DecayParams& decay, int64_t token,
   const float b = load1(static_cast<const T*>(args.b) + token * args.b_stride + head);
   const float x = a + decay.offset;
   const float softplus = x > 20.0f ? x : ::log1pf(::expf(x));
-  return {-decay.rate * softplus, 1.0f / (1.0f + ::expf(-b))};
+  return {-decay.rate * softplus, args.beta_scale / (1.0f + ::expf(-b))};
 }
 
 // x[0, padded) *= rsqrt(sum(x^2) + 1e-6) * scale; the padding is zero.

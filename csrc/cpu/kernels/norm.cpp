@@ -79,15 +79,17 @@ void mul_sigmoid_rows(const GatedArgs& args) {
   });
 }
 
-template <typename T>
-void silu_and_mul_rows(const SiluMulArgs& args) {
+// `activation(gate, up)` of vectors.
+template <typename T, typename Activation>
+void activate_rows(const GateUpArgs& args, Activation activation) {
   parallel_ranges(args.tokens, row_grain(args.n), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const T* gate = static_cast<const T*>(args.gate_up) + t * args.stride;
       const T* up = gate + args.n;
       T* out = static_cast<T*>(args.out) + t * args.n;
       for_lanes(args.n, [&](int64_t i, int64_t lanes) {
-        store_upto(out + i, silu(load_upto(gate + i, lanes)) * load_upto(up + i, lanes), lanes);
+        const vf y = activation(load_upto(gate + i, lanes), load_upto(up + i, lanes));
+        store_upto(out + i, y, lanes);
       });
     }
   });
@@ -107,8 +109,16 @@ void mul_sigmoid(const GatedArgs& args) {
   with_dtype(args.dtype, [&](auto t) { mul_sigmoid_rows<decltype(t)>(args); });
 }
 
-void silu_and_mul(const SiluMulArgs& args) {
-  with_dtype(args.dtype, [&](auto t) { silu_and_mul_rows<decltype(t)>(args); });
+void silu_and_mul(const GateUpArgs& args) {
+  with_dtype(args.dtype, [&](auto t) {
+    activate_rows<decltype(t)>(args, [](vf gate, vf up) { return silu(gate) * up; });
+  });
+}
+
+void gelu_tanh_and_mul(const GateUpArgs& args) {
+  with_dtype(args.dtype, [&](auto t) {
+    activate_rows<decltype(t)>(args, [](vf gate, vf up) { return gelu_tanh(gate) * up; });
+  });
 }
 
 }  // namespace VLLM_ISA

@@ -34,6 +34,11 @@ inline vf exp(vf x) {
 
 inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+// x / 2 (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + tanh(u)) / 2 = sigmoid(2u).
+inline vf gelu_tanh(vf x) {
+  const vf u = x * fma(x * x, set1(0.0713548162726f), set1(1.59576912160573f));
+  return x / (1.0f + exp(-u));
+}
 
 }  // namespace VLLM_ISA
 }  // namespace vllm_cpu

@@ -40,5 +40,7 @@ def test_gated_activation() -> None:
     expected = nn.functional.silu(x[:, :5]) * x[:, 5:]
     torch.testing.assert_close(get_act_and_mul_fn("silu")(x), expected)
     assert isinstance(get_act_and_mul_fn("silu"), SiluAndMul)
-    with pytest.raises(ValueError, match="hidden_act 'gelu' is not supported; supported: 'silu'"):
+    expected = nn.functional.gelu(x[:, :5], approximate="tanh") * x[:, 5:]
+    torch.testing.assert_close(get_act_and_mul_fn("gelu_pytorch_tanh")(x), expected)
+    with pytest.raises(ValueError, match="hidden_act 'gelu' is not supported; supported: 'silu', "):
         get_act_and_mul_fn("gelu")

@@ -33,8 +33,12 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
-#: these go through an engine in tests/parity; of qwen3_5_moe the wrapper's is compared here
-IN_ENGINES = ("qwen3_5_moe", "nemotron_h", "granite_h", "granite_h_dense", "falcon_h1")
+#: these go through an engine in tests/parity, cut in the same ways; of qwen3_5_moe
+#: the wrapper's is compared here
+IN_ENGINES = (
+    *("qwen3_5_moe", "nemotron_h", "granite_h", "granite_h_dense", "falcon_h1"),
+    *("olmo_hybrid", "gemma3", "gemma3_wrapper"),
+)
 
 
 @pytest.fixture(params=[family for family in FAMILIES if family not in IN_ENGINES])

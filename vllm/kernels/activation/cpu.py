@@ -5,4 +5,5 @@ from vllm._extension import cpu_ops
 
 _ops = cpu_ops()
 silu_and_mul = _ops.silu_and_mul.default
+gelu_tanh_and_mul = _ops.gelu_tanh_and_mul.default
 mul_sigmoid = _ops.mul_sigmoid.default

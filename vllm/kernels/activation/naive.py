@@ -19,6 +19,13 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(wide).square().to(x.dtype)
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate_up[:, :n]) * gate_up[:, n:]`, rounded once: `[tokens, 2n] -> [tokens, n]`. GELU by
+    its tanh (arXiv 1606.08415, section 2)."""
+    gate, up = gate_up.to(accumulation_dtype(gate_up)).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`, rounded once: `x [tokens, heads, n]`, `gate [tokens, heads, n]` with any
     token and head stride -> `[tokens, heads * n]`."""

@@ -43,6 +43,35 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _gelu_tanh_and_mul_kernel(
+    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """GELU's `(1 + tanh(u)) / 2` is `sigmoid(2u)`."""
+    start_next(PDL)
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
+    twice = gate * (1.59576912160573 + 0.0713548162726 * gate * gate)
+    tl.store(out_ptr + row * N + col, gate * tl.sigmoid(twice) * up, mask=mask)
+
+
+_gelu_tanh_and_mul = Launcher(_gelu_tanh_and_mul_kernel)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        grid = (tokens, cdiv(n, COLUMNS))
+        pdl = dependent_launch(out.device)
+        _gelu_tanh_and_mul[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
+    return out
+
+
+@triton.jit
 def _relu_squared_kernel(
     in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

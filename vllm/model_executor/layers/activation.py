@@ -29,8 +29,23 @@ def get_act_fn(name: str) -> nn.Module:
     return SquaredReLU()
 
 
+class GeluTanhAndMul(nn.Module):
+    """GeGLU's gate with the tanh form of GELU: `gelu(x[:, :n]) * x[:, n:]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, 2n] -> [tokens, n]`."""
+        return current_platform.kernels.gelu_tanh_and_mul(x)
+
+
+_GATES: dict[str, type[nn.Module]] = {
+    "silu": SiluAndMul,
+    "gelu_pytorch_tanh": GeluTanhAndMul,
+}
+
+
 def get_act_and_mul_fn(name: str) -> nn.Module:
     """The gated activation of a config's `hidden_act`; raises ValueError for an unknown one."""
-    if name != "silu":
-        raise ValueError(f"hidden_act {name!r} is not supported; supported: 'silu'")
-    return SiluAndMul()
+    if name not in _GATES:
+        supported = ", ".join(map(repr, _GATES))
+        raise ValueError(f"hidden_act {name!r} is not supported; supported: {supported}")
+    return _GATES[name]()

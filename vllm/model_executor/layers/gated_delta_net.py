@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape:
-    """Sizes of the whole layer, before sharding."""
+    """Sizes of the whole layer, before sharding. `beta_scale`: see `GdnPrefill`."""
 
     hidden_size: int
     num_k_heads: int
@@ -40,6 +40,7 @@ class GatedDeltaNetShape:
     head_v_dim: int
     conv_kernel_size: int
     eps: float
+    beta_scale: float = 1.0
 
     @property
     def key_dim(self) -> int:
@@ -202,6 +203,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
             out,
             self.journal,
             GatedNorm(z, self.norm.weight, self.norm.eps),
+            beta_scale=self.shape.beta_scale,
         )
         current_platform.kernels.gdn_decode(problem)
 
@@ -233,6 +235,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
             batch.chunk_offsets,
             out,
             batch.segments,
+            beta_scale=self.shape.beta_scale,
         )
         current_platform.kernels.gdn_prefill(problem)
 

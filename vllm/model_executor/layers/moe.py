@@ -16,7 +16,6 @@ from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.linear import linear, resolve_tp
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
@@ -203,7 +202,10 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         shape.rule.check(shape.num_experts)
-        get_act_and_mul_fn(shape.hidden_act)
+        if shape.hidden_act != "silu":
+            raise ValueError(
+                f"experts: hidden_act {shape.hidden_act!r} is not supported; supported: 'silu'"
+            )
         if quant_config is not None and not quant_config.is_excluded(f"{prefix}.experts"):
             raise VLLMValidationError(
                 f"{prefix}.experts: quantised experts ({quant_config.name}) are not supported; "

@@ -24,9 +24,14 @@ _MODELS: dict[str, str] = {
     "GraniteMoeHybridForCausalLM": (
         "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
     ),
+    "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h:NemotronHForCausalLM",
+    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": (
+        "vllm.model_executor.models.gemma3:Gemma3ForConditionalGeneration"
+    ),
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
-    "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h:NemotronHForCausalLM",
+    "OlmoHybridForCausalLM": "vllm.model_executor.models.olmo_hybrid:OlmoHybridForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM",

@@ -33,6 +33,7 @@ def gdn_prefill(p: GdnPrefill) -> None:
         p.query_start_loc,
         *p.heads,
         p.out,
+        p.beta_scale,
     )
 
 
@@ -50,6 +51,7 @@ def gdn_decode(p: GdnDecode) -> None:
         p.state_indices,
         *p.heads,
         p.out,
+        p.beta_scale,
         *_journal_fields(p.journal),
     )
     if p.norm is not None:

@@ -69,6 +69,7 @@ def _decode_inputs_kernel(
     JOURNAL: tl.constexpr,
     PDL: tl.constexpr,
     PACKED: tl.constexpr,
+    BETA: tl.constexpr,
     PARTS: tl.constexpr,
     BM: tl.constexpr,
     BG: tl.constexpr,
@@ -137,7 +138,8 @@ def _decode_inputs_kernel(
         x = tl.load(x_ptr + token * stride_x + c, mask=valid, other=0.0)
         a = tl.load(a_ptr + token * stride_a + head, mask=g < GROUP, other=0.0)
         b = tl.load(b_ptr + token * stride_b + head, mask=g < GROUP, other=0.0)
-        log_decay, beta = gate(a, b, A_log_ptr, dt_bias_ptr, tl.where(g < GROUP, head, 0), True)
+        known = tl.where(g < GROUP, head, 0)
+        log_decay, beta = gate(a, b, A_log_ptr, dt_bias_ptr, known, True, BETA)
         decay = tl.exp(log_decay)
         y += x.to(tl.float32) * _tap(w_ptr, packed, c, valid, WIDTH - 1, WIDTH, PACKED)
         y = (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
@@ -235,6 +237,7 @@ def decode_inputs(p: GdnDecode, overlaps: bool) -> DecodeInputs:
         JOURNAL=journal is not None,
         PDL=overlaps,
         PACKED=conv_weight.shape[1] == 4 and conv_weight.element_size() == 2,
+        BETA=p.beta_scale,
         PARTS=parts,
         BM=width,
         BG=next_power_of_2(group),

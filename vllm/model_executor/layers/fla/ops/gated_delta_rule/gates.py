@@ -16,13 +16,16 @@ def softplus(x):
 
 
 @triton.jit
-def gate(a, b, A_log_ptr, dt_bias_ptr, head, COMPUTE: tl.constexpr):
-    """`(g, beta)` fp32 from the projections, or `(a, b)` themselves when already gates."""
+def gate(a, b, A_log_ptr, dt_bias_ptr, head, COMPUTE: tl.constexpr, BETA: tl.constexpr):
+    """`(g, beta)` fp32 from the projections, or `(a, b)` themselves when already gates.
+
+    `BETA`: the largest `beta` there may be.
+    """
     a, b = a.to(tl.float32), b.to(tl.float32)
     if COMPUTE:
         A_log = tl.load(A_log_ptr + head).to(tl.float32)
         dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-        return -tl.exp(A_log) * softplus(a + dt_bias), tl.sigmoid(b)
+        return -tl.exp(A_log) * softplus(a + dt_bias), tl.sigmoid(b) * BETA
     else:
         return a, b
 

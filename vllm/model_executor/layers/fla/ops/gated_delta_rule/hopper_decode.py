@@ -30,6 +30,7 @@ def takes_decode(p: GdnDecode) -> bool:
     num_k_heads, num_v_heads, head_k_dim, head_v_dim = p.heads
     return (
         len(p.state_indices) > 0
+        and p.beta_scale == 1.0
         and head_k_dim == head_v_dim == HEAD_DIM
         and num_v_heads in (num_k_heads, 2 * num_k_heads, 4 * num_k_heads)
         and qkv.dtype == a.dtype == b.dtype == out.dtype == torch.bfloat16

@@ -20,6 +20,7 @@ def takes_factors(p: ChunkedProblem) -> bool:
     """Whether `chunk_factors` computes the factors of this problem."""
     return (
         p.head_k_dim == HEAD_K_DIM
+        and p.beta_scale == 1.0
         and all(x.dtype == torch.bfloat16 for x in (p.q, p.k, p.v))
         and all(_dense_heads(x) and describable(x) for x in (p.q, p.k))
         and all(x.dtype in GATE_DTYPES and x.stride(1) == 1 for x in (p.a, p.b))

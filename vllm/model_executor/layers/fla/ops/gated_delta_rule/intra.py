@@ -65,6 +65,7 @@ def _intra_chunk_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     GATES: tl.constexpr,
+    BETA: tl.constexpr,
     L2NORM: tl.constexpr,
     SPLIT: tl.constexpr,
     BK: tl.constexpr,
@@ -77,7 +78,7 @@ def _intra_chunk_kernel(
     valid = t < length
     a = tl.load(a_ptr + start * stride_a + t * stride_a + head, mask=valid, other=0.0)
     b = tl.load(b_ptr + start * stride_b + t * stride_b + head, mask=valid, other=0.0)
-    g, beta = gate(a, b, A_log_ptr, dt_bias_ptr, head, GATES)
+    g, beta = gate(a, b, A_log_ptr, dt_bias_ptr, head, GATES, BETA)
     beta = tl.where(valid, beta, 0.0)
     # Base-2 logarithms from here on: exp2 is one instruction.
     G = tl.cumsum(tl.where(valid, g * LOG2_E, 0.0), axis=0)
@@ -147,6 +148,7 @@ def intra_chunk(p: ChunkedProblem) -> ChunkFactors:
         GROUP=p.group,
         DK=p.head_k_dim,
         GATES=p.A_log is not None,
+        BETA=p.beta_scale,
         L2NORM=p.l2norm,
         SPLIT=p.v.dtype == torch.bfloat16,
         BK=p.block_k,

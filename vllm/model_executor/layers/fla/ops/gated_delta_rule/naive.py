@@ -72,7 +72,12 @@ def gdn_commit(stack: JournalStack, entries: Tensor) -> None:
 
 def _gates_of(p: GdnPrefill | GdnDecode) -> Gates:
     wide = accumulation_dtype(p.a)
-    return lambda part: gdn_gates(p.a[part].to(wide), p.b[part].to(wide), p.A_log, p.dt_bias)
+
+    def gates(part: slice) -> tuple[Tensor, Tensor]:
+        a, b = p.a[part].to(wide), p.b[part].to(wide)
+        return gdn_gates(a, b, p.A_log, p.dt_bias, p.beta_scale)
+
+    return gates
 
 
 def decode(

@@ -13,11 +13,13 @@ from torch.nn.functional import softplus
 from vllm.kernels.norm.naive import accumulation_dtype
 
 
-def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gdn_gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, beta_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """`(g, beta)` from `a, b [tokens, heads]`, in fp32 (fp64 for fp64 `a`)."""
     wide = accumulation_dtype(a)
     g = -A_log.to(wide).exp() * softplus(a.to(wide) + dt_bias.to(wide))
-    return g, torch.sigmoid(b.to(wide))
+    return g, beta_scale * torch.sigmoid(b.to(wide))
 
 
 def l2_normalise(x: Tensor) -> Tensor:

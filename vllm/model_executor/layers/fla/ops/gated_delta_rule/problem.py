@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -20,8 +20,9 @@ class _Packed:
     """Of every token `qkv [tokens, 2 * k heads * dk + v heads * dv]` (q, k, v sections,
     head-major) and the gates' projections `a, b [tokens, v heads]`; `A_log, dt_bias [v heads]`.
 
-    `beta = sigmoid(b)`, `g = -exp(A_log) * softplus(a + dt_bias)` in fp32. `ssm_state [num_blocks,
-    v heads, dv, dk]` (S transposed; fp32, bf16 or fp16), `state_indices [num_seqs]` int32.
+    `beta = beta_scale * sigmoid(b)`, `g = -exp(A_log) * softplus(a + dt_bias)` in fp32; a scale of
+    2 gives transitions negative eigenvalues (arXiv 2411.12537). `ssm_state [num_blocks, v heads,
+    dv, dk]` (S transposed; fp32, bf16 or fp16), `state_indices [num_seqs]` int32.
     """
 
     qkv: Tensor
@@ -31,6 +32,7 @@ class _Packed:
     dt_bias: Tensor
     ssm_state: Tensor
     state_indices: Tensor
+    beta_scale: float = field(default=1.0, kw_only=True)
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -79,6 +81,7 @@ class GdnPrefill(_Packed):
             chunk_offsets=self.chunk_offsets,
             scale=dk**-0.5,
             l2norm=True,
+            beta_scale=self.beta_scale,
         )
 
 
@@ -133,6 +136,7 @@ class ChunkedProblem:
     chunk_offsets: Tensor
     scale: float
     l2norm: bool
+    beta_scale: float = 1.0
 
     def __post_init__(self) -> None:
         widest = max(self.head_k_dim, self.head_v_dim)

@@ -70,7 +70,7 @@ def _recurrent_kernel(
         v = tl.load(v_ptr + t * stride_v + head * DV + dv, mask=in_v, other=0.0).to(tl.float32)
         a = tl.load(a_ptr + t * stride_a + head)
         b = tl.load(b_ptr + t * stride_b + head)
-        g, beta = gate(a, b, A_log_ptr, dt_bias_ptr, head, GATES)
+        g, beta = gate(a, b, A_log_ptr, dt_bias_ptr, head, GATES, 1.0)
         q = q * (inverse_norm(q, L2NORM) * scale)
         k = k * inverse_norm(k, L2NORM)
         S = S * tl.exp(g)

@@ -9,7 +9,7 @@ identity become without values, and `L` what zeros become with them. First `M` a
 segments, then the states between segments one after another (`X M + L` with fp32 accuracy).
 
 A segment's end is `L` alone where its memory does not reach back to its start: keys of length one
-and `beta <= 1` never enlarge a state, so `exp(G)` bounds `M`.
+and `beta <= 2` never enlarge a state, so `exp(G)` bounds `M`.
 """
 
 from dataclasses import dataclass

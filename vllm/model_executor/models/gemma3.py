@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 (arXiv 2503.19786), text: norms around every branch, five sliding layers to a full one.
+
+Embeddings are multiplied by the root of their width. Sliding and full layers have rotations of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.exceptions import VLLMValidationError
+from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def attention_shape(config: PretrainedConfig, kind: str) -> SelfAttentionShape:
+    """The attention of a layer of one of `config.layer_types`."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        qk_norm=GemmaRMSNorm,
+        sliding_window=config.sliding_window if kind == "sliding_attention" else None,
+        scale=config.query_pre_attn_scalar**-0.5,
+    )
+
+
+def check(config: PretrainedConfig) -> None:
+    """Raises VLLMValidationError for what relatives of the family have and this does not serve."""
+    kinds = {"sliding_attention", "full_attention"}
+    unknown = sorted(set(config.layer_types) - kinds)
+    problems = {
+        f"layers of type {unknown}": bool(unknown),
+        "attn_logit_softcapping": config.attn_logit_softcapping is not None,
+        "final_logit_softcapping": config.final_logit_softcapping is not None,
+        "use_bidirectional_attention": bool(config.use_bidirectional_attention),
+    }
+    for what, given in problems.items():
+        if given:
+            raise VLLMValidationError(
+                f"{what} is not supported; supported: causal Gemma 3 of {sorted(kinds)} layers "
+                "without soft caps",
+                "model",
+            )
+
+
+class Gemma3DecoderLayer(DecoderLayer):
+    """Attention and a gated MLP, each between two norms; all norms scale by 1 + weight."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        quant_config = vllm_config.quant_config
+        kind = config.layer_types[extract_layer_index(prefix)]
+        rope = get_rope(
+            config.head_dim,
+            vllm_config.model_config.max_model_len,
+            rope_parameters=config.rope_parameters[kind],
+        )
+        norm = partial(GemmaRMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm()
+        shape = attention_shape(config, kind)
+        self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_activation,
+            prefix=f"{prefix}.mlp",
+            quant_config=quant_config,
+        )
+        self.post_feedforward_layernorm = norm()
+
+    def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        normed, total = self.input_layernorm.enter(stream)
+        mixed = self.post_attention_layernorm.normalise(self.self_attn(positions, normed))
+        normed, middle = self.pre_feedforward_layernorm.enter(ResidualStream(total, mixed))
+        fed = self.post_feedforward_layernorm.normalise(self.mlp(normed))
+        return ResidualStream(middle, fed), total
+
+
+class Gemma3Model(DecoderModel):
+    """Gemma 3's text decoder without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = Gemma3DecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        check(config)
+        super().__init__(config, partial(layer_type, vllm_config), GemmaRMSNorm, prefix)
+        #: rounded like a weight, as the model was trained
+        self.embed_scale = rounded(math.sqrt(config.hidden_size), vllm_config.model_config.dtype)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return super().embed_input_ids(input_ids) * self.embed_scale
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The number of `dtype` next to `value`."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
+class Gemma3ForCausalLM(DecoderForCausalLM):
+    """Text checkpoints."""
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return Gemma3Model(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Gemma3DecoderLayer
+        )
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """Multimodal checkpoints, served as text; their parts have had two orders of names."""
+
+    weights_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.",
+            "model.vision_tower.": "vision_tower.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+        }
+    )
+    unused_weights = {
+        "vision_tower.": "only text is served",
+        "multi_modal_projector.": "only text is served",
+    }
