@@ -217,6 +217,17 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
+    "nemotron_h_moe": lambda: NemotronHConfig(
+        **_NEMOTRON_H,
+        hybrid_override_pattern="ME-*M",
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }
@@ -244,6 +255,9 @@ _SCALES = {
     "o_proj": 6.0,
     "out_proj": 6.0,
     "mixer.up_proj": 8.0,
+    "mixer.experts.up_proj": 10.0,
+    "shared_experts.up_proj": 8.0,
+    "mixer.gate.": 10.0,
     "feed_forward.gate_proj": 6.0,
     "feed_forward.up_proj": 6.0,
     "shared_mlp.input_linear": 6.0,
@@ -277,6 +291,9 @@ def _tune(model: PreTrainedModel) -> None:
         param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
         if param.dim() == 1 and "visual" not in name:
             param.data += (uniform * 2 - 1) * 0.3
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.6 - 0.3)
     _sharpen_attention(model)
     if model.config.tie_word_embeddings:
         _decorrelate_head(model)

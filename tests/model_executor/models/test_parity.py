@@ -34,7 +34,14 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 #: these go through an engine in tests/parity; of qwen3_5_moe the wrapper's is compared here
-IN_ENGINES = ("qwen3_5_moe", "nemotron_h", "granite_h", "granite_h_dense", "falcon_h1")
+IN_ENGINES = (
+    "qwen3_5_moe",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "granite_h",
+    "granite_h_dense",
+    "falcon_h1",
+)
 
 
 @pytest.fixture(params=[family for family in FAMILIES if family not in IN_ENGINES])
