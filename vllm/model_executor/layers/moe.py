@@ -166,7 +166,7 @@ class Experts(nn.Module):
 def _load_experts(
     param: Tensor,
     loaded: Tensor,
-    shard_id: tuple[ShardId, ShardId] | None = None,
+    shard_id: tuple[ShardId, ShardId | tuple[ShardId, ...]] | None = None,
     *,
     num_experts: int,
     sections: tuple[Section, ...],
