@@ -230,6 +230,7 @@ def experts_problem(
     sizes: tuple[int, int, int] = (6, 24, 40),
     slots: int = 3,
     shared: bool = False,
+    gated: bool = True,
 ) -> ExpertsProblem:
     experts, hidden, inner = sizes
     logits = randn(tokens, experts, dtype=torch.float32, device=device, scale=2.0)
@@ -237,19 +238,20 @@ def experts_problem(
     routing = naive.route_experts(RoutingProblem(logits, experts, RoutingRule(slots), shared=kind))
     return ExpertsProblem(
         strided(randn(tokens, hidden, dtype=dtype, device=device)),
-        randn(experts, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5),
+        randn(experts, (1 + gated) * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5),
         randn(experts, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5),
         routing,
         strided(randn(tokens, hidden, dtype=dtype, device=device)) if shared else None,
+        gated,
     )
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "gated"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_experts_agree_with_fp64(
-    kernels: Kernels, tokens: int, shared: bool, device: str, dtype: torch.dtype
+    kernels: Kernels, tokens: int, shared: bool, gated: bool, device: str, dtype: torch.dtype
 ) -> None:
-    problem = experts_problem(tokens, device, dtype, shared=shared)
+    problem = experts_problem(tokens, device, dtype, shared=shared, gated=gated)
     found, expected = kernels.run_experts(problem), naive.run_experts(wide(problem))
     assert found.shape == expected.shape and found.dtype == dtype
     if tokens:
@@ -314,6 +316,16 @@ def test_large_experts(tokens: int) -> None:
     found = CudaKernels().run_experts(problem)
     expected = naive.run_experts(problem)
     assert error_ratio(found, expected.double()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 600])
+def test_large_experts_without_gate(tokens: int) -> None:
+    """Of the sizes of Nemotron-3-Nano, whose intermediate size no tile divides."""
+    sizes = (128, 2688, 1856)
+    problem = experts_problem(tokens, "cuda", torch.bfloat16, sizes=sizes, slots=6, gated=False)
+    found = CudaKernels().run_experts(problem)
+    assert error_ratio(found, naive.run_experts(problem).double()) < 5e-3
 
 
 @pytest.mark.gpu

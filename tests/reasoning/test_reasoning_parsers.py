@@ -24,7 +24,7 @@ def test_tags_in_the_reply(name: str) -> None:
     assert whole(name, "<think></think>") == ("", "")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "nemotron_v3"])
 def test_tags_in_the_prompt(name: str) -> None:
     assert whole(name, "a</think>b", "assistant\n<think>\n") == ("a", "b")
     assert whole(name, "<think>a</think>b", "assistant\n<think>\n") == ("a", "b")
@@ -86,5 +86,5 @@ def test_streaming_equals_parsing_at_once(
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(VLLMValidationError, match="available: deepseek_r1, qwen3"):
+    with pytest.raises(VLLMValidationError, match="available: deepseek_r1, nemotron_v3, qwen3"):
         reasoning_parsers.get("o1")

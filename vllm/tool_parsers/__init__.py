@@ -10,4 +10,5 @@ __all__ = ["CallDelta", "ToolDelta", "ToolParser", "ToolSchemas", "tool_parsers"
 tool_parsers: ClassRegistry[ToolParser] = ClassRegistry("tool call parser", ToolParser)  # type: ignore[type-abstract]
 
 tool_parsers.register("hermes", "vllm.tool_parsers.hermes.HermesToolParser")
+tool_parsers.register("nemotron_json", "vllm.tool_parsers.nemotron_json.NemotronJsonToolParser")
 tool_parsers.register("qwen3_coder", "vllm.tool_parsers.qwen3_coder.Qwen3CoderToolParser")

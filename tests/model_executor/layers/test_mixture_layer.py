@@ -28,6 +28,8 @@ SHAPES = {
     "bias": replace(
         PLAIN, rule=RoutingRule(2, "sigmoid", epsilon=1e-20, scale=2.5), correction_bias=True
     ),
+    "no gate": replace(PLAIN, gated=False, hidden_act="relu2", shared_intermediate_size=INNER),
+    "latent": replace(PLAIN, gated=False, hidden_act="relu2", latent_size=8, wide_router=True),
 }
 
 
@@ -35,14 +37,17 @@ def checkpoint(shape: MixtureShape) -> dict[str, Tensor]:
     """Of the layer, under names of its own."""
     torch.manual_seed(0)
     shared = shape.shared_intermediate_size or 1
+    parts, width = 1 + shape.gated, shape.expert_width
     return {
         "gate": torch.randn(EXPERTS, HIDDEN),
         "shared_gate": torch.randn(1, HIDDEN),
         "bias": torch.randn(EXPERTS),
-        "gate_up": torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4,
-        "down": torch.randn(EXPERTS, HIDDEN, INNER) / 4,
-        "shared_gate_up": torch.randn(2 * shared, HIDDEN) / 4,
+        "gate_up": torch.randn(EXPERTS, parts * INNER, width) / 4,
+        "down": torch.randn(EXPERTS, width, INNER) / 4,
+        "shared_gate_up": torch.randn(parts * shared, HIDDEN) / 4,
         "shared_down": torch.randn(HIDDEN, shared) / 4,
+        "to_latent": torch.randn(width, HIDDEN) / 4,
+        "from_latent": torch.randn(HIDDEN, width) / 4,
     }
 
 
@@ -61,7 +66,10 @@ def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
         load(layer.router.e_score_correction_bias, tensors["bias"], 0)
     load(layer.experts.gate_up_proj, tensors["gate_up"])
     load(layer.experts.down_proj, tensors["down"])
-    halves = tensors["shared_gate_up"].chunk(2)
+    halves = tensors["shared_gate_up"].chunk(1 + shape.gated)
+    if layer.fc1_latent_proj is not None and layer.fc2_latent_proj is not None:
+        load(layer.fc1_latent_proj.weight, tensors["to_latent"])
+        load(layer.fc2_latent_proj.weight, tensors["from_latent"])
     if shape.stacks_shared:
         for i, half in enumerate(halves):
             load(layer.experts.gate_up_proj, half, (SHARED_EXPERT, i))
@@ -73,7 +81,9 @@ def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
     return layer
 
 
-def ffn(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def ffn(shape: MixtureShape, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    if not shape.gated:
+        return (x @ gate_up.t()).relu().square() @ down.t()
     gate, up = (x @ gate_up.t()).chunk(2, -1)
     return (nn.functional.silu(gate) * up) @ down.t()
 
@@ -88,14 +98,17 @@ def expected(shape: MixtureShape, x: Tensor) -> Tensor:
     chosen = choice.topk(shape.rule.top_k).indices
     weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
     weights = weights / weights.sum(-1, keepdim=True) * shape.rule.scale
-    out = torch.zeros_like(x)
+    read = x @ tensors["to_latent"].t() if shape.latent_size else x
+    out = torch.zeros_like(read)
     for expert in range(EXPERTS):
         out += weights[:, expert, None] * ffn(
-            x, tensors["gate_up"][expert], tensors["down"][expert]
+            shape, read, tensors["gate_up"][expert], tensors["down"][expert]
         )
+    if shape.latent_size:
+        out = out @ tensors["from_latent"].t()
     if shape.shared is not None:
         gate = (x @ tensors["shared_gate"].t()).sigmoid() if shape.shared_gate else 1.0
-        out += gate * ffn(x, tensors["shared_gate_up"], tensors["shared_down"])
+        out += gate * ffn(shape, x, tensors["shared_gate_up"], tensors["shared_down"])
     return out
 
 
@@ -113,8 +126,9 @@ def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.Monk
     monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x: x)
     x = torch.randn(9, HIDDEN)
     ranks = [make(shape, rank, 2) for rank in range(2)]
-    assert ranks[0].experts.gate_up_proj.shape[1:] == (INNER, HIDDEN)
-    assert ranks[0].experts.down_proj.shape[1:] == (HIDDEN, INNER // 2)
+    width, rows = shape.expert_width, (1 + shape.gated) * INNER // 2
+    assert ranks[0].experts.gate_up_proj.shape[1:] == (rows, width)
+    assert ranks[0].experts.down_proj.shape[1:] == (width, INNER // 2)
     halves = [rank(x) for rank in ranks]
     if shape.shared is None:
         assert not torch.allclose(halves[0], halves[1], atol=1e-2)

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.model_executor.harness import Chunk, Harness, make_config
 from tests.tiny_models import hf_reference_generate, hf_reference_logits, make_tiny, tiny_model
+from vllm.kernels.moe import ExpertsProblem
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models import nemotron_h
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.parity
 
-FAMILIES = ("nemotron_h", "granite_h", "granite_h_dense", "falcon_h1")
+FAMILIES = ("nemotron_h", "nemotron_h_moe", "granite_h", "granite_h_dense", "falcon_h1")
 #: in units of the logits' standard deviation; `NOTICED` is what a damage has to exceed
 TOLERANCE, NOTICED = 5e-5, 5e-3
 IDS = torch.randint(0, 256, (33,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -58,6 +60,10 @@ def _changed(values: list[float], place: int) -> list[float]:
 FIELDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("nemotron_h", "layer_norm_epsilon", lambda eps: 0.1),
     ("nemotron_h", "time_step_limit", lambda limit: (0.1, 0.5)),
+    ("nemotron_h_moe", "routed_scaling_factor", lambda scale: scale * 1.1),
+    ("nemotron_h_moe", "norm_topk_prob", lambda renormalize: not renormalize),
+    ("nemotron_h_moe", "num_experts_per_tok", lambda top_k: top_k + 1),
+    ("nemotron_h_moe", "topk_group", lambda groups: groups + 2),
     *(
         ("granite_h", field, lambda value: value * 1.1)
         for field in (
@@ -122,6 +128,33 @@ def test_every_part_of_nemotron_h_matters(
     assert error(path, Harness(path)) > NOTICED
 
 
+def _no_bias(patch: pytest.MonkeyPatch) -> None:
+    """Of the choice of experts."""
+    kernels = current_platform.kernels
+    route = kernels.route_experts
+    patch.setattr(kernels, "route_experts", lambda p: route(replace(p, bias=None)))
+
+
+def _no_shared(patch: pytest.MonkeyPatch) -> None:
+    kernels = current_platform.kernels
+    run = kernels.run_experts
+
+    def without(problem: ExpertsProblem) -> Tensor:
+        assert problem.shared is not None
+        return run(replace(problem, shared=torch.zeros_like(problem.shared)))
+
+    patch.setattr(kernels, "run_experts", without)
+
+
+@pytest.mark.parametrize("damage", [_no_bias, _no_shared])
+def test_every_part_of_a_mixture_matters(
+    damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("nemotron_h_moe")
+    damage(monkeypatch)
+    assert error(path, Harness(path)) > NOTICED
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -132,6 +165,9 @@ def test_every_part_of_nemotron_h_matters(
             "falcon_h1",
             {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True},
         ),
+        ("nemotron_h_moe", {"moe_latent_size": 24}),
+        # Its shared expert is one more of the stack.
+        ("nemotron_h_moe", {"moe_shared_expert_intermediate_size": 32}),
         ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     ],
 )
@@ -146,12 +182,13 @@ def test_variants_are_those_of_transformers(
     ("family", "field", "value", "message"),
     [
         ("nemotron_h", "mlp_hidden_act", "silu", "'silu' is not supported without gate"),
+        ("nemotron_h_moe", "mlp_bias", True, "experts with biases are not supported"),
         ("nemotron_h", "mamba_hidden_act", "relu", "Mamba2 with 'relu' is not supported"),
         ("granite_h", "position_embedding_type", "alibi", "'alibi' is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused(
-    family: str, field: str, value: str, message: str
+    family: str, field: str, value: Any, message: str
 ) -> None:
     config = make_config(tiny_model(family))
     setattr(config.model_config.hf_text_config, field, value)

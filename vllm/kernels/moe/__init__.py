@@ -86,7 +86,9 @@ class Routing:
 @dataclass(frozen=True)
 class ExpertsProblem:
     """`x [tokens, hidden]`; experts are stacked: `gate_up [experts, 2 * intermediate, hidden]`,
-    the gate's rows first, and `down [experts, hidden, intermediate]`, both contiguous.
+    the gate's rows first, and `down [experts, hidden, intermediate]`, both contiguous. Experts that
+    are not `gated` have up projections alone, `[experts, intermediate, hidden]`, and the squared
+    ReLU for SwiGLU.
 
     `shared [tokens, hidden]` is the output of the last slot's expert where that is not one of the
     stack.
@@ -97,6 +99,7 @@ class ExpertsProblem:
     down: Tensor
     routing: Routing
     shared: Tensor | None = None
+    gated: bool = True
 
     @property
     def num_experts(self) -> int:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vllm import decisions
 from vllm.kernels.activation.cpu import silu_and_mul
+from vllm.kernels.activation.naive import relu_squared
 from vllm.kernels.linear.cpu import linear, skinny_linear
 from vllm.kernels.moe import ExpertsProblem
 from vllm.kernels.moe.naive import add_slots, route_experts
@@ -23,6 +24,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     x, experts = problem.x, problem.experts
     # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
     multiply = skinny_linear if x.dtype == torch.float32 else linear
+    activate = silu_and_mul if problem.gated else relu_squared
     outputs = x.new_empty(*experts.shape, x.shape[1])
     rows = outputs.view(-1, x.shape[1])
     order = experts.flatten().sort(dim=0, stable=True)
@@ -30,6 +32,6 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     pairs = order.indices.split(counts.tolist())
     for expert, pair in zip(hit.tolist(), pairs, strict=True):
         token = pair // experts.shape[1]
-        gated = silu_and_mul(multiply(x[token], problem.gate_up[expert], None))
-        rows[pair] = multiply(gated, problem.down[expert], None)
+        active = activate(multiply(x[token], problem.gate_up[expert], None))
+        rows[pair] = multiply(active, problem.down[expert], None)
     return add_slots(problem, outputs)

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from vllm.kernels.activation.naive import silu_and_mul
+from vllm.kernels.activation.naive import relu_squared, silu_and_mul
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
@@ -59,18 +59,20 @@ def _count(problem: RoutingProblem, chosen: Tensor) -> None:
 
 
 def run_experts(problem: ExpertsProblem) -> Tensor:
-    """`sum over slots of weight * down(silu(gate(x)) * up(x))`: `[tokens, hidden]`.
+    """`sum over slots of weight * down(silu(gate(x)) * up(x))`, or of `down(relu(up(x))^2)`:
+    `[tokens, hidden]`.
 
     Each product and the activation are rounded to the dtype of `x`; the sum runs in fp32 in the
     order of the slots and is rounded once.
     """
     x, wide = problem.x, accumulation_dtype(problem.x)
+    activate = silu_and_mul if problem.gated else relu_squared
     outputs = x.new_zeros(*problem.experts.shape, x.shape[1])
     for expert in problem.experts.unique().tolist():
         token, slot = torch.where(problem.experts == expert)
         hidden = x[token].to(wide) @ problem.gate_up[expert].to(wide).t()
-        gated = silu_and_mul(hidden.to(x.dtype))
-        outputs[token, slot] = (gated.to(wide) @ problem.down[expert].to(wide).t()).to(x.dtype)
+        active = activate(hidden.to(x.dtype))
+        outputs[token, slot] = (active.to(wide) @ problem.down[expert].to(wide).t()).to(x.dtype)
     return add_slots(problem, outputs)
 
 

@@ -47,9 +47,10 @@ def _gate_up_kernel(
     x_ptr, weight_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs, stride_x,
     K: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`silu(gate(x)) * up(x)`, written at a block's places: `[places, N]`."""
+    """`silu(gate(x)) * up(x)`, or not GATED `relu(up(x))^2`, written at a block's places:
+    `[places, N]`."""
     start_next(PDL)
     await_previous(PDL)
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -64,21 +65,29 @@ def _gate_up_kernel(
     exists = (column < N)[:, None]
     token = (pair // SLOTS).to(tl.int64)
     x_at = x_ptr + token[None, :] * stride_x + kk[:, None]
-    gate_at = weight_ptr + expert.to(tl.int64) * (2 * N * K) + column[:, None] * K + kk[None, :]
+    size: tl.constexpr = (2 * N if GATED else N) * K
+    up_at = weight_ptr + expert.to(tl.int64) * size + column[:, None] * K + kk[None, :]
     gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + kk
         x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
-        w = _load(gate_at + start, exists, k[None, :], K, BLOCK_K)
-        gate = tl.dot(w, x, gate, input_precision="ieee")
-        w = _load(gate_at + N * K + start, exists, k[None, :], K, BLOCK_K)
+        w = _load(up_at + start, exists, k[None, :], K, BLOCK_K)
+        if GATED:
+            # The gate's rows come first.
+            gate = tl.dot(w, x, gate, input_precision="ieee")
+            w = _load(up_at + N * K + start, exists, k[None, :], K, BLOCK_K)
         up = tl.dot(w, x, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    gated = gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
+    active = up.to(dtype).to(tl.float32)
+    if GATED:
+        gate = gate.to(dtype).to(tl.float32)
+        active = gate * tl.sigmoid(gate) * active
+    else:
+        active = tl.where(active < 0, 0.0, active)
+        active = active * active
     out_at = out_ptr + place[None, :].to(tl.int64) * N + column[:, None]
-    tl.store(out_at, gated.to(dtype), mask=exists & used[None, :])
+    tl.store(out_at, active.to(dtype), mask=exists & used[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

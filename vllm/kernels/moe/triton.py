@@ -54,7 +54,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     gated = torch.empty(blocks.count * rows, inner, dtype=x.dtype, device=x.device)
     gate_up[(blocks.count * cdiv(inner, tile.columns),)](
         x, problem.gate_up, gated, *place, x.stride(0),
-        K=hidden, N=inner, SLOTS=slots, **_launch(tile), **constants,
+        K=hidden, N=inner, SLOTS=slots, GATED=problem.gated, **_launch(tile), **constants,
     )  # fmt: skip
 
     tile = configs.moe_fp32 if wide else configs.moe_down[rows]

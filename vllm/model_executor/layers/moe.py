@@ -16,8 +16,9 @@ from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
-from vllm.model_executor.layers.linear import linear, resolve_tp
-from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.linear import ReplicatedLinear, linear, resolve_tp
+from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.parameter import (
     SHARED_EXPERT,
@@ -42,7 +43,10 @@ class MixtureShape:
 
     `shared_intermediate_size`: of an expert that every token goes through, 0 for none;
     `shared_gate`: whether its output is multiplied by `sigmoid(shared_expert_gate(x))`.
-    `correction_bias`: whether the router has a bias that counts for the choice alone.
+    `correction_bias`: whether the router has a bias that counts for the choice alone;
+    `wide_router`: whether its logits are fp32 whatever the model. Experts that are not `gated`, the
+    shared one too, are `down(act(up(x)))`. `latent_size`: width of what the routed experts read and
+    write, between projections from and to `hidden_size`; 0 for no projections.
     """
 
     hidden_size: int
@@ -53,6 +57,14 @@ class MixtureShape:
     shared_gate: bool = False
     correction_bias: bool = False
     hidden_act: str = "silu"
+    gated: bool = True
+    wide_router: bool = False
+    latent_size: int = 0
+
+    @property
+    def expert_width(self) -> int:
+        """What the routed experts read and write."""
+        return self.latent_size or self.hidden_size
 
     @property
     def shared(self) -> Literal["added", "gated"] | None:
@@ -64,7 +76,8 @@ class MixtureShape:
     @property
     def stacks_shared(self) -> bool:
         """Whether the shared expert has the others' size, and so is one more of the stack."""
-        return self.shared_intermediate_size == self.intermediate_size
+        same_size = self.shared_intermediate_size == self.intermediate_size
+        return same_size and not self.latent_size
 
 
 class Router(nn.Module):
@@ -81,7 +94,9 @@ class Router(nn.Module):
         if shape.shared == "gated":
             sections.append(Section(1, 1))
         rows = cdiv(local_size(sections), _ROUTER_ROWS) * _ROUTER_ROWS
-        self.weight = nn.Parameter(torch.zeros(rows, shape.hidden_size), requires_grad=False)
+        dtype = torch.float32 if shape.wide_router else None
+        zeros = torch.zeros(rows, shape.hidden_size, dtype=dtype)
+        self.weight = nn.Parameter(zeros, requires_grad=False)
         load = partial(_load_router, sections=tuple(sections))
         set_weight_attrs(self.weight, {"weight_loader": load})
         self.e_score_correction_bias: nn.Parameter | None = None
@@ -92,7 +107,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, rows]`."""
-        return linear(x, self.weight)
+        return linear(x.to(self.weight.dtype), self.weight)
 
 
 def _load_router(
@@ -106,6 +121,7 @@ class Experts(nn.Module):
 
     Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
     down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size.
+    Without gate the first are the up projections alone.
 
     A checkpoint has them stacked like this, or expert by expert.
     """
@@ -119,16 +135,24 @@ class Experts(nn.Module):
         ("experts.gate_up_proj", "shared_expert.up_proj.weight", 1),
         ("experts.down_proj", "shared_expert.down_proj.weight", 0),
     )
+    UNGATED_CHECKPOINT_NAMES = (
+        ("experts.gate_up_proj", "experts.*.up_proj.weight", 0),
+        ("experts.down_proj", "experts.*.down_proj.weight", 0),
+        ("experts.gate_up_proj", "shared_expert.up_proj.weight", 0),
+        ("experts.down_proj", "shared_expert.down_proj.weight", 0),
+    )
 
     def __init__(self, shape: MixtureShape, tp_rank: int, tp_size: int) -> None:
         super().__init__()
         inner = per_rank("rows of an expert", shape.intermediate_size, tp_size)
         count = shape.num_experts + shape.stacks_shared
-        gate, up = (Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(2))
-        self.gate_up_proj = empty_parameter(count, 2 * inner, shape.hidden_size)
-        self._attach_loader(self.gate_up_proj, shape, (gate, up), dim=0)
-        self.down_proj = empty_parameter(count, shape.hidden_size, inner)
-        self._attach_loader(self.down_proj, shape, (gate,), dim=1)
+        sections = tuple(
+            Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(1 + shape.gated)
+        )
+        self.gate_up_proj = empty_parameter(count, len(sections) * inner, shape.expert_width)
+        self._attach_loader(self.gate_up_proj, shape, sections, dim=0)
+        self.down_proj = empty_parameter(count, shape.expert_width, inner)
+        self._attach_loader(self.down_proj, shape, sections[:1], dim=1)
 
     @staticmethod
     def _attach_loader(
@@ -142,7 +166,7 @@ class Experts(nn.Module):
 def _load_experts(
     param: Tensor,
     loaded: Tensor,
-    shard_id: tuple[ShardId, ShardId] | None = None,
+    shard_id: tuple[ShardId, ShardId | tuple[ShardId, ...]] | None = None,
     *,
     num_experts: int,
     sections: tuple[Section, ...],
@@ -188,7 +212,8 @@ class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
     A shared expert of the same size lies in the experts' stack; another is a network of its own,
-    `shared_expert`. Raises VLLMValidationError for quantised experts.
+    `shared_expert`. With a latent size the routed experts' sum goes through `fc2_latent_proj`, and
+    then the shared expert's output is added. Raises VLLMValidationError for quantised experts.
     """
 
     def __init__(
@@ -202,7 +227,9 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         shape.rule.check(shape.num_experts)
-        if shape.hidden_act != "silu":
+        if not shape.gated:
+            get_act_fn(shape.hidden_act)
+        elif shape.hidden_act != "silu":
             raise ValueError(
                 f"experts: hidden_act {shape.hidden_act!r} is not supported; supported: 'silu'"
             )
@@ -223,9 +250,22 @@ class MixtureOfExperts(nn.Module):
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
         self.experts = Experts(shape, rank, self.tp_size)
-        self.shared_expert: GatedMLP | None = None
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if shape.latent_size:
+            widths = (shape.hidden_size, shape.latent_size)
+            self.fc1_latent_proj, self.fc2_latent_proj = (
+                ReplicatedLinear(
+                    *sizes, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}"
+                )
+                for name, sizes in (
+                    ("fc1_latent_proj", widths),
+                    ("fc2_latent_proj", widths[::-1]),
+                )
+            )
+        self.shared_expert: GatedMLP | UngatedMLP | None = None
         if shape.shared is not None and not shape.stacks_shared:
-            self.shared_expert = GatedMLP(
+            self.shared_expert = (GatedMLP if shape.gated else UngatedMLP)(
                 shape.hidden_size,
                 shape.shared_intermediate_size,
                 shape.hidden_act,
@@ -243,13 +283,18 @@ class MixtureOfExperts(nn.Module):
         if self.counts is not None:
             # Those of any layer that has some tell tokens from padding.
             slots = next(iter(get_forward_context().slot_mapping.values()), None)
+        added = None if shape.latent_size else shape.shared
         routing = kernels.route_experts(
-            RoutingProblem(
-                logits, shape.num_experts, shape.rule, bias, shape.shared, self.counts, slots
-            )
+            RoutingProblem(logits, shape.num_experts, shape.rule, bias, added, self.counts, slots)
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
-        out = kernels.run_experts(
-            ExpertsProblem(x, self.experts.gate_up_proj, self.experts.down_proj, routing, shared)
-        )
+        weights = self.experts.gate_up_proj, self.experts.down_proj
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            out = kernels.run_experts(ExpertsProblem(x, *weights, routing, shared, shape.gated))
+        else:
+            latent = self.fc1_latent_proj(x)[0]
+            out = kernels.run_experts(ExpertsProblem(latent, *weights, routing, None, shape.gated))
+            # Linear, so that a rank's part of the sum may go through it.
+            out = self.fc2_latent_proj(out)[0]
+            out = out if shared is None else out + shared
         return tensor_model_parallel_all_reduce(out) if self.tp_size > 1 else out

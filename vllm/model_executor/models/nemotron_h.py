@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron-H (arXiv 2504.03624): every layer is one of Mamba2, attention and a feed-forward
-network, in an order that the config lists."""
+"""Nemotron-H (arXiv 2504.03624) and Nemotron 3: every layer is one of Mamba2, attention, a
+feed-forward network and a mixture of experts, in an order that the config lists."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from vllm.kernels.moe import RoutingRule
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mlp import UngatedMLP
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.rotary_embedding import no_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
@@ -57,6 +59,31 @@ def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     )
 
 
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """DeepSeek-V3's routing, experts without gate, and a shared one of another size."""
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_experts=config.n_routed_experts,
+        rule=RoutingRule(
+            config.num_experts_per_tok,
+            "sigmoid",
+            renormalize=config.norm_topk_prob,
+            epsilon=1e-20,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            group_score="top2",
+            scale=config.routed_scaling_factor,
+        ),
+        shared_intermediate_size=config.moe_shared_expert_intermediate_size,
+        correction_bias=True,
+        hidden_act=config.mlp_hidden_act,
+        gated=False,
+        wide_router=True,
+        latent_size=config.moe_latent_size or 0,
+    )
+
+
 class NemotronHDecoderLayer(DecoderLayer):
     """One mixer behind a norm: which one, `layers_block_type` says."""
 
@@ -95,7 +122,11 @@ def _new_mixer(kind: str, vllm_config: VllmConfig, prefix: str) -> nn.Module:
             prefix=prefix,
             quant_config=quant_config,
         )
-    raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp")
+    if kind == "moe":
+        if config.mlp_bias:
+            raise ValueError(f"{prefix}: experts with biases are not supported")
+        return MixtureOfExperts(mixture_shape(config), prefix, quant_config)
+    raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp, moe")
 
 
 class NemotronHModel(DecoderModel):
@@ -116,12 +147,15 @@ class NemotronHModel(DecoderModel):
 class NemotronHForCausalLM(Mamba2HybridForCausalLM):
     """`NemotronHForCausalLM` checkpoints: `hybrid_override_pattern` or `layers_block_type`."""
 
+    fused_names = (*Mamba2HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    stacked_names = Experts.UNGATED_CHECKPOINT_NAMES
     weights_mapper = WeightsMapper(
+        orig_to_new_substr={".mixer.shared_experts.": ".mixer.shared_expert."},
         orig_to_new_prefix={
             "backbone.embeddings.": "model.embed_tokens.",
             "backbone.norm_f.": "model.norm.",
             "backbone.": "model.",
-        }
+        },
     )
     unused_weights = {"mtp.": "no speculative method of this engine drafts with this head"}
     mamba2_shape = staticmethod(mamba2_shape)

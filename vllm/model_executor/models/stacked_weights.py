@@ -10,6 +10,8 @@ from torch import Tensor
 from vllm.model_executor.parameter import SHARED_EXPERT, ShardId
 from vllm.model_executor.utils import get_weight_attr
 
+#: `(expert, section)`: see `StackedName`
+StackedShard = tuple[ShardId, ShardId | tuple[ShardId, ...]]
 #: `(parameter, checkpoint name, section)`, dotted from the module that has the parameter. `*` is
 #: an expert's number; without one the name is the shared expert's. The shard id of a tensor is
 #: `(expert, section)`, where expert is the number or `SHARED_EXPERT`; several sections that are one
@@ -28,7 +30,7 @@ class StackedNames:
         self._heads = {pattern[0] for _, pattern, _ in self._names}
         self._params = params
 
-    def resolve(self, name: str) -> tuple[str, tuple[ShardId, ...]] | None:
+    def resolve(self, name: str) -> tuple[str, StackedShard] | None:
         """Parameter and shard id; None for a tensor that belongs to no stack."""
         parts = name.split(".")
         for i in (i for i, part in enumerate(parts) if part in self._heads):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from vllm import decisions
-from vllm.model_executor.models.stacked_weights import StackedName, StackedNames
+from vllm.model_executor.models.stacked_weights import StackedName, StackedNames, StackedShard
 from vllm.model_executor.parameter import (
     ShardId,
     WeightDtypeError,
@@ -136,7 +136,7 @@ class AutoWeightsLoader:
 
     @staticmethod
     def _load(
-        param: Tensor, tensor: Tensor, shard_id: ShardId | tuple[ShardId, ...] | None
+        param: Tensor, tensor: Tensor, shard_id: ShardId | tuple[ShardId, ...] | StackedShard | None
     ) -> None:
         loader = get_weight_attr(param, "weight_loader", default_weight_loader)
         if shard_id is None:
@@ -144,7 +144,9 @@ class AutoWeightsLoader:
         else:
             loader(param, tensor, shard_id)
 
-    def _resolve(self, name: str) -> tuple[str, ShardId | tuple[ShardId, ...] | None]:
+    def _resolve(
+        self, name: str
+    ) -> tuple[str, ShardId | tuple[ShardId, ...] | StackedShard | None]:
         """The parameter that a checkpoint tensor belongs to, and its shard of it."""
         found = self._stacked.resolve(name)
         if found is not None:
