@@ -163,7 +163,9 @@ def test_who_is_expanded() -> None:
     problem = LatentAttentionProblem(**latent_case([(40, 90)], SIZES[0], torch.float32, "cpu"))
     assert takes_expanded(problem) and takes_expanded(replace(problem, room=96))
     assert not takes_expanded(replace(problem, room=95)), "not even one head has room"
-    assert not takes_expanded(replace(problem, max_query_len=32))
+    assert not takes_expanded(replace(problem, query=problem.query[:39])), "a row is padding"
+    short = latent_case([(32, 90)], SIZES[0], torch.float32, "cpu")
+    assert not takes_expanded(LatentAttentionProblem(**short))
     two = latent_case([(40, 90), (40, 40)], SIZES[0], torch.float32, "cpu")
     assert not takes_expanded(LatentAttentionProblem(**two))
     wide_values = latent_case([(90, 90)], (3, 12, 4, 20, 80), torch.float32, "cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.model_executor.harness import BLOCK_SIZE, Chunk, Harness, make_config
-from tests.tiny_models import tiny_model
+from tests.tiny_models import hf_model, tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.kernels.latent_attention import LatentAttentionProblem
 from vllm.model_executor.layers.latent_attention import (
@@ -55,6 +55,18 @@ def test_a_float8_cache_is_refused(config: VllmConfig, monkeypatch: pytest.Monke
     config.cache_config.cache_dtype = "fp8"
     with pytest.raises(ValueError, match="does not read a float8 cache; use --kv-cache-dtype auto"):
         MultiHeadLatentAttention(SHAPE, "layer")
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v3"])
+def test_norms_of_latents_have_an_epsilon_of_their_own(family: str) -> None:
+    """The model's other norms may have another, which no output of a tiny model would show."""
+    ours = Harness(tiny_model(family)).model.model.layers[1].self_attn
+    theirs = hf_model(tiny_model(family)).model.layers[1].self_attn
+    names = [name for name, _ in theirs.named_modules() if name.endswith("_a_layernorm")]
+    assert len(names) == (2 if family == "deepseek_v3" else 1)
+    for name in names:
+        expected = theirs.get_submodule(name).variance_epsilon
+        assert ours.get_submodule(name).variance_epsilon == expected
 
 
 def test_ranks_add_up_to_the_whole_layer() -> None:
