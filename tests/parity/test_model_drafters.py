@@ -149,6 +149,8 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method 
         "dflash": lambda: dflash("qwen3_5", Block(size=5, windows=(None, 24))),
         "dflash-llama": lambda: dflash("llama", Block(size=4)),
         "draft_model": lambda: draft_model("qwen3_5", "llama"),
+        "draft_model-hybrid": lambda: draft_model("llama", "qwen3_5"),
+        "draft_model-hybrid-itself": lambda: draft_model("qwen3_5", "qwen3_5"),
         "draft_model-itself": lambda: draft_model("llama", "llama"),
     }
 
@@ -304,6 +306,8 @@ CASES = {
     "dflash": (shared_beginnings, preemptions),
     "dflash-llama": (a_conversation, aborts),
     "draft_model": (preemptions,),
+    "draft_model-hybrid": (preemptions,),
+    "draft_model-hybrid-itself": (a_conversation, aborts),
     "draft_model-itself": (a_conversation, aborts),
 }
 
@@ -527,7 +531,7 @@ class WholeSteps(StepGraphs):
         return self._runner.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("name", ["mtp", "dflash", "draft_model"])
+@pytest.mark.parametrize("name", ["mtp", "dflash", "draft_model-hybrid"])
 def test_replays_draft_the_same(
     name: str,
     methods: Callable[[str], Method | SmallModel],

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import Literal
 
 from vllm import decisions
-from vllm.config import CUDAGraphMode, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    CUDAGraphMode,
+    KVTransferConfig,
+    ModelConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.quantization.registry import (
@@ -57,9 +63,10 @@ def _resolve(config: VllmConfig) -> None:
             rules.verify_and_update_config(config)
         _check_placement(config.model_config)
         _resolve_quantization(config)
-        if config.model_config.is_hybrid:
+        recurrent = _recurrent_model(config)
+        if recurrent is not None:
             _check_convolution_dtype(config)
-            _resolve_recurrent_dtypes(config)
+            _resolve_recurrent_dtypes(config.cache_config, recurrent)
             _resolve_deferred_commit(config)
             _resolve_prefill_split(config)
     _resolve_speculation(config)
@@ -153,8 +160,16 @@ def _check_convolution_dtype(config: VllmConfig) -> None:
         )
 
 
-def _resolve_recurrent_dtypes(config: VllmConfig) -> None:
-    model, cache = config.model_config, config.cache_config
+def _recurrent_model(config: VllmConfig) -> ModelConfig | None:
+    """The served model if it has recurrent layers, else the draft model if that has."""
+    draft = None if config.drafter is None else config.drafter.model_config
+    if draft is not None:
+        check_architecture(draft)
+    models = (config.model_config, draft)
+    return next((model for model in models if model is not None and model.is_hybrid), None)
+
+
+def _resolve_recurrent_dtypes(cache: CacheConfig, model: ModelConfig) -> None:
     if cache.mamba_ssm_cache_dtype != "auto":
         return
     stated = getattr(model.hf_text_config, "mamba_ssm_dtype", None)

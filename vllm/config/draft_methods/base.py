@@ -51,6 +51,11 @@ class DraftSettings:
         return self
 
     @property
+    def model_config(self) -> ModelConfig | None:
+        """Of a draft model, once resolved."""
+        return None
+
+    @property
     def lookahead_tokens(self) -> int:
         """Slots that the drafter's own layers write past those of the tokens a step verifies."""
         return 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from typing_extensions import Self
 
@@ -45,6 +45,10 @@ class DraftModelSettings(DraftSettings):
     def lookahead_tokens(self) -> int:
         return self.num_speculative_tokens
 
+    @property
+    def model_config(self) -> ModelConfig | None:
+        return cast("ModelConfig | None", self.draft)
+
     def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
         from vllm.transformers_utils.config import get_config
 
@@ -55,11 +59,6 @@ class DraftModelSettings(DraftSettings):
             self._refuse(
                 f"has a vocabulary of {draft.get_vocab_size()}, the target one of "
                 f"{target.get_vocab_size()}"
-            )
-        if draft.is_hybrid:
-            self._refuse(
-                "has recurrent layers, whose state drafts would move on and nothing takes back; "
-                "use a draft model of attention layers, or method mtp, eagle3 or ngram"
             )
         if getattr(draft.hf_config, "quantization_config", None):
             self._refuse("is quantised; use one in the target's dtype")

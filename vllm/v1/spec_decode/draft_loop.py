@@ -29,12 +29,13 @@ def layer_names(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Group:
-    """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, where
-    `slots [rows * width]` int64 of their next tokens go."""
+    """A state group of draft layers: `table [rows, blocks]` int32 of the step's requests, `places`
+    of their next tokens: `[rows * width]` int64 slots, or `[rows]` int32 blocks of their states."""
 
     table: Tensor
     block_size: int
-    slots: Tensor
+    places: Tensor
+    is_recurrent: bool
 
 
 class DraftLoop:
@@ -66,11 +67,16 @@ class DraftLoop:
         self._groups.clear()
         for index, group in enumerate(memory.kv_cache_config.kv_cache_groups):
             if not set(group.layer_names).isdisjoint(layer_names):
-                table = memory.block_tables.groups[index].paged
-                slots = torch.zeros_like(self.positions)
-                self._groups[index] = _Group(table.block_table, table.block_size, slots)
+                table, spec = memory.block_tables.groups[index].paged, group.kv_cache_spec
+                places = self._seq_lens if spec.is_recurrent else self.positions
+                self._groups[index] = _Group(
+                    table.block_table,
+                    table.block_size,
+                    torch.zeros_like(places),
+                    spec.is_recurrent,
+                )
 
-    def begin(self, inputs: StepInputs, num_reqs: int) -> _Rows:
+    def begin(self, inputs: StepInputs, num_reqs: int) -> DraftRows:
         """Of the first `num_reqs` requests of the step, all sampling or not."""
         rows = inputs.requests[:num_reqs, ROW].long()
         is_real = rows >= 0
@@ -82,17 +88,21 @@ class DraftLoop:
         first = inputs.positions.index_select(0, starts)
         newest = starts + (computed - 1 - first).clamp(min=0)
         last = torch.minimum(newest, ends - 1).clamp(min=0)
-        return _Rows(rows, is_real, computed, last, self._context(num_reqs))
+        return DraftRows(rows, is_real, computed, last, self._context(num_reqs))
 
     def _context(self, num_reqs: int) -> ForwardContext:
-        count = num_reqs * self._width
-        slots = {index: group.slots[:count] for index, group in self._groups.items()}
+        slots, blocks = {}, {}
+        for index, group in self._groups.items():
+            if group.is_recurrent:
+                blocks[index] = group.places[:num_reqs]
+            else:
+                slots[index] = group.places[: num_reqs * self._width]
         starts, lengths = self._starts[: num_reqs + 1], self._seq_lens[:num_reqs]
         return self._memory.metadata.of_draft_tokens(
-            self._names, starts, lengths, slots, self._width
+            self._names, starts, lengths, slots, blocks, self._width
         )
 
-    def place(self, rows: _Rows, ahead: int) -> Tensor:
+    def place(self, rows: DraftRows, ahead: int) -> Tensor:
         """The rows' next tokens lie `ahead` after those that are computed; `[rows * width]` int64
         positions of them. Where they do not end before the model's length, none is computed."""
         count, width = len(rows.rows), self._width
@@ -103,13 +113,16 @@ class DraftLoop:
         position = first.unsqueeze(1) + self._ahead
         self.positions[: count * width] = position.flatten()
         for group in self._groups.values():
+            if group.is_recurrent:
+                group.places[:count] = torch.where(inside, group.table[:count, 0], -1)
+                continue
             block = group.table[:count].gather(1, position // group.block_size).long()
             slot = block * group.block_size + position % group.block_size
             held = inside.unsqueeze(1) & (block > 0)
-            group.slots[: count * width] = torch.where(held, slot, -1).flatten()
+            group.places[: count * width] = torch.where(held, slot, -1).flatten()
         return self.positions[: count * width]
 
-    def keep(self, rows: _Rows, drafts: Sequence[Tensor]) -> Tensor:
+    def keep(self, rows: DraftRows, drafts: Sequence[Tensor]) -> Tensor:
         """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
         `[rows, drafts]`."""
         spare, count = len(self._drafts) - 1, len(drafts)
@@ -122,7 +135,7 @@ class DraftLoop:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class DraftRows:
     """A step's requests, all `[n]`: batch row (-1: padding), tokens computed, and the place among
     the step's tokens of the last of these. `context`: what layers see of one token per request."""
 

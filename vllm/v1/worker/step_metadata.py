@@ -117,17 +117,22 @@ class StepMetadata:
         query_start_loc: Tensor,
         seq_lens: Tensor,
         slots: Mapping[int, Tensor],
+        blocks: Mapping[int, Tensor],
         width: int,
     ) -> ForwardContext:
         """The context in which a drafter's layers run `width` more tokens of each of the step's
         first requests, all of them decodes: `query_start_loc [n + 1]` and `seq_lens [n]` int32, and
-        by group `slots [n * width]`, are on the device. The host knows no length.
+        by group `slots [n * width]` or, of recurrent ones, `blocks [n]` int32, are on the device.
+        The host knows no length.
         """
         count, longest = len(seq_lens), self._max_model_len
         none = seq_lens[:0]
         context = ForwardContext(
             self._layers, {}, num_tokens=count * width, only_decodes=True, decode_width=width
         )
+        for index, states in blocks.items():
+            for name in set(self._groups[index].layer_names).intersection(layer_names):
+                context.decode_blocks[name] = states
         for index, places in slots.items():
             group, table = self._groups[index], self._tables.groups[index]
             metadata = group.builder.build(
