@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
+from tests.dflash_models import Block, write_dflash
 from tests.draft_models import (
     TINY,
     mtp_tensors,
@@ -20,6 +23,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.kernels.step import Progress
+from vllm.model_executor.state_layers import collect_layers
+from vllm.v1.spec_decode.create import attach_drafter, create_drafter
 
 PROMPT = [(7 * i) % 251 for i in range(20)]
 
@@ -81,23 +87,38 @@ def test_other_kinds_are_refused_by_name(eagle3: Path) -> None:
         config_of(eagle3)
 
 
-def test_hybrid_draft_models_are_refused(target: Path) -> None:
+def test_draft_models_that_cannot_take_drafts_back_are_refused(tmp_path: Path) -> None:
+    decoder = pattern(["mamba", "attention"], MAMBA | MIXERS)
+    draft = save(tmp_path, decoder, make_tensors(decoder))
+    given = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    config = config_of(tiny_model("llama"), speculative_config=given)
+    drafter = create_drafter(config, Progress.create(2, 3, torch.device("cpu")))
+    assert drafter is not None
+    (model,) = attach_drafter(drafter, torch.nn.Identity())
+    with pytest.raises(VLLMValidationError, match="draft.*mamba layers keep no journal"):
+        for layer in collect_layers(config, model).values():
+            layer.get_kv_cache_spec(config)
+
+
+def test_a_recurrent_draft_model_decides_the_dtype_of_its_state(target: Path) -> None:
     given = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 2}
-    with pytest.raises(VLLMValidationError, match="has recurrent layers.*use a draft model of"):
-        config_of(tiny_model("llama"), speculative_config=given)
+    config = config_of(tiny_model("llama"), speculative_config=given)
+    assert not config.model_config.is_hybrid
+    assert config.cache_config.mamba_ssm_cache_dtype == "float32"
 
 
 def test_served(
     target: Path, eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both kinds of checkpoint, with the target's text."""
+    """All kinds of checkpoints, with the target's text."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     mtp = write_speculators_mtp(tmp_path / "mtp", target, mtp_tensors(TINY))
+    dflash = write_dflash(tmp_path / "dflash", target, TINY, Block())
     texts = []
-    for model in (target, eagle3, mtp):
+    for model in (target, eagle3, mtp, dflash):
         llm = LLM(str(model), dtype="float32", max_model_len=128, kv_cache_memory_bytes=2**25)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         (output,) = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], params, use_tqdm=False)
         texts.append(output.outputs[0].token_ids)
         llm.llm_engine.engine_core.shutdown()
-    assert texts[1] == texts[0] == texts[2]
+    assert texts[1:] == texts[:1] * 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals, in_this_process
+from parity_checks import MakeEngine, assert_equals, in_this_process, prompts
 from safetensors.torch import load_file, save_file
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 from tiny_models import hf_model, make_tiny, tiny_model
@@ -160,3 +160,15 @@ def test_outputs_are_those_of_transformers_with_and_without_drafts(
     drafted = Run(engine(make_engine, 3, **settings), plain.tokens())
     scenario(drafted)
     compare(drafted.outputs, plain.outputs)
+
+
+def test_its_drafts_for_itself_are_all_accepted(
+    checkpoint: Path, reference: PreTrainedModel, make_engine: MakeEngine
+) -> None:
+    """As a draft model it takes back what it drafted, states and convolutions."""
+    speculation = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    llm = make_engine("qwen3_5", model=str(checkpoint), speculative_config=speculation)
+    run = Run(llm)
+    (output,) = run.generate(prompts((50,)), [1 + 4 * 6])
+    assert_equals(output, reference)
+    assert run.drafts() == (3 * 6, 0)

@@ -306,7 +306,7 @@ CASES = {
     "dflash": (shared_beginnings, preemptions),
     "dflash-llama": (a_conversation, aborts),
     "draft_model": (preemptions,),
-    "draft_model-hybrid": (shared_beginnings, preemptions),
+    "draft_model-hybrid": (preemptions,),
     "draft_model-hybrid-itself": (a_conversation, aborts),
     "draft_model-itself": (a_conversation, aborts),
 }
@@ -531,7 +531,7 @@ class WholeSteps(StepGraphs):
         return self._runner.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("name", ["mtp", "dflash", "draft_model"])
+@pytest.mark.parametrize("name", ["mtp", "dflash", "draft_model-hybrid"])
 def test_replays_draft_the_same(
     name: str,
     methods: Callable[[str], Method | SmallModel],

@@ -35,7 +35,7 @@ def draft_config(target: ModelConfig, model: str, hf_config: Any) -> ModelConfig
     draft.revision = draft.quantization = None
     draft.refresh_hf_config(hf_config)
     limit = draft.model_arch_config.max_model_len
-    rope = draft.hf_text_config.rope_parameters or {}
+    rope = getattr(draft.hf_text_config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if limit and limit < target.max_model_len and kind not in _ENDLESS_ROPES:
         refuse(

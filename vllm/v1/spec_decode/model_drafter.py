@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from vllm.config.draft_methods.draft_model import DraftModelSettings
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
 from vllm.model_executor.models.interfaces import VllmModel
@@ -39,22 +38,8 @@ class ModelDrafter(LayerDrafter[DraftModelSettings]):
         config.model_config, config.quant_config = self.settings.draft, None
         with torch.no_grad(), set_default_torch_dtype(config.model_config.dtype), self.device:
             self.model = initialize_model(config, prefix=_PREFIX)
-        self._check_layers()
         self.states = DraftStates(self.model, self.progress)
         return self.model
-
-    def _check_layers(self) -> None:
-        """ValueError for recurrent layers that keep no journal."""
-        for layer in self.model.modules():
-            if not isinstance(layer, AttentionLayerBase) or isinstance(layer, KeepsJournal):
-                continue
-            if layer.get_kv_cache_spec(self.vllm_config).is_recurrent:
-                raise ValueError(
-                    f"draft model {self.settings.model} has {type(layer).__name__} layers, whose "
-                    "state method draft_model cannot take back; use a draft model with attention, "
-                    "gated delta net, Kimi delta attention or Mamba2 layers, or method mtp, "
-                    "eagle3, dflash or ngram"
-                )
 
     def bind(self, memory: DrafterMemory) -> None:
         super().bind(memory)
