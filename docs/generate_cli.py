@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from vllm.benchmarks.acceptance import AcceptanceArgs
 from vllm.benchmarks.datasets import DatasetArgs
 from vllm.benchmarks.latency import LatencyArgs
 from vllm.benchmarks.serve_args import ServeArgs
@@ -29,6 +30,7 @@ _BENCH_CLASSES: tuple[tuple[type[Any], str], ...] = (
     (LatencyArgs, "`vllm bench latency`"),
     (ThroughputArgs, "`vllm bench throughput`"),
     (StartupArgs, "`vllm bench startup`"),
+    (AcceptanceArgs, "`vllm bench acceptance`"),
     (TuneArgs, "`vllm tune`"),
 )
 

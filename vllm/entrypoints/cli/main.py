@@ -22,6 +22,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench serve": ("vllm.entrypoints.cli.bench", "Benchmark a running server."),
     "bench latency": ("vllm.entrypoints.cli.bench", "Benchmark one batch, offline."),
     "bench throughput": ("vllm.entrypoints.cli.bench", "Benchmark many requests, offline."),
+    "bench acceptance": ("vllm.entrypoints.cli.bench", "Predict how many drafts are accepted."),
     "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
     "tune": ("vllm.entrypoints.cli.tune", "Measure the kernels' launch parameters on this GPU."),

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench acceptance`: chains against a reference, hand-made rounds, files, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.draft_models import TINY, Eagle3Reference, eagle3_tensors, gen, write_eagle3
+from tests.tiny_models import tiny_model
+from vllm.benchmarks.draft_chains import DraftChains
+from vllm.benchmarks.draft_rounds import RoundCounts, count_rounds, replies
+from vllm.config import ModelConfig
+from vllm.config.draft_methods.eagle3 import Eagle3Settings
+from vllm.entrypoints.cli.main import main
+from vllm.exceptions import VLLMValidationError
+
+FLAGS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+IDS = [(37 * i * i + 11 * i + 5) % 256 for i in range(21)]
+STREAMS = gen("streams", [len(IDS), 4, TINY.hidden], 2.0).float()
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    return tiny_model("llama")
+
+
+def chains_of(target: Path, path: Path) -> DraftChains:
+    settings = Eagle3Settings(model=str(path)).resolved(ModelConfig(model=str(target)), None)
+    return DraftChains(settings.draft.hf_config, load_file(path / "model.safetensors"), len(IDS))
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "window"),
+    [
+        (FLAGS, 1, None),
+        ({}, 2, None),
+        ({"norm_before_residual": True, "fc_norm": True}, 1, 6),
+        (FLAGS, 1, 2),
+    ],
+)
+def test_chains_are_the_references(
+    flags: dict[str, bool], layers: int, window: int | None, target: Path, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {}
+    if window is not None:
+        fields = {"layer_types": ["sliding_attention"] * layers, "sliding_window": window}
+    tensors = eagle3_tensors(TINY, flags, layers)
+    path = write_eagle3(tmp_path, target, TINY, flags, layers=layers, tensors=tensors, **fields)
+    found = chains_of(target, path).drafts(STREAMS[:-1, :3], torch.tensor(IDS), 4)
+    reference = Eagle3Reference(tensors, TINY, flags, window=window)
+    streams = STREAMS[:-1, :3].double()
+    fused = reference.fuse(streams[:, 0], list(streams.unbind(1)))
+    following = torch.tensor(IDS[1:])
+    expected = reference.chains(fused, following, 4, range(1, len(IDS)))
+    assert found.tolist() == [expected[n][0] for n in range(1, len(IDS))]
+
+
+def test_rounds_of_a_reply() -> None:
+    """Prompt of two; the round after token 2 drafts two right and one wrong, and so on."""
+    ids = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    nothing = [99, 99, 99]
+    drafts = [nothing, [3, 4, 99], nothing, nothing, [6, 99, 99], nothing, [8, 9, 9], nothing]
+    counts = RoundCounts(3)
+    count_rounds(counts, ids, drafts, range(2, 9))
+    # From 2: two right, 5 follows. From 5: one, 7 follows. From 7 there is room for one, 8.
+    assert (counts.drafts, counts.draft_tokens) == (3, 3 + 3 + 1)
+    assert counts.per_position == [3, 1, 0]
+    assert counts.length == pytest.approx(7 / 3)
+
+
+def test_replies_are_runs_of_ones() -> None:
+    assert list(replies([0, 0, 1, 1, 0, 1])) == [(2, 4), (5, 6)]
+    assert list(replies([1, 1, 1])) == [(1, 3)], "the first token follows nothing"
+    assert list(replies([1, 0, 0])) == list(replies([0, 0])) == []
+
+
+def write_dataset(path: Path, layers: list[int] | None) -> Path:
+    mask = [0] * 4 + [1] * (len(IDS) - 4)
+    columns = {"input_ids": [IDS], "loss_mask": [mask], "seq_len": [len(IDS)]}
+    datasets.Dataset.from_dict(columns).save_to_disk(path)
+    (path / "hidden_states").mkdir()
+    tensors = {"hidden_states": STREAMS, "token_ids": torch.tensor(IDS)}
+    save_file(tensors, path / "hidden_states" / "hs_0.safetensors")
+    (path / "extraction.json").write_text(json.dumps({"layers": layers}))
+    return path
+
+
+def run(target: Path, drafter: Path, dataset: Path, *flags: str) -> int:
+    paths = ["--model", str(target), "--drafter", str(drafter), "--dataset", str(dataset)]
+    return main(["bench", "acceptance", *paths, *flags])
+
+
+def test_from_files_to_a_result(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS, num_tokens=2)
+    dataset = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
+    result_file, picture = tmp_path / "result.json", tmp_path / "p.png"
+    flags = ["--output-json", str(result_file), "--plot", str(picture)]
+    assert run(target, drafter, dataset, *flags) == 0
+    counts = RoundCounts(2)
+    drafts = chains_of(target, drafter).drafts(STREAMS[:-1, :3], torch.tensor(IDS), 2)
+    count_rounds(counts, IDS, drafts.tolist(), range(4, len(IDS)))
+    result = json.loads(result_file.read_text())
+    assert result["spec_decode_num_drafts"] == counts.drafts > 10
+    assert result["spec_decode_per_position_acceptance_rates"] == counts.rates
+    assert f"Mean acceptance length: {counts.length:.4f}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([0, 1, 2, 4], r"reads hidden states \[1, 2, 3\], but .* has those of \[0, 1, 2, 4\]"),
+        (None, "does not state its layers; extract it with --layers"),
+    ],
+)
+def test_datasets_of_other_layers(
+    layers: list[int] | None,
+    message: str,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
+    assert run(target, drafter, write_dataset(tmp_path / "dataset", layers)) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_directory_that_is_none(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
+    assert run(target, drafter, tmp_path) == 1
+    assert "has no extraction.json" in capsys.readouterr().err
+    assert main(["bench", "acceptance", "--model", str(target)]) == 1
+    assert "--drafter must be given" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_embedding(target: Path, tmp_path: Path) -> None:
+    tensors = eagle3_tensors(TINY, FLAGS)
+    del tensors["embed_tokens.weight"]
+    path = write_eagle3(tmp_path, target, TINY, FLAGS, tensors=tensors)
+    with pytest.raises(VLLMValidationError, match="has no embed_tokens.weight"):
+        chains_of(target, path)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench acceptance`: how many drafts would be accepted, without serving.
+
+A dataset of hidden states (docs/extraction.md) has all that an EAGLE-3 head reads. Where its tokens
+are the target's own, each round of speculation over them is known: the head drafts, the tokens say
+what the target accepts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PositiveInt
+from tqdm import tqdm
+
+from vllm.benchmarks.draft_rounds import RoundCounts, count_rounds, replies
+from vllm.benchmarks.offline import save_json
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.options import config, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.benchmarks.draft_chains import DraftChains
+    from vllm.config.draft_methods.eagle3 import Eagle3Settings
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+DESCRIPTION = "Predict how many drafts of an EAGLE-3 head a target would accept, from a dataset."
+
+
+@config
+class AcceptanceArgs:
+    """What drafts, for whom, and over which tokens."""
+
+    model: str = option(default="", help="The target: name or directory. Only its config is read.")
+    drafter: str = option(default="", help="Checkpoint of the head.")
+    dataset: str = option(
+        default="",
+        help="Directory of hidden states; rounds are counted where its loss mask is 1.",
+    )
+    num_speculative_tokens: int | None = option(
+        default=None, help="Drafts per round (default: what the head's checkpoint says)."
+    )
+    num_samples: PositiveInt | None = option(default=None, help="Read only the first ones.")
+    output_json: str | None = option(default=None, help="File for the result.")
+    plot: str | None = option(default=None, help="PNG file for a picture; needs matplotlib.")
+
+
+def add_cli_args(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags."""
+    add_dataclass_flags(parser, AcceptanceArgs, "Acceptance")
+
+
+def main(namespace: argparse.Namespace) -> int:
+    """Run the prediction."""
+    args = from_namespace(AcceptanceArgs, namespace)
+    for name in ("model", "drafter", "dataset"):
+        if not getattr(args, name):
+            raise VLLMValidationError(f"--{name} must be given", name)
+    if args.plot:
+        from vllm.benchmarks.plot import require_matplotlib
+
+        require_matplotlib()
+    counts = predict(args)
+    if not counts.drafts:
+        raise VLLMValidationError(f"--dataset {args.dataset}: no sample has a token to draft for")
+    for position, rate in enumerate(counts.rates, 1):
+        print(f"Acceptance rate at position {position}: {rate:.4f}")
+    print(f"Mean acceptance length: {counts.length:.4f} over {counts.drafts} rounds")
+    save_json(args.output_json, as_result(counts))
+    if args.plot:
+        _save_picture(args.plot, counts)
+    return 0
+
+
+def as_result(counts: RoundCounts) -> dict[str, Any]:
+    """The keys of `vllm bench serve`'s result."""
+    return {
+        "spec_decode_acceptance_length": counts.length,
+        "spec_decode_num_drafts": counts.drafts,
+        "spec_decode_draft_tokens": counts.draft_tokens,
+        "spec_decode_accepted_tokens": sum(counts.per_position),
+        "spec_decode_per_position_acceptance_rates": counts.rates,
+    }
+
+
+def predict(args: AcceptanceArgs) -> RoundCounts:
+    """Draft after every token of the dataset, and count the rounds."""
+    import torch
+
+    settings = _settings(args)
+    depth = settings.num_speculative_tokens
+    dataset = HiddenStateDataset.open(Path(args.dataset), args.num_samples)
+    columns = dataset.columns_of(settings.layer_ids)
+    chains = _chains(settings, dataset.longest)
+    counts = RoundCounts(depth)
+    for sample in tqdm(dataset.samples(), "Drafting", dataset.num_samples, dynamic_ncols=True):
+        ids = sample.token_ids
+        if len(ids) < 2:
+            continue
+        streams = sample.hidden_states[:-1, columns]
+        drafts = chains.drafts(streams, torch.tensor(ids), depth).tolist()
+        for start, stop in replies(sample.loss_mask):
+            count_rounds(counts, ids, drafts, range(start, stop))
+    return counts
+
+
+def _settings(args: AcceptanceArgs) -> Eagle3Settings:
+    """As a server would resolve them, with its checks."""
+    from vllm.config.draft_methods.eagle3 import Eagle3Settings
+    from vllm.engine.arg_utils import EngineArgs
+
+    target = EngineArgs(model=args.model).create_engine_config().model_config
+    given = Eagle3Settings(
+        model=args.drafter, num_speculative_tokens=args.num_speculative_tokens or 0
+    )
+    return given.resolved(target, None)
+
+
+def _chains(settings: Eagle3Settings, longest: int) -> DraftChains:
+    from vllm.benchmarks.draft_chains import DraftChains
+    from vllm.model_executor.model_loader.weight_utils import (
+        checkpoint_dir,
+        safetensors_files,
+        safetensors_weights_iterator,
+    )
+
+    plan = safetensors_files(checkpoint_dir(settings.draft.model, None, None, ()))
+    tensors = dict(safetensors_weights_iterator(plan))
+    return DraftChains(settings.draft.hf_config, tensors, longest)
+
+
+def _save_picture(path: str, counts: RoundCounts) -> None:
+    from matplotlib.figure import Figure
+
+    from vllm.benchmarks.plot import plot_acceptance
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    plot_acceptance(figure.subplots(), counts.rates)
+    figure.savefig(path, dpi=120)
+    print(f"saved: {path}")
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """`hidden_states [n, columns, hidden]` of `n` tokens."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    hidden_states: Tensor
+
+
+@dataclass(frozen=True)
+class HiddenStateDataset:
+    """A directory that docs/extraction.md describes; `layers`: ids of its columns."""
+
+    path: Path
+    layers: list[int]
+    rows: Any
+    num_samples: int
+
+    @classmethod
+    def open(cls, path: Path, limit: int | None) -> HiddenStateDataset:
+        """Raises `VLLMValidationError` for what is no such directory."""
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise VLLMValidationError(
+                "vllm bench acceptance needs the datasets library: pip install datasets"
+            ) from None
+        settings = path / "extraction.json"
+        if not settings.is_file():
+            raise VLLMValidationError(
+                f"--dataset {path} has no extraction.json: make it with "
+                "examples/extract_hidden_states.py or examples/train_drafter.py",
+                "dataset",
+            )
+        layers = json.loads(settings.read_text())["layers"]
+        if layers is None:
+            raise VLLMValidationError(
+                f"--dataset {path} does not state its layers; extract it with --layers", "dataset"
+            )
+        rows = datasets.load_from_disk(str(path)).with_format(None)
+        count = len(rows) if limit is None else min(limit, len(rows))
+        return cls(path, layers, rows, count)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(self.rows[: self.num_samples]["seq_len"])
+
+    def columns_of(self, layer_ids: tuple[int, ...]) -> list[int]:
+        """Where the streams after `layer_ids` layers are."""
+        absent = [i for i in layer_ids if i not in self.layers]
+        if absent:
+            raise VLLMValidationError(
+                f"--drafter reads hidden states {list(layer_ids)}, but --dataset {self.path} has "
+                f"those of {self.layers}; extract it with --layers {' '.join(map(str, layer_ids))} "
+                f"{self.layers[-1]}",
+                "dataset",
+            )
+        return [self.layers.index(i) for i in layer_ids]
+
+    def samples(self) -> Iterator[StoredSample]:
+        """One after the other; `VLLMValidationError` for one whose file does not fit."""
+        from safetensors.torch import load_file
+
+        for index in range(self.num_samples):
+            row = self.rows[index]
+            file = self.path / "hidden_states" / f"hs_{index}.safetensors"
+            if not file.is_file():
+                raise VLLMValidationError(f"--dataset has no {file}", "dataset")
+            stored = load_file(file)
+            if stored["token_ids"].tolist() != row["input_ids"]:
+                raise VLLMValidationError(f"{file} holds other tokens than the dataset", "dataset")
+            yield StoredSample(row["input_ids"], row["loss_mask"], stored["hidden_states"])
