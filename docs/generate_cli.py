@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import FLAG_CLASSES
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, UNSUPPORTED_SERVER_FLAGS
 from vllm.entrypoints.cli.tune import TuneArgs
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.proxy.args import ProxyArgs
 from vllm.utils.dataclass_flags import FlagSpec, argument_settings, flag_specs
 
 TARGET = Path(__file__).with_name("cli.md")
@@ -32,6 +33,7 @@ _BENCH_CLASSES: tuple[tuple[type[Any], str], ...] = (
     (StartupArgs, "`vllm bench startup`"),
     (AcceptanceArgs, "`vllm bench acceptance`"),
     (TuneArgs, "`vllm tune`"),
+    (ProxyArgs, "`vllm proxy`"),
 )
 
 _INTRO = """\

@@ -71,6 +71,7 @@ ELSEWHERE = {
     "vllm graph-check my_model.py": "tests/compilation/graph_safety/test_command.py",
     "vllm bench serve --": "tests/e2e/test_documented_server.py",
     "vllm bench startup MODEL": "tests/benchmarks/test_bench_startup.py; its flags: below",
+    "vllm proxy --": "tests/e2e/test_disaggregation.py",
     "vllm run-batch": "tests/entrypoints/test_run_batch.py; its flags: below",
     "vllm serve": "its flags and configuration are checked below",
     "lm_eval ": "tests/e2e/test_evaluation_clients.py",

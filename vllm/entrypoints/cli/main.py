@@ -25,6 +25,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench acceptance": ("vllm.entrypoints.cli.bench", "Predict how many drafts are accepted."),
     "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
+    "proxy": ("vllm.entrypoints.cli.proxy", "Route between servers for prompts and for answers."),
     "tune": ("vllm.entrypoints.cli.tune", "Measure the kernels' launch parameters on this GPU."),
     "graph-check": (
         "vllm.entrypoints.cli.graph_check",

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm proxy`: who gets which request, and what happens when servers fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.proxy.app import build_app
+from vllm.entrypoints.proxy.args import ProxyArgs
+
+STATE = {"do_remote_prefill": True, "remote_request_id": "p-1"}
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 9, "stop": ["x"], "logprobs": 2}
+
+
+def json_reply(status: int, value: Any) -> httpx.Response:
+    """A reply whose body comes when it is read, as over a network."""
+    return httpx.Response(status, content=pieces_of(json.dumps(value).encode()))
+
+
+async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+@dataclass
+class Servers:
+    """Two servers of each kind at p0, p1, d0 and d1; `down`: those that refuse connections."""
+
+    seen: list[tuple[str, dict[str, Any], httpx.Headers]] = field(default_factory=list)
+    down: set[str] = field(default_factory=set)
+    #: host -> reply instead of its usual one
+    replies: dict[str, Callable[[], httpx.Response]] = field(default_factory=dict)
+    #: hosts that do not answer, and those of them that were told to stop
+    hanging: set[str] = field(default_factory=set)
+    stopped: list[str] = field(default_factory=list)
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host in self.down:
+            raise httpx.ConnectError("refused")
+        if request.url.path == "/health":
+            return httpx.Response(200)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": host}]})
+        body = json.loads(await request.aread())
+        self.seen.append((host, body, request.headers))
+        if host in self.hanging:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.stopped.append(host)
+        if host in self.replies:
+            return self.replies[host]()
+        if host.startswith("p"):
+            return json_reply(200, {"choices": [], "kv_transfer_params": STATE})
+        return json_reply(200, {"text": f"from {host}"})
+
+    @asynccontextmanager
+    async def proxy(self, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of the proxy."""
+        args = ProxyArgs(
+            prefill=["http://p0", "http://p1/"], decode=["http://d0", "http://d1"], **options
+        )
+        app = build_app(args, httpx.MockTransport(self.handle))
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+                yield client
+
+    def hosts(self) -> list[str]:
+        return [host for host, _, _ in self.seen]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.asyncio
+async def test_prompt_first_then_the_answer(path: str) -> None:
+    servers = Servers()
+    async with servers.proxy() as client:
+        sent = {**BODY, "max_completion_tokens": 9, "stream": True, "stream_options": {"x": 1}}
+        reply = await client.post(path, json=sent, headers={"authorization": "Bearer k"})
+    assert reply.status_code == 200 and reply.json() == {"text": "from d0"}
+    (_, first, headers), (_, second, other_headers) = servers.seen
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    expected = {"model": "m", "prompt": "hello", "max_tokens": 1, "stream": False}
+    assert first == {**expected, "kv_transfer_params": asked}
+    assert second == {**sent, "kv_transfer_params": STATE}
+    assert headers["authorization"] == other_headers["authorization"] == "Bearer k"
+    assert headers["x-request-id"] == other_headers["x-request-id"] != ""
+
+
+@pytest.mark.asyncio
+async def test_servers_take_turns() -> None:
+    servers = Servers()
+    async with servers.proxy() as client:
+        for _ in range(4):
+            await client.post("/v1/completions", json=BODY)
+    assert servers.hosts() == ["p0", "d0", "p1", "d1"] * 2
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2]]},
+        {"use_beam_search": True},
+        {"kv_transfer_params": {"a": 1}},
+    ],
+)
+@pytest.mark.asyncio
+async def test_what_one_engine_answers_alone(extra: dict[str, Any]) -> None:
+    servers = Servers()
+    async with servers.proxy() as client:
+        await client.post("/v1/completions", json={**BODY, **extra})
+        await client.post("/v1/completions", json={**BODY, "prompt": [1, 2], "n": 1, "echo": False})
+    assert servers.hosts() == ["d0", "p0", "d1"]
+    assert servers.seen[0][1] == {**BODY, **extra}
+
+
+@pytest.mark.asyncio
+async def test_a_dead_prefill_server_is_replaced_and_comes_back() -> None:
+    servers = Servers()
+    async with servers.proxy(health_interval=0.01) as client:
+        servers.down = {"p0"}
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert servers.hosts() == ["p1", "d0"]
+        shown = (await client.get("/health")).json()
+        assert [one["healthy"] for one in shown["prefill"]] == [False, True]
+        servers.down = set()
+        while not all(o["healthy"] for o in (await client.get("/health")).json()["prefill"]):
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.asyncio
+async def test_without_prefill_servers_the_prompt_is_computed_with_the_answer() -> None:
+    servers = Servers(down={"p0", "p1"})
+    async with servers.proxy() as client:
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.status_code == 200 and servers.seen[0][1] == BODY
+        assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_failing_decode_server_is_replaced_with_the_same_state() -> None:
+    servers = Servers(replies={"d0": lambda: json_reply(500, {"error": "d0"})})
+    async with servers.proxy() as client:
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.json() == {"text": "from d1"} and servers.hosts() == ["p0", "d0", "d1"]
+        assert servers.seen[2][1]["kv_transfer_params"] == STATE
+        servers.down = {"d1"}
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.status_code in (500, 503)
+        servers.down = {"d0", "d1"}
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.status_code == 503 and "no decode server" in reply.json()["error"]["message"]
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/v1/models")).status_code == 503
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_request_is_told_by_the_first_engine() -> None:
+    servers = Servers(replies={"p0": lambda: json_reply(400, {"error": "bad prompt"})})
+    async with servers.proxy() as client:
+        reply = await client.post("/v1/completions", json=BODY)
+        assert (reply.status_code, reply.json()) == (400, {"error": "bad prompt"})
+        assert servers.hosts() == ["p0"]
+        reply = await client.post("/v1/completions", content=b"[1]")
+        assert reply.status_code == 400 and "not a JSON object" in reply.json()["error"]["message"]
+        assert (await client.get("/v1/models")).json() == {"data": [{"id": "d0"}]}
+
+
+@pytest.mark.asyncio
+async def test_streams_go_on_as_they_come() -> None:
+    pieces = [b"data: 1\n\n", b"data: [DONE]\n\n"]
+
+    def reply() -> httpx.Response:
+        return httpx.Response(
+            200,
+            content=pieces_of(*pieces),
+            headers={"content-type": "text/event-stream; charset=utf-8"},
+        )
+
+    servers = Servers(replies={"d0": reply})
+    async with servers.proxy() as client:
+        got = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert got.content == b"".join(pieces)
+        assert got.headers["content-type"] == "text/event-stream; charset=utf-8"
+        shown = (await client.get("/health")).json()
+        assert [one["running"] for one in shown["decode"]] == [0, 0]
+
+
+@pytest.mark.parametrize("host", ["p0", "d0"])
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
+    servers = Servers(hanging={host})
+    app = build_app(
+        ProxyArgs(prefill=["http://p0"], decode=["http://d0"]),
+        httpx.MockTransport(servers.handle),
+    )
+    body = json.dumps(BODY).encode()
+
+    async def receive() -> dict[str, Any]:
+        if not servers.hosts() and not read:
+            read.append(1)
+            return {"type": "http.request", "body": body, "more_body": False}
+        while host not in servers.hosts():
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    read: list[int] = []
+    sent: list[dict[str, Any]] = []
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+    scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "scheme": "http"}
+    async with app.router.lifespan_context(app):
+        await asyncio.wait_for(app(scope, receive, send), 10)  # type: ignore[arg-type]
+    assert servers.stopped == [host]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prefill", "http://a"], "--decode needs at least one URL"),
+        (["--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: a URL begins with"),
+        (
+            ["--prefill", "http://a", "--decode", "http://b", "--health-interval", "0"],
+            "--health-interval must be",
+        ),
+    ],
+)
+def test_flags_are_checked(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["proxy", *argv]) == 1
+    assert message in capsys.readouterr().err

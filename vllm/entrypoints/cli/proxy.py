@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm proxy`: one address before engines for prompts and engines for answers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.entrypoints.proxy.args import ProxyArgs
+from vllm.utils.argparse_utils import add_dataclass_flags
+from vllm.utils.dataclass_flags import from_namespace
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class ProxyCommand(CLISubcommand):
+    """Runs until it is told to stop."""
+
+    description = (
+        "Route completions and chats: one server computes the prompt, another fetches its state "
+        "and answers. Servers that do not answer are left out until they do."
+    )
+
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
+        add_dataclass_flags(parser, ProxyArgs, "Proxy")
+
+    def run(self, args: argparse.Namespace) -> int:
+        import uvicorn
+
+        from vllm.entrypoints.proxy.app import build_app
+
+        given = from_namespace(ProxyArgs, args)
+        uvicorn.run(build_app(given), host=given.host, port=given.port, access_log=False)
+        return 0
+
+
+def command(name: str) -> CLISubcommand:
+    """Factory for the command table."""
+    return ProxyCommand()

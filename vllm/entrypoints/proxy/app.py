@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's routes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vllm.entrypoints.proxy.args import ProxyArgs
+from vllm.entrypoints.proxy.instances import Instances
+from vllm.entrypoints.proxy.two_phases import Answer, Body, NobodyThere, TwoPhases
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+_FORWARDED_HEADERS = ("authorization", "x-api-key")
+#: what nginx calls a request whose client has left
+_CLIENT_LEFT = 499
+
+
+def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
+    """`transport`: what carries requests to the servers, for tests."""
+    prefill = Instances("prefill", args.prefill)
+    decode = Instances("decode", args.decode)
+    # As many connections as there are requests; each server limits its own.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    http = httpx.AsyncClient(transport=transport, limits=limits, trust_env=False)
+    phases = TwoPhases(http, prefill, decode, args.prefill_timeout)
+
+    async def look() -> None:
+        await asyncio.gather(*(kind.look(http, args.health_timeout) for kind in (prefill, decode)))
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(args.health_interval)
+            await look()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await look()
+        watcher = asyncio.create_task(watch())
+        yield
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
+        await http.aclose()
+
+    app = FastAPI(title="vllm proxy", lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests can be answered; which servers are well."""
+        shown = {
+            kind.kind: [
+                {"url": one.url, "healthy": one.healthy, "running": one.running} for one in kind.all
+            ]
+            for kind in (prefill, decode)
+        }
+        return JSONResponse(shown, 200 if decode.next() is not None else 503)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        instance = decode.next()
+        if instance is None:
+            return _error(503, "no decode server can be reached")
+        try:
+            reply = await http.get(f"{instance.url}/v1/models", headers=_headers(request))
+        except httpx.HTTPError as error:
+            decode.report(instance, repr(error))
+            return _error(502, f"the decode server does not answer: {error!r}")
+        return Response(reply.content, reply.status_code, media_type="application/json")
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def generate(request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=dict[str, Any])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            return _error(400, f"the body is not a JSON object: {error}")
+        return await _answer(phases, request, body)
+
+    return app
+
+
+class _Relay(StreamingResponse):
+    """Hands a reply on; lets go of it whether or not the client stays to the end."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.chunks(), answer.status, media_type=answer.content_type)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._answer.close()
+
+
+async def _answer(phases: TwoPhases, request: Request, body: Body) -> Response:
+    try:
+        answer = await _unless_client_leaves(
+            request, phases.answer(request.url.path, body, _headers(request))
+        )
+    except NobodyThere as error:
+        return _error(503, str(error))
+    if answer is None:
+        return Response(status_code=_CLIENT_LEFT)
+    if isinstance(answer, Answer):
+        return _Relay(answer)
+    return Response(answer.content, answer.status, media_type=answer.content_type)
+
+
+async def _unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, which is cancelled when the client leaves; then None."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_leaves(request))
+    await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+        leaving.cancel()
+        return working.result()
+    working.cancel()
+    with suppress(asyncio.CancelledError):
+        return await working  # it may have ended meanwhile
+    return None
+
+
+async def _leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Both engines know a request by one id. Bytes go on as they come, so they must be plain."""
+    headers = {k: request.headers[k] for k in _FORWARDED_HEADERS if k in request.headers}
+    headers["accept-encoding"] = "identity"
+    headers["x-request-id"] = request.headers.get("x-request-id") or uuid.uuid4().hex
+    return headers
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "BadRequestError" if status < 500 else "ServiceUnavailableError"
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status
+    )
