@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -48,6 +49,17 @@ class Registry:
         self._found: dict[CudaOps, bool] = {}
         for op in self.ops():
             vars(self)[op.name] = op.resolve(self)
+
+    @contextmanager
+    def launched_through(self, launch: Callable[..., Any]) -> Iterator[None]:
+        """Inside the block ops are called by `launch(name, run, *args, **kwargs)`, where `run`
+        computes the op."""
+        before = {op.name: vars(self)[op.name] for op in self.ops()}
+        vars(self).update({name: partial(launch, name, run) for name, run in before.items()})
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     @classmethod
     def ops(cls) -> Iterator[Op[Any, Any]]:

@@ -7,11 +7,14 @@ the fixture `assert_graph_safe` is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from vllm.compilation.graph_safety.report import Report, as_table
+from vllm.compilation.graph_safety.simulator.functions import check_replays
 from vllm.compilation.graph_safety.targets import check_object
 
 
@@ -24,6 +27,24 @@ def assert_graph_safe(target: object) -> Report:
     report = check_object(target)
     if not report.is_clean:
         raise AssertionError("not safe inside a graph:\n" + as_table([report]))
+    return report
+
+
+def assert_replays(
+    function: Callable[..., Any],
+    steps: Sequence[Sequence[Tensor]],
+    *,
+    split: bool = False,
+    between: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """Capture a module or function on the CPU with the inputs of the first step, replay it for
+    every step, and compare with eager runs bit for bit; see `check_replays` for the arguments.
+
+    Raises AssertionError that lists the hazards with file, line and replacement.
+    """
+    report = check_replays(function, steps, split=split, between=between)
+    if not report.is_clean:
+        raise AssertionError("replays are not what eager runs are:\n" + as_table([report]))
     return report
 
 

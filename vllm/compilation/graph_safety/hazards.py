@@ -9,13 +9,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Hazard:
     """An item of the checklist. `static`: whether the static pass looks for it; `gpu_test`: tests
-    of this tree that need a GPU and look at it in the engine's steps, "" where there are none."""
+    of this tree that need a GPU and look at it in the engine's steps, "" where there are none;
+    `replayed`: whether replays simulated on a CPU show it."""
 
     number: int
     title: str
     replacement: str
     static: bool
     gpu_test: str = ""
+    replayed: bool = False
 
 
 _STEADY = "tests/gpu/test_steady_steps.py"
@@ -32,6 +34,7 @@ HAZARDS: dict[int, Hazard] = {
             "drop it, or keep the value on the device; print outside the step",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             2,
@@ -40,6 +43,7 @@ HAZARDS: dict[int, Hazard] = {
             "scatter_add_ of ones into a preallocated tensor of counts",
             True,
             _EXPERTS,
+            replayed=True,
         ),
         Hazard(
             3,
@@ -47,6 +51,7 @@ HAZARDS: dict[int, Hazard] = {
             "one launch with a worst-case grid that reads the elements on the device",
             True,
             _EXPERTS,
+            replayed=True,
         ),
         Hazard(
             4,
@@ -54,6 +59,7 @@ HAZARDS: dict[int, Hazard] = {
             "compute it on the device, or fill_ a fixed part with a constant",
             True,
             _REPLAY,
+            replayed=True,
         ),
         Hazard(
             5,
@@ -61,6 +67,7 @@ HAZARDS: dict[int, Hazard] = {
             "do it unconditionally and select with torch.where",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             6,
@@ -68,6 +75,7 @@ HAZARDS: dict[int, Hazard] = {
             "write into the tensors that the break is given; allocate before it",
             True,
             _PIECES,
+            replayed=True,
         ),
         Hazard(
             7,
@@ -76,6 +84,7 @@ HAZARDS: dict[int, Hazard] = {
             "before the replay",
             True,
             "tests/gpu/test_staged_uploads.py",
+            replayed=True,
         ),
         Hazard(
             8,
@@ -83,6 +92,7 @@ HAZARDS: dict[int, Hazard] = {
             "run always, with fixed shapes; skip rows on the device, by slot -1",
             True,
             _REPLAY,
+            replayed=True,
         ),
         Hazard(
             9,
@@ -90,6 +100,7 @@ HAZARDS: dict[int, Hazard] = {
             "a paged cache of fixed size, a block table, and kernels that loop to a device length",
             True,
             _REPLAY,
+            replayed=True,
         ),
         Hazard(
             10,
@@ -97,6 +108,7 @@ HAZARDS: dict[int, Hazard] = {
             "gather the most there may be, fill up with -1, and mask",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             11,
@@ -104,6 +116,7 @@ HAZARDS: dict[int, Hazard] = {
             "a fixed number of iterations",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             12,
@@ -111,6 +124,7 @@ HAZARDS: dict[int, Hazard] = {
             "sample on the device into the next step's ids; copy them out beside the step",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             13,
@@ -131,12 +145,14 @@ HAZARDS: dict[int, Hazard] = {
             "a tensor that a graph reads is freed",
             "hold a reference on the module for as long as the graph",
             False,
+            replayed=True,
         ),
         Hazard(
             16,
             "a buffer is too narrow for what is written to it",
             "check shape and strides where the buffer is made",
             False,
+            replayed=True,
         ),
         Hazard(
             17,
@@ -144,24 +160,28 @@ HAZARDS: dict[int, Hazard] = {
             "copy_ into it: a graph reads the address of its capture",
             True,
             _PIECES,
+            replayed=True,
         ),
         Hazard(
             18,
             "a kernel is given a broadcast view, with stride 0",
             "make it contiguous once, where it is made",
             True,
+            replayed=True,
         ),
         Hazard(
             19,
             "a weight is converted in every step",
             "convert it when it is loaded",
             True,
+            replayed=True,
         ),
         Hazard(
             20,
             "routing by token id reads ids of the capture",
             "gather from a table with the fixed tensor of input ids",
             False,
+            replayed=True,
         ),
         Hazard(
             21,
@@ -169,6 +189,7 @@ HAZARDS: dict[int, Hazard] = {
             "slot and state index -1, which kernels skip",
             False,
             _REPLAY,
+            replayed=True,
         ),
         Hazard(
             22,
@@ -176,6 +197,7 @@ HAZARDS: dict[int, Hazard] = {
             "fixed tensors, filled from pinned memory once per kind of layer",
             False,
             "tests/gpu/test_staged_uploads.py",
+            replayed=True,
         ),
         Hazard(
             23,
@@ -183,6 +205,7 @@ HAZARDS: dict[int, Hazard] = {
             "plan before the replay, from lengths that the host knows",
             True,
             "tests/gpu/test_flashinfer.py",
+            replayed=True,
         ),
         Hazard(
             24,
@@ -204,6 +227,7 @@ HAZARDS: dict[int, Hazard] = {
             "copy_ into a fixed tensor, inside the graph",
             True,
             "tests/gpu/test_drafters.py",
+            replayed=True,
         ),
         Hazard(
             27,
@@ -218,6 +242,7 @@ HAZARDS: dict[int, Hazard] = {
 def coverage(hazard: Hazard) -> str:
     """Which checks look for a hazard, as the documentation's table says it."""
     checks = ["static pass"] if hazard.static else []
+    checks += ["replays"] if hazard.replayed else []
     checks += [f"`{hazard.gpu_test}`"] if hazard.gpu_test else []
     return ", ".join(checks) or "not covered yet"
 

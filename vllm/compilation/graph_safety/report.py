@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 class Report:
     """`target`: what was checked; `functions`: names of all that were walked; `findings` that
     nothing allows; `allowed`: those that the allow-list lets pass; `cut`:
-    functions of which calls were not followed, for they lay too deep."""
+    functions of which calls were not followed, for they lay too deep; `checks`: what was run,
+    `left`: what was not."""
 
     target: str
     functions: tuple[str, ...]
@@ -34,6 +36,8 @@ class Report:
     allowed: tuple[tuple[Finding, Allowance], ...]
     modes: dict[Finding, str]
     cut: tuple[str, ...]
+    checks: tuple[str, ...] = (CHECKS_RUN,)
+    left: tuple[str, ...] = (CHECKS_LEFT,)
 
     @property
     def is_clean(self) -> bool:
@@ -42,18 +46,26 @@ class Report:
 
 def make_report(target: str, scan: Scan) -> Report:
     """The findings of a pass, less what is allowed."""
-    allowed = [
-        (finding, one)
-        for finding in sorted(scan.findings)
-        for one in allowances()
-        if one.covers(finding)
-    ]
-    passed = {finding for finding, _ in allowed}
-    left = tuple(finding for finding in sorted(scan.findings) if finding not in passed)
     modes = {finding: mode.value for finding, mode in scan.findings.items()}
-    return Report(
-        target, tuple(sorted(scan.functions)), left, tuple(allowed), modes, tuple(sorted(scan.cut))
-    )
+    functions = tuple(sorted(scan.functions))
+    return join_report(target, modes, functions=functions, cut=tuple(sorted(scan.cut)))
+
+
+def join_report(
+    target: str,
+    modes: Mapping[Finding, str],
+    *,
+    functions: tuple[str, ...] = (),
+    cut: tuple[str, ...] = (),
+    checks: tuple[str, ...] = (CHECKS_RUN,),
+    left: tuple[str, ...] = (CHECKS_LEFT,),
+) -> Report:
+    """Findings with where each runs (`modes`), less what is allowed."""
+    found = sorted(modes)
+    allowed = [(one, entry) for one in found for entry in allowances() if entry.covers(one)]
+    passed = {finding for finding, _ in allowed}
+    rest = tuple(finding for finding in found if finding not in passed)
+    return Report(target, functions, rest, tuple(allowed), dict(modes), cut, checks, left)
 
 
 def place(path: str) -> str:
@@ -82,18 +94,29 @@ def as_table(reports: list[Report]) -> str:
         if report.cut:
             lines.append(f"not followed, too deep: {', '.join(report.cut)}")
         lines.append(f"{report.target}: {found}; {len(report.allowed)} allowed; {walked}")
-    return "\n".join([*lines, CHECKS_RUN, CHECKS_LEFT])
+    return "\n".join([*lines, *_checks_run(reports), *_checks_left(reports)])
+
+
+def _checks_run(reports: list[Report]) -> list[str]:
+    """Each once, in order."""
+    return list(dict.fromkeys(check for report in reports for check in report.checks))
+
+
+def _checks_left(reports: list[Report]) -> list[str]:
+    return list(dict.fromkeys(check for report in reports for check in report.left))
 
 
 def as_json(reports: list[Report]) -> dict[str, Any]:
     """`targets`, each with `findings` and `allowed`; what was checked and what was not."""
     return {
         "version": __version__,
-        "checks_run": [CHECKS_RUN],
-        "checks_left": [CHECKS_LEFT],
+        "checks_run": _checks_run(reports),
+        "checks_left": _checks_left(reports),
         "targets": [
             {
                 "target": report.target,
+                "checks_run": list(report.checks),
+                "checks_left": list(report.left),
                 "functions_walked": len(report.functions),
                 "not_followed": list(report.cut),
                 "findings": [_finding(report, finding) for finding in report.findings],
@@ -136,7 +159,6 @@ def as_sarif(reports: list[Report]) -> dict[str, Any]:
             "help": {"text": f"Instead: {hazard.replacement}."},
         }
         for hazard in HAZARDS.values()
-        if hazard.static
     ]
     driver = {"name": "vllm graph-check", "version": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "utf16CodeUnits", "results": results}

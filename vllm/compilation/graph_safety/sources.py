@@ -15,6 +15,11 @@ def _parsed(path: str) -> ast.Module | None:
     return ast.parse(text) if text else None
 
 
+def parsed(path: str) -> ast.Module | None:
+    """The tree of a file; None where there is none to read."""
+    return _parsed(path)
+
+
 def parsed_module(module: ModuleType | None) -> ast.Module | None:
     """None where a module has no source."""
     path = None if module is None else module.__file__ if "__file__" in vars(module) else None

@@ -27,8 +27,9 @@ class GraphCheckCommand(CLISubcommand):
 
     description = (
         "Find what keeps a step from being captured in a CUDA graph: host reads of device values, "
-        "shapes and branches that depend on data, replaced buffers. Reads source and config.json "
-        "only: no weights, no GPU. Exit status: 0 nothing found, 1 hazards found (or an error)."
+        "shapes and branches that depend on data, replaced buffers. Reads source, and runs a "
+        "model's steps on the CPU with made-up weights, each captured once and replayed. Needs "
+        "neither weights nor a GPU. Exit status: 0 nothing found, 1 hazards found (or an error)."
     )
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
@@ -46,17 +47,27 @@ class GraphCheckCommand(CLISubcommand):
         group.add_argument(
             "--sarif", type=Path, metavar="OUT", help="Also write it as SARIF 2.1.0 to this file."
         )
+        group.add_argument(
+            "--steps",
+            type=int,
+            default=64,
+            metavar="N",
+            help="Steps of a model that are run on the CPU: captured by recording, replayed, and "
+            "compared with eager ones. 0: source only.",
+        )
         EngineArgs.add_cli_args(parser)
         parser.set_defaults(model=None)
 
     def run(self, args: argparse.Namespace) -> int:
         if args.model is not None:
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
+        if args.steps < 0:
+            raise VLLMValidationError(f"--steps {args.steps}: give 0 or more", "steps")
         if importlib.util.find_spec("triton") is None:
             raise CommandError("graph-check reads the GPU's kernels: install triton (vllm[cuda])")
         from vllm.compilation.graph_safety.report import as_json, as_sarif, as_table
 
-        with tqdm(unit=" functions", desc="graph-check", leave=False) as bar:
+        with tqdm(unit=" functions and steps", desc="graph-check", leave=False) as bar:
 
             def progress(name: str) -> None:
                 bar.update()
@@ -70,14 +81,16 @@ class GraphCheckCommand(CLISubcommand):
 
 
 def _check(target: str, args: argparse.Namespace, progress: Progress) -> Report:
+    from vllm.compilation.graph_safety.model_steps import with_steps
     from vllm.compilation.graph_safety.targets import check_file, check_model
 
     if target.partition(":")[0].endswith(".py"):
         return check_file(Path(target), progress)
     own = argparse.Namespace(**{**vars(args), "model": target})
     try:
-        config = EngineArgs.from_cli_args(own).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        return check_model(config, progress)
+        engine = EngineArgs.from_cli_args(own)
+        report = check_model(engine.create_engine_config(UsageContext.OPENAI_API_SERVER), progress)
+        return with_steps(report, engine, args.steps, progress)
     except ValueError as error:
         raise VLLMValidationError(str(error)) from error
 

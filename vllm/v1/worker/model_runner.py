@@ -225,7 +225,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
-        steps = PaddedSteps(
+        self.graphs = self.padded_steps().graphs(plan, self.drafter)
+
+    def padded_steps(self) -> PaddedSteps:
+        """Steps without a real token, as graphs record them; for the memory that there is now."""
+        return PaddedSteps(
             self.inputs,
             self.metadata,
             self.block_tables,
@@ -234,7 +238,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.compute_logits,
             self.brief_steps(),
         )
-        self.graphs = steps.graphs(plan, self.drafter)
 
     def brief_steps(self) -> Callable[[], AbstractContextManager[None]]:
         """For blocks in which steps launch every kernel, but not for every layer: what they compute

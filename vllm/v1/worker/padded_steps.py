@@ -60,6 +60,13 @@ class PaddedSteps:
         run = self.tokens(size * width, size, width)
         return lambda: self._head(run())
 
+    def in_context(self, size: int, width: int = 1) -> Callable[[], Tensor]:
+        """Runs the model on `size` tokens in the forward context of the caller: what a replay in
+        pieces does, without graphs."""
+        inputs = self._inputs.padding(size, 0, width)[1]
+        self._tables.flush()
+        return lambda: self._forward(inputs)
+
     def graphs(self, plan: GraphPlan, drafter: Drafter[Any] | None = None) -> StepGraphs:
         """Graphs of these steps, none of them captured yet, and of what `drafter` runs besides."""
         if not plan.sizes:

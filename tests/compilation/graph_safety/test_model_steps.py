@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of every model, mixer and drafter of the tree replay as they run; planted hazards are found
+in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
+from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
+from tiny_models import tiny_model
+from torch import Tensor
+
+from vllm.compilation.graph_safety.simulator.bounds import size_problems
+from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.models import StepsReport, check_runner, check_steps
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.current import with_own_layers
+from vllm.engine.arg_utils import EngineArgs
+from vllm.kernels.rotary import RotaryProblem
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import paged
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.model_runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels")
+
+STEPS = 6
+LAYOUTS = {"mixers": ["attention", "gdn", "kda", "sliding_window"], "mambas": [*MAMBA]}
+FAMILIES = ["llama", "qwen3", "qwen3_sliding", "qwen3_5", "mixtral", "qwen3_moe"]
+FAMILIES += ["qwen3_next", "qwen3_5_moe"]
+
+
+def settings(model: Path, method: dict[str, Any] | None = None, **more: Any) -> VllmConfig:
+    args = EngineArgs(
+        model=str(model),
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        speculative_config=method,
+        **more,
+    )
+    return args.create_engine_config()
+
+
+def assert_replays(config: VllmConfig) -> StepsReport:
+    report = check_steps(config, STEPS)
+    assert report.findings == ()
+    assert {"decodes", "pieces"} <= {name.split()[0] for name in report.replays}
+    # The first step has more tokens than the largest graph, or as many.
+    assert STEPS - 1 <= sum(n for name, n in report.replays.items() if "drafts" not in name)
+    return report
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    assert_replays(settings(tiny_model(family)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mixers(layout: str, tmp_path: Path) -> None:
+    decoder = pattern(LAYOUTS[layout], MIXERS | MAMBA)
+    assert_replays(settings(save(tmp_path, decoder, make_tensors(decoder))))
+
+
+def _mtp(path: Path) -> tuple[Path, dict[str, Any]]:
+    return with_mtp(tiny_model("qwen3_5"), path, mtp_tensors(TINY)), {"method": "mtp"}
+
+
+def _eagle3(path: Path) -> tuple[Path, dict[str, Any]]:
+    target = tiny_model("llama")
+    return target, {"method": "eagle3", "model": str(write_eagle3(path, target, TINY))}
+
+
+def _draft_model(path: Path) -> tuple[Path, dict[str, Any]]:
+    return tiny_model("qwen3_5"), {"method": "draft_model", "model": str(tiny_model("llama"))}
+
+
+def _ngram(path: Path) -> tuple[Path, dict[str, Any]]:
+    return tiny_model("llama"), {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def _replay(path: Path) -> tuple[Path, dict[str, Any]]:
+    return tiny_model("qwen3_5"), {"method": "replay", "acceptance": 0.6, "seed": 1}
+
+
+@pytest.mark.parametrize("made", [_mtp, _eagle3, _draft_model, _ngram, _replay])
+def test_drafters(made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    target, method = made(tmp_path / "draft")
+    report = assert_replays(settings(target, method | {"num_speculative_tokens": 2}))
+    assert any(name.startswith("decodes of 3 tokens") for name in report.replays)
+    has_layers = made in (_mtp, _eagle3, _draft_model)
+    assert has_layers == any(name.startswith("drafts") for name in report.replays)
+
+
+def test_hidden_states(tmp_path: Path) -> None:
+    extraction = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    config = settings(tiny_model("qwen3_5"), extraction, kv_transfer_config=transfer)
+    assert_replays(config)
+
+
+# ---- planted hazards -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    config = with_own_layers(settings(tiny_model("llama")))
+    with torch.no_grad(), set_current_vllm_config(config):
+        runner = ModelRunner(config, torch.device("cpu"))
+        runner.build_model()
+        runner.load_weights()
+        yield runner
+
+
+def _places(report: StepsReport) -> set[tuple[int, str]]:
+    return {(finding.hazard, finding.code) for finding in report.findings}
+
+
+def test_padding_that_reaches_a_cache(runner: ModelRunner) -> None:
+    """A kernel that takes the slot of padding for the first one."""
+
+    def launch(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "qk_norm_rope_cache":
+            (problem,) = args
+            assert isinstance(problem, RotaryProblem)
+            args = (replace(problem, slot_mapping=problem.slot_mapping.clamp(min=0)),)
+        return run(*args, **kwargs)
+
+    with current_platform.kernels.launched_through(launch):
+        report = check_runner(runner, 2)
+    assert (21, "current_platform.kernels.qk_norm_rope_cache(problem)") in _places(report)
+    (found,) = (f for f in report.findings if f.hazard == 21)
+    assert "writes to the state memory in a step of padding" in found.message
+    assert found.path.endswith("layers/attention/__init__.py")
+
+
+class CopiesTables(paged.PagedAttentionMetadataBuilder):
+    def build(self, common: CommonAttentionMetadata) -> paged.PagedAttentionMetadata:
+        return super().build(replace(common, block_table=common.block_table.clone()))
+
+
+class CopyingBackend(paged.PagedAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[paged.PagedAttentionMetadataBuilder]:
+        return CopiesTables
+
+
+@contextmanager
+def backend_of_all(
+    runner: ModelRunner, backend: type[paged.PagedAttentionBackend]
+) -> Iterator[None]:
+    layers = [layer for layer in runner.layers.values() if isinstance(layer, Attention)]
+    before = layers[0].attn_backend
+    for layer in layers:
+        layer.attn_backend = backend
+    yield
+    for layer in layers:
+        layer.attn_backend = before
+
+
+def test_metadata_in_new_tensors(runner: ModelRunner) -> None:
+    with backend_of_all(runner, CopyingBackend):
+        report = check_runner(runner, 3)
+    assert (22, "metadata.block_table[:decodes]") in _places(report)
+
+
+class Counting(torch.nn.Module):
+    """Multiplies by how often it ran, which Python counts."""
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.count = embedding, 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.count += 1
+        hidden: Tensor = self.embedding(input_ids)
+        return hidden * self.count
+
+
+def test_a_number_of_python(runner: ModelRunner) -> None:
+    model = runner.model
+    assert isinstance(model, DecoderForCausalLM)
+    embedding = model.model.embed_tokens
+    model.model.embed_tokens = Counting(embedding)  # type: ignore[assignment]
+    try:
+        report = check_runner(runner, 3)
+    finally:
+        model.model.embed_tokens = embedding
+    assert _places(report) == {(7, "hidden * self.count")}
+
+
+def test_an_address_that_changes(runner: ModelRunner) -> None:
+    def move(step: str) -> None:
+        tables = runner.block_tables.groups[0]
+        tables.slots = tables.slots.clone()
+
+    report = check_runner(runner, 2, move)
+    (found,) = (f for f in report.findings if "was replaced" in f.message)
+    assert found.hazard == 17 and "block_tables.groups[0].slots" in found.message
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (GraphPlan([1, 5], []), "5 decodes is planned for 4 batch rows"),
+        (GraphPlan([1, 99], []), "99 decodes is planned, the state memory holds"),
+        (GraphPlan([4], [128]), "128 tokens is planned, steps have 64"),
+        (GraphPlan([4], [], widths=(1, 17)), "68 tokens is planned, steps have 64"),
+    ],
+)
+def test_sizes_that_do_not_fit(runner: ModelRunner, plan: GraphPlan, message: str) -> None:
+    Driver(runner)
+    problems = size_problems(runner, plan)
+    assert {problem.hazard for problem in problems} == {16}
+    assert any(message in problem.message for problem in problems)
+    assert size_problems(runner, GraphPlan([1, 4], [64])) == []

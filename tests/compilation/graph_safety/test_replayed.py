@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures simulated on the CPU: planted hazards are found at their lines, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compilation.graph_safety.samples import replayed
+from tests.compilation.graph_safety.test_planted import SAMPLES, expected
+from vllm.compilation.graph_break import graph_break
+from vllm.compilation.graph_safety.hazards import HAZARDS
+from vllm.compilation.graph_safety.simulator.functions import check_replays
+from vllm.exceptions import VLLMValidationError
+from vllm.testing.graph_safety import assert_replays
+
+PATH = SAMPLES / "replayed.py"
+
+
+def _lines_of(module: nn.Module) -> range:
+    code = type(module).__name__
+    lines = PATH.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines, 1) if line.startswith(f"class {code}("))
+    ends = (i for i, line in enumerate(lines, 1) if i > first and line and line[0] not in " )")
+    return range(first, next(ends))
+
+
+@pytest.mark.parametrize("case", replayed.cases(), ids=lambda case: type(case.module).__name__)
+def test_hazards_are_found_at_their_lines(case: replayed.Case) -> None:
+    report = check_replays(case.module, case.steps, split=case.split, between=case.before)
+    found = {(finding.line, finding.hazard) for finding in report.findings}
+    assert {finding.path for finding in report.findings} == {str(PATH)}
+    own = _lines_of(case.module)
+    assert found == {(line, hazard) for line, hazard in expected(PATH) if line in own}
+
+
+def test_every_line_belongs_to_a_case() -> None:
+    covered = {line for case in replayed.cases() for line in _lines_of(case.module)}
+    assert {line for line, _ in expected(PATH)} <= covered
+    planted = {hazard for _, hazard in expected(PATH)}
+    # Those of whole steps are planted in test_model_steps.py.
+    assert planted | {21, 22} == {h.number for h in HAZARDS.values() if h.replayed}
+
+
+class Clean(nn.Module):
+    """A cache of fixed size, written by slot; selection on the device; a break that fills `out`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(replayed.HIDDEN, replayed.HIDDEN)
+        self.cache = torch.zeros(16, replayed.HIDDEN)
+        self.seen: list[int] = []
+
+    @graph_break
+    def attend(self, x: Tensor, out: Tensor) -> None:
+        self.seen.append(len(x))
+        torch.matmul(x, self.cache.t() @ self.cache, out=out)
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        hidden = self.proj(x)
+        self.cache.index_copy_(0, position, hidden)
+        out = torch.empty_like(hidden)
+        self.attend(hidden, out)
+        return torch.where((position % 2 == 0).unsqueeze(1), out, hidden)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_is_clean(split: bool) -> None:
+    module = Clean()
+    report = assert_replays(module, replayed._steps(), split=split)
+    assert "6 steps" in report.checks[0]
+    # A break runs at the capture, and in a replay and an eager run of each step.
+    assert len(module.seen) == (13 if split else 7)
+
+
+def test_the_assertion_names_place_and_replacement() -> None:
+    with pytest.raises(AssertionError, match=r"replayed\.py:\d+:\d+  #10 ") as error:
+        assert_replays(replayed.Gathers(), replayed._steps())
+    assert HAZARDS[10].replacement in str(error.value)
+
+
+def test_a_capture_leaves_no_trace_in_memory() -> None:
+    total = torch.zeros(3)
+
+    def add(x: Tensor) -> Tensor:
+        return total.add_(x).clone()
+
+    steps = [[torch.full((3,), float(i))] for i in range(4)]
+    assert check_replays(add, steps).is_clean
+    assert total.tolist() == [6.0, 6.0, 6.0]
+
+
+def test_values_that_differ_without_another_launch() -> None:
+    """Memory that the host changes while a step runs is what it was, or will be, in a replay."""
+    counter = torch.zeros(1)
+    shared = counter.numpy()
+
+    def count(x: Tensor) -> Tensor:
+        shared[0] += 1
+        return x + counter
+
+    report = check_replays(count, [[torch.zeros(2)]] * 2)
+    (found,) = report.findings
+    assert found.hazard == 7 and "differs from an eager run's" in found.message
+    assert found.code == "x + counter"
+
+
+def test_memory_that_no_run_gives_back() -> None:
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x * 2)
+        return x + 1
+
+    report = check_replays(keep, [[torch.zeros(2)]] * 4)
+    (found,) = report.findings
+    assert (found.hazard, found.code) == (9, "x * 2") and "still held" in found.message
+
+
+@pytest.mark.parametrize(
+    "steps", [[], [[torch.zeros(2)], [torch.zeros(3)]], [[torch.zeros(2)], []]]
+)
+def test_steps_that_cannot_be_replayed(steps: list[list[Tensor]]) -> None:
+    with pytest.raises(VLLMValidationError):
+        check_replays(torch.nn.Identity(), steps)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function captured once on the CPU; each later run is replayed and run eagerly, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.compilation.graph_safety.simulator.differences import differences
+from vllm.compilation.graph_safety.simulator.recorder import Recorder
+from vllm.compilation.graph_safety.simulator.tensors import (
+    Handle,
+    handles_in,
+    rebuilt,
+    tensors_in,
+    whole,
+)
+from vllm.compilation.graph_safety.simulator.trace import (
+    NotReplayable,
+    Trace,
+    restore,
+    snapshot,
+)
+from vllm.compilation.piecewise import Pieces, capture
+
+Run = Callable[[], Any]
+
+
+class SimulatedGraph:
+    """One segment of a recording; see `vllm.compilation.piecewise.Graph`."""
+
+    def __init__(self, recorder: Recorder, trace: Trace) -> None:
+        self._recorder, self.trace = recorder, trace
+        self._index = -1
+
+    def begin(self) -> None:
+        self._index = self._recorder.begin_segment()
+
+    def end(self) -> None:
+        self._recorder.end_segment()
+
+    def replay(self) -> None:
+        self.trace.replay(self._index)
+
+
+class CheckedRun:
+    """`run` captured, its device work undone afterwards: a capture launches nothing.
+
+    What it reads of memory made outside lies at fixed addresses; fill that with a step's values and
+    call `step`. `split`: at graph breaks. `recorder` collects the findings. `guarded`: memory by
+    name that the captured run may not change (one of padding alone: state).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        recorder: Recorder,
+        *,
+        split: bool = False,
+        guarded: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._recorder, self._split = recorder, split
+        with filled_memory(), recorder.recording() as trace:
+            self._pieces: Pieces
+            self._pieces, output = capture(
+                run, lambda: SimulatedGraph(recorder, trace), split=split
+            )
+        self.trace = trace
+        for name, tensor in guarded.items():
+            self._check_untouched(name, Handle.of(tensor).memory)
+        recorder.captures.add(trace.run)
+        restore(trace.outside, trace.before)
+        trace.before.clear()
+        self._output = rebuilt(output, Tensor, Handle.of)
+
+    def _check_untouched(self, name: str, memory: int) -> None:
+        """Report the launch that changes guarded memory."""
+        trace = self.trace
+        if memory not in trace.before:
+            return
+        held = trace.before[memory]
+        guard = whole(trace.outside[memory].open().untyped_storage())
+        if torch.equal(guard, held):
+            return
+        restore(trace.outside, trace.before)
+        for launch in trace.launches():
+            if launch.is_work:
+                launch.replay()
+            if not torch.equal(guard, held):
+                message = f"{launch.name} writes to {name} in a step of padding"
+                self._recorder.report(21, launch.spot, message)
+                return
+        reader = trace.first_reader(memory)
+        assert reader is not None
+        message = f"a graph break writes to {name} in a step of padding"
+        self._recorder.report(21, reader.spot, message)
+
+    @property
+    def num_launches(self) -> int:
+        """Launches that a device would see."""
+        return sum(launch.is_work for launch in self.trace.launches())
+
+    def replay(self) -> Any:
+        """Run the recording; its result, which the next replay overwrites."""
+        self._pieces.replay()
+        return rebuilt(self._output, Handle, Handle.open)
+
+    def step(self, run: Run, rows: int | None = None) -> Any:
+        """Replay, then `run` on the same memory: launches, results and memory must be equal, bit
+        for bit, of results their first `rows` rows (None: all). Returns what `run` returned; the
+        memory is as it left it."""
+        trace, recorder = self.trace, self._recorder
+        before = snapshot(trace.outside, recorder.frozen)
+        failure, replayed = None, []
+        try:
+            with filled_memory():
+                replayed = [_first(rows, t).clone() for t in tensors_in(self.replay())]
+        except NotReplayable as error:
+            failure = error
+        after = snapshot(trace.outside, recorder.frozen)
+        restore(trace.outside, before)
+        breaks = recorder.breaks() if self._split else nullcontext()
+        with filled_memory(), recorder.recording() as now, breaks:
+            recorder.begin_segment()
+            result = run()
+        found = differences(trace, now, recorder.origins)
+        if not found and failure is not None:
+            found = [failure]
+        if not found and not trace.reads and not now.reads:
+            results = [_first(rows, t) for t in tensors_in(result)]
+            found = self._other_values(replayed, results, after)
+        for one in found:
+            recorder.report_once(one.hazard, one.spot, one.message)
+        now.owned.clear()
+        return result
+
+    def _other_values(
+        self, replayed: list[Tensor], eager: list[Tensor], after: dict[int, Tensor]
+    ) -> list[NotReplayable]:
+        """Where a replay computed something else."""
+        for handle, x, y in zip(handles_in(self._output), replayed, eager, strict=True):
+            if not same_bits(x, y):
+                message = "a replay's result differs from an eager run's"
+                return [self._writer(handle.memory, message)]
+        now = snapshot(self.trace.outside, self._recorder.frozen)
+        for memory, content in after.items():
+            if memory in now and not torch.equal(content, now[memory]):
+                return [self._writer(memory, "a replay leaves other memory than an eager run")]
+        return []
+
+    def _writer(self, memory: int, message: str) -> NotReplayable:
+        """The last launch that had to do with some memory."""
+        launches = [launch for launch in self.trace.launches() if launch.is_work]
+        for launch in reversed(launches):
+            handles = handles_in(launch.args) + handles_in(launch.results)
+            if any(handle.memory == memory for handle in handles):
+                return NotReplayable(7, launch.spot, f"{message} (last written by {launch.name})")
+        return NotReplayable(7, launches[-1].spot, message)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Inside the block new memory holds the same in every run, no number where it is not written:
+    what rows of padding compute is then the same, too."""
+    before = (torch.are_deterministic_algorithms_enabled(), _warns_only())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _warns_only() -> bool:
+    return torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _first(rows: int | None, tensor: Tensor) -> Tensor:
+    return tensor if rows is None else tensor[:rows]
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same bytes; equal numbers of other bits are not the same."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    raw = (t.contiguous().flatten().view(torch.uint8) for t in (x, y))
+    return torch.equal(*raw) if x.numel() else True

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps handed to a runner by hand: requests that come, prefill, decode, verify drafts and end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.arena_planner import plan_arena
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.model_runner import ModelRunner
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=2**20, ignore_eos=True)
+#: the longest prompt
+_PROMPT = 24
+#: a step in so many has a prefill beside its decodes
+_MIXED = 4
+
+
+@dataclass
+class _Request:
+    """`blocks`: by group, in `pages` of its own; `length`: tokens that are computed."""
+
+    blocks: tuple[list[int], ...]
+    pages: list[int]
+    prompt: list[int]
+    length: int = 0
+
+
+class Driver:
+    """Every request has pages of its own for as many tokens as the model takes; steps follow from
+    `seed` alone. The arena is made here, with room for all rows."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self._runner, self._random = runner, random.Random(seed)
+        self._longest = runner.model_config.max_model_len
+        self._live: dict[str, _Request] = {}
+        self._ended: set[str] = set()
+        self._count = self._steps = 0
+        runner.initialize_kv_cache(_arena(runner, self._longest + runner.width))
+        self._free = list(range(runner.arena.plan.num_pages - 1, 0, -1))
+
+    def restart(self, seed: int = 0) -> None:
+        """All requests end, and the next steps are those of a new driver."""
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = set(self._live) | self._ended
+        self._runner.forget(output)
+        self._live.clear()
+        self._ended.clear()
+        self._random = random.Random(seed)
+        self._count = self._steps = 0
+        runner = self._runner
+        runner.arena.buffer.zero_()
+        progress = runner.inputs.progress
+        for tensor in (progress.computed, progress.tokens, progress.num_drafts):
+            tensor.zero_()
+        if runner.journals is not None:
+            runner.journals.bind(runner.block_tables)
+        self._free = list(range(self._runner.arena.plan.num_pages - 1, 0, -1))
+
+    def newest_tokens(self) -> Tensor:
+        """`[requests, width]` int64: of all requests that go on, their newest tokens and drafts."""
+        rows = [self._runner.batch.requests[name].row for name in self._live]
+        return self._runner.inputs.progress.tokens[rows]
+
+    def step(self) -> None:
+        """Run the next step: some of the requests decode, now and then beside a prefill."""
+        runner, source = self._runner, self._random
+        ready = list(self._live)
+        decodes = sorted(source.sample(ready, source.randint(1, len(ready)))) if ready else []
+        prefills = []
+        self._steps += 1
+        if not ready or (self._steps % _MIXED == 3 and len(ready) < runner.max_rows):
+            prefills = [self._arrive() for _ in range(1 if ready else 2)]
+        width = runner.width if source.randrange(4) else 1
+        self._run(decodes, prefills, width)
+        full = [n for n, r in self._live.items() if r.length + 2 * runner.width >= self._longest]
+        if len(self._live) == runner.max_rows or full:
+            self._end(full[0] if full else next(iter(self._live)))
+
+    def _run(self, decodes: list[str], prefills: list[str], width: int) -> None:
+        runner = self._runner
+        new = [self._new_data(name) for name in prefills]
+        cached = CachedRequestData(
+            req_ids=decodes,
+            new_block_ids=[None] * len(decodes),
+            num_computed_tokens=[self._live[name].length for name in decodes],
+            num_output_tokens=[1] * len(decodes),
+        )
+        scheduled = dict.fromkeys(decodes, width)
+        scheduled |= {name: len(self._live[name].prompt) for name in prefills}
+        output = SchedulerOutput(
+            new,
+            cached,
+            scheduled,
+            sum(scheduled.values()),
+            sampling_req_ids=set(scheduled),
+            num_next_drafts=runner.width - 1,
+        )
+        output.finished_req_ids, self._ended = self._ended, set()
+        runner.execute_dummy(output)
+        for name in scheduled:
+            row = runner.batch.requests[name].row
+            self._live[name].length = int(runner.inputs.progress.computed[row])
+
+    def _arrive(self) -> str:
+        name = f"r{self._count}"
+        self._count += 1
+        tables, plan = self._runner.block_tables.groups, self._runner.arena.plan
+        pages, blocks = [], []
+        for table, group in zip(tables, plan.groups, strict=True):
+            count = table.spec.blocks_for(self._longest + self._runner.width)
+            own = [self._free.pop() for _ in range(-(-count // group.blocks_per_page))]
+            pages += own
+            each = range(group.blocks_per_page)
+            blocks.append([page * group.blocks_per_page + i for page in own for i in each][:count])
+        vocab = self._runner.vocab_size
+        length = self._random.randint(1, _PROMPT)
+        prompt = [self._random.randrange(vocab) for _ in range(length)]
+        self._live[name] = _Request(tuple(blocks), pages, prompt)
+        return name
+
+    def _new_data(self, name: str) -> NewRequestData:
+        request = self._live[name]
+        return NewRequestData(
+            req_id=name,
+            prompt_token_ids=request.prompt,
+            mm_features=[],
+            sampling_params=_GREEDY,
+            pooling_params=None,
+            block_ids=request.blocks,
+            num_computed_tokens=0,
+        )
+
+    def _end(self, name: str) -> None:
+        """It is gone from the next step on."""
+        self._free += self._live.pop(name).pages
+        self._ended.add(name)
+
+
+def _arena(runner: ModelRunner, longest: int) -> KVCacheConfig:
+    """Pages for all rows and the null page."""
+    groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
+    plan = plan_arena(groups, num_pages=1)
+    per_request = sum(
+        -(-group.kv_cache_spec.blocks_for(longest) // part.blocks_per_page)
+        for group, part in zip(groups, plan.groups, strict=True)
+    )
+    # A request that ends gives its pages to one that comes in the same step.
+    pages = 1 + (runner.max_rows + 1) * per_request
+    return KVCacheConfig(pages, [], groups, replace(plan, num_pages=pages))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of one module or function: captured with one step's inputs, replayed with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.compilation.graph_safety.report import Report, join_report
+from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun
+from vllm.compilation.graph_safety.simulator.recorder import Recorder
+from vllm.compilation.graph_safety.simulator.tensors import Handle
+from vllm.exceptions import VLLMValidationError
+
+CHECKS_RUN = (
+    "simulated capture: {steps} steps on the CPU, each replayed with its own inputs and compared "
+    "with an eager run, bit for bit"
+)
+REPLAYED = "in a replayed step"
+
+
+def weights_of(*modules: nn.Module) -> set[int]:
+    """Names of the memory of all parameters, which no step writes."""
+    tensors = (parameter for module in modules for parameter in module.parameters())
+    return {Handle.of(tensor.data).memory for tensor in tensors}
+
+
+@torch.inference_mode()
+def check_replays(
+    function: Callable[..., Any],
+    steps: Sequence[Sequence[Tensor]],
+    *,
+    split: bool = False,
+    between: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """Capture `function(*steps[0])`, then replay it for every step, the first included.
+
+    `steps`: the inputs' values, of equal shapes and dtypes, on the CPU; they are copied into
+    tensors that stay where they are, as a step's inputs do. `split`: at graph breaks. `between(i)`
+    is called before step `i`: for what the engine does there, such as another step's work.
+
+    Raises VLLMValidationError without steps, and for inputs that differ in shape or dtype.
+    """
+    if not steps:
+        raise VLLMValidationError("give at least one step's inputs", "steps")
+    kinds = [[(t.shape, t.dtype) for t in step] for step in steps]
+    if kinds != [kinds[0]] * len(kinds):
+        raise VLLMValidationError("all steps need inputs of the same shapes and dtypes", "steps")
+    recorder = Recorder(weights_of(function) if isinstance(function, nn.Module) else set())
+    inputs = [tensor.clone() for tensor in steps[0]]
+    checked = CheckedRun(lambda: function(*inputs), recorder, split=split)
+    for number, step in enumerate(steps):
+        between(number)
+        for tensor, value in zip(inputs, step, strict=True):
+            tensor.copy_(value)
+        checked.step(lambda: function(*inputs))
+    recorder.check_growth()
+    name = type(function).__qualname__ if isinstance(function, nn.Module) else function.__qualname__
+    found = dict.fromkeys(recorder.findings, REPLAYED)
+    return join_report(name, found, checks=(CHECKS_RUN.format(steps=len(steps)),))

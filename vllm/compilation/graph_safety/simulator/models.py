@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a whole model on the CPU, with weights made up: its graphs captured by recording, then
+decode, verify and mixed steps replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm.compilation.graph_safety.simulator.addresses import FrozenAddresses
+from vllm.compilation.graph_safety.simulator.bounds import size_problems
+from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
+from vllm.compilation.graph_safety.simulator.checked_run import same_bits
+from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.functions import weights_of
+from vllm.compilation.graph_safety.simulator.recorder import Recorder
+from vllm.compilation.graph_safety.simulator.trace import NotReplayable
+from vllm.compilation.graph_safety.walker import Finding
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.current import with_own_layers
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.step_graphs import StepGraphs
+
+#: settings of the engine that is checked: room for a few requests of a few pages
+ROWS, TOKENS, LENGTH = 8, 64, 128
+#: sizes of its graphs; with each width, in tokens
+_PIECES = (8, 64)
+
+
+@dataclass(frozen=True)
+class StepsReport:
+    """`replays`: how many, by kind and size; `addresses`: tensors that graphs read."""
+
+    findings: tuple[Finding, ...]
+    steps: int
+    captures: int
+    replays: dict[str, int]
+    addresses: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"simulated captures: {self.captures} graphs on the CPU with made-up weights, "
+            f"{sum(self.replays.values())} replays in {self.steps} decode, verify and mixed steps, "
+            "each compared with eager launches, and the steps with steps without graphs, bit for "
+            f"bit; {len(self.addresses)} addresses that graphs read are where they were"
+        )
+
+
+def check_steps(
+    vllm_config: VllmConfig, steps: int, progress: Callable[[str], None] = lambda name: None
+) -> StepsReport:
+    """Run `steps` steps of a configuration with `ROWS`, `TOKENS` and `LENGTH` as its limits and one
+    worker; `progress` is called for each. `load_format` "dummy" makes weights up.
+
+    Raises ValueError for what a runner refuses on this platform, which must be the CPU.
+    """
+    config = with_own_layers(vllm_config)
+    with torch.no_grad(), set_current_vllm_config(config):
+        runner = ModelRunner(config, torch.device("cpu"))
+        runner.build_model()
+        runner.load_weights()
+        return check_runner(runner, steps, progress)
+
+
+def check_runner(
+    runner: ModelRunner, steps: int, progress: Callable[[str], None] = lambda name: None
+) -> StepsReport:
+    """The same for a runner whose model has its weights; its memory is made here."""
+    driver = Driver(runner)
+    recorder = Recorder(weights_of(*runner.models))
+    plan = _plan(runner)
+    for problem in size_problems(runner, plan):
+        recorder.report(problem.hazard, problem.spot, problem.message)
+    graphs = CheckedGraphs(runner, plan, recorder)
+    runner.graphs = graphs
+    addresses = FrozenAddresses([checked.trace for checked in graphs.captures], owners(runner))
+    found = addresses.without_owner()
+    replayed = _run(runner, driver, steps, progress)
+    found += addresses.moved()
+    recorder.check_growth()
+    runner.graphs = StepGraphs()
+    driver.restart()
+    eager = _run(runner, driver, steps, progress)
+    driver.restart()
+    if not recorder.findings:
+        # Else the difference is the hazard's.
+        found += _compared(graphs, replayed, eager)
+    for one in found:
+        recorder.report_once(one.hazard, one.spot, one.message)
+    return StepsReport(
+        tuple(recorder.findings),
+        steps,
+        len(graphs.captures),
+        dict(graphs.size.replays),
+        tuple(addresses.names),
+    )
+
+
+def owners(runner: ModelRunner) -> dict[str, object]:
+    """What holds the tensors that a runner's graphs read."""
+    return {
+        "model": runner.models,
+        "inputs": runner.inputs,
+        "block_tables": runner.block_tables,
+        "metadata": runner.groups,
+        "arena": runner.arena,
+        "journals": runner.journals,
+        "drafter": runner.drafter,
+        "hidden_states": runner.capture,
+    }
+
+
+def _plan(runner: ModelRunner) -> GraphPlan:
+    """Every power of two up to the rows there are, for each width; two sizes in pieces."""
+    sizes = [1 << i for i in range(runner.max_rows.bit_length()) if 1 << i <= runner.max_rows]
+    pieces = [size for size in _PIECES if size <= runner.inputs.max_tokens]
+    backends = [runner.layers[g.layer_names[0]].get_attn_backend() for g in runner.groups]
+    limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
+    return GraphPlan(sizes, pieces, min(limits, default=None), tuple(sorted({1, runner.width})))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """After a step: the requests' newest tokens and drafts, and the state memory."""
+
+    tokens: torch.Tensor
+    state: torch.Tensor
+
+
+def _run(
+    runner: ModelRunner, driver: Driver, steps: int, progress: Callable[[str], None]
+) -> list[_Outcome]:
+    outcomes = []
+    for number in range(steps):
+        driver.step()
+        progress(f"step {number}")
+        # A sum of each page's words names what it holds well enough, in a thousandth of its size.
+        pages = runner.arena.buffer.view(torch.int32).view(runner.arena.plan.num_pages, -1)
+        weights = torch.arange(1, pages.shape[1] + 1)
+        outcomes.append(_Outcome(driver.newest_tokens(), (pages * weights).sum(1)))
+    return outcomes
+
+
+def _compared(
+    graphs: CheckedGraphs, replayed: list[_Outcome], eager: list[_Outcome]
+) -> list[NotReplayable]:
+    """The first step with graphs that did something else than without."""
+    for number, (a, b) in enumerate(zip(replayed, eager, strict=True)):
+        for what, x, y in (("tokens", a.tokens, b.tokens), ("state memory", a.state, b.state)):
+            if not same_bits(x, y):
+                first = next(graphs.captures[0].trace.launches())
+                message = f"step {number} has other {what} with graphs than without"
+                return [NotReplayable(22, first.spot, message)]
+    return []

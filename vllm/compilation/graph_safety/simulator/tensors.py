@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as a graph keeps them: where they lie and how they are read, without owning anything."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A tensor's place: a storage, and how the tensor lies in it. Does not keep the memory."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Handle:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        where = int(tensor.storage_offset())
+        return cls(storage, tensor.dtype, where, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def memory(self) -> int:
+        """Names the storage for as long as any handle of it exists."""
+        return self.storage.cdata
+
+    @property
+    def is_freed(self) -> bool:
+        return bool(self.storage.expired())
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        return (self.dtype, self.shape, self.stride)
+
+    def open(self) -> Tensor:
+        """The tensor. RuntimeError if its memory was freed."""
+        storage = storage_of(self.storage)
+        if storage is None:
+            raise RuntimeError("the memory of a tensor was freed")
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+#: what nothing lies in
+_LEAVES = (Tensor, Handle, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What a reference points to; None once it is freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def whole(storage: torch.UntypedStorage) -> Tensor:
+    """All bytes of a storage, uint8 `[bytes]`."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def rebuilt(value: object, kind: type, change: Callable[[Any], object]) -> Any:
+    """`value` with everything of a kind in it changed: in sequences, dicts and dataclasses. What is
+    neither stays as it is; arrays of numpy are copied, as a launch keeps what they held."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, tuple):
+        # Named ones take their parts one by one; this way both do.
+        return tuple.__new__(type(value), [rebuilt(v, kind, change) for v in value])
+    if isinstance(value, list):
+        return [rebuilt(v, kind, change) for v in value]
+    if isinstance(value, dict):
+        return {name: rebuilt(v, kind, change) for name, v in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            part = rebuilt(getattr(value, field.name), kind, change)
+            object.__setattr__(made, field.name, part)
+        return made
+    return value
+
+
+def leaves(value: object) -> Iterator[object]:
+    """All that `rebuilt` reaches, in order; names of fields and keys are left out."""
+    if isinstance(value, _LEAVES):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def handles_in(value: object) -> list[Handle]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Handle)]

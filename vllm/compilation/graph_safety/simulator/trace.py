@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recording holds: launches in order, the memory they use, and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vllm.compilation.graph_safety.simulator.spots import Spot
+from vllm.compilation.graph_safety.simulator.tensors import (
+    Handle,
+    handles_in,
+    rebuilt,
+    storage_of,
+    tensors_in,
+    whole,
+)
+
+
+class NotReplayable(Exception):
+    """A replay would not do what the launch did; `spot`: of the launch."""
+
+    def __init__(self, hazard: int, spot: Spot, message: str) -> None:
+        super().__init__(message)
+        self.hazard, self.spot, self.message = hazard, spot, message
+
+
+@dataclass
+class Launch:
+    """One op with its arguments, tensors as handles, and its results.
+
+    `is_work`: whether a device would run anything; views and uninitialised memory do not.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    args: Any
+    results: Any
+    spot: Spot
+    is_work: bool
+
+    def replay(self) -> None:
+        """Run it on the memory of its capture. NotReplayable if that is not possible."""
+        for handle in handles_in(self.args):
+            if handle.is_freed:
+                message = f"{self.name} reads a tensor that was freed after the capture"
+                raise NotReplayable(15, self.spot, message)
+        args, kwargs = rebuilt(self.args, Handle, Handle.open)
+        found = tensors_in(self.run(*args, **kwargs))
+        for result, kept in zip(found, handles_in(self.results), strict=True):
+            target = kept.open()
+            if result.data_ptr() == target.data_ptr() and result.shape == target.shape:
+                continue
+            if result.shape != target.shape:
+                message = (
+                    f"{self.name} gave {list(target.shape)} at capture and "
+                    f"{list(result.shape)} in a replay"
+                )
+                raise NotReplayable(2, self.spot, message)
+            target.copy_(result)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where memory came from: the run that made it (0: the capture), its launch in that run, and
+    the op. `in_break`: made between graphs."""
+
+    storage: StorageWeakRef
+    run: int
+    place: tuple[int, int]
+    op: str
+    spot: Spot
+    is_filled: bool
+    in_break: bool
+
+
+@dataclass
+class Trace:
+    """A recording: segments of launches, with breaks between them.
+
+    `owned`: the memory that the launches made. `outside`: the other memory they use, by its name,
+    and the launch that used it first. `before`: what that held when it was first used.
+    """
+
+    run: int
+    segments: list[list[Launch]] = field(default_factory=list)
+    owned: list[torch.UntypedStorage] = field(default_factory=list)
+    made: dict[int, tuple[int, int]] = field(default_factory=dict)
+    outside: dict[int, Handle] = field(default_factory=dict)
+    before: dict[int, Tensor] = field(default_factory=dict)
+    #: of `outside`, what the metadata of a forward context holds
+    metadata: set[int] = field(default_factory=set)
+    #: where the host read a device value
+    reads: list[Spot] = field(default_factory=list)
+
+    def launch_at(self, place: tuple[int, int]) -> Launch:
+        segment, index = place
+        return self.segments[segment][index]
+
+    def first_reader(self, memory: int) -> Launch | None:
+        """The first launch that is given some memory."""
+        for launch in self.launches():
+            if any(handle.memory == memory for handle in handles_in(launch.args)):
+                return launch
+        return None
+
+    def launches(self) -> Iterator[Launch]:
+        for segment in self.segments:
+            yield from segment
+
+    def replay(self, index: int) -> None:
+        """Run one segment. NotReplayable as `Launch.replay`."""
+        for launch in self.segments[index]:
+            if launch.is_work:
+                launch.replay()
+
+
+def snapshot(handles: dict[int, Handle], kept: set[int]) -> dict[int, Tensor]:
+    """The bytes of the memory of `handles`, without those that are `kept` as they are."""
+    found = {}
+    for memory, handle in handles.items():
+        storage = None if memory in kept else storage_of(handle.storage)
+        if storage is not None:
+            found[memory] = whole(storage).clone()
+    return found
+
+
+def restore(handles: dict[int, Handle], saved: dict[int, Tensor]) -> None:
+    """Write back what `snapshot` took."""
+    for memory, content in saved.items():
+        storage = storage_of(handles[memory].storage)
+        if storage is not None:
+            # An op may have resized it, which is reported where it happens.
+            whole(storage)[: len(content)].copy_(content[: storage.nbytes()])
