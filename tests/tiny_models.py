@@ -30,6 +30,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     OlmoHybridConfig,
@@ -178,6 +179,21 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**_COMMON, "intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": MAX_POSITION // 32,
+        },
+    ),
     "gemma3": lambda: Gemma3TextConfig(**_GEMMA3),
     "gemma3_wrapper": lambda: Gemma3Config(
         text_config=_GEMMA3,
@@ -236,6 +252,7 @@ _SCALES = {
     "experts.gate_up_proj": 6.0,
     "experts.down_proj": 12.0,
     "mlp.gate.": 10.0,
+    "mlp.router.": 10.0,
     "shared_expert_gate": 10.0,
     "shared_expert.gate_proj": 6.0,
     "shared_expert.up_proj": 6.0,
@@ -243,7 +260,7 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "gpt_oss")
 _HEAD_NORM_GAIN = 2.0
 #: of norms of branches beside embeddings that the model scales up
 _BRANCH_NORM_GAIN = 4.0
@@ -263,9 +280,23 @@ def _tune(model: PreTrainedModel) -> None:
         param.data *= next((scale for part, scale in _SCALES.items() if part in name), 1.0)
         if param.dim() == 1 and not any(part in name for part in _OF_IMAGES):
             param.data += (uniform * 2 - 1) * 0.3
+    if model.config.model_type == "gpt_oss":
+        _tune_gpt_oss(model, generator)
     _sharpen_attention(model)
     if model.config.tie_word_embeddings:
         _decorrelate_head(model)
+
+
+def _tune_gpt_oss(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Sinks that take a good part of the attention, biases that count, gates beyond the clamp."""
+    for name, param in model.named_parameters():
+        uniform = torch.rand(param.shape, generator=generator) * 2 - 1
+        if name.endswith("sinks"):
+            param.data = 2 + 3 * uniform
+        elif name.endswith("_proj_bias"):
+            param.data = 2 * uniform
+        elif name.endswith("experts.gate_up_proj"):
+            param.data *= 4
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:

@@ -17,8 +17,8 @@ def paged_attention(p: AttentionProblem) -> None:
         if seq_len == 0 or start == end:
             continue
         key, value = gather_sequence(p.kv_cache, p.block_table[seq], seq_len)
-        scale = p.scale * p.k_scale
-        p.out[start:end] = attend(p.query[start:end], key, value, scale, p.sliding_window)
+        scale, window = p.scale * p.k_scale, p.sliding_window
+        p.out[start:end] = attend(p.query[start:end], key, value, scale, window, p.sinks)
     if p.v_scale != 1.0:
         p.out.mul_(p.v_scale)
     if p.gate is not None:
@@ -34,9 +34,17 @@ def gather_sequence(kv_cache: Tensor, blocks: Tensor, seq_len: int) -> tuple[Ten
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last `len(query)` positions; all `[length, heads, head_dim]`."""
+    """Causal attention of the last `len(query)` positions; all `[length, heads, head_dim]`.
+
+    `sinks [heads]` are scores of what has no value.
+    """
     wide = accumulation_dtype(query)
     group = query.shape[1] // key.shape[1]
     key = key.to(wide).repeat_interleave(group, dim=1)
@@ -49,5 +57,10 @@ def attend(
         visible &= k_pos > q_pos - sliding_window
     # Blocks that slid out may be another group's by now: not even 0 times a value.
     value = value.masked_fill(~visible.any(0)[:, None, None], 0)
-    probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        probs = scores.softmax(-1)
+    else:
+        column = sinks.to(wide)[:, None, None].expand(-1, len(query), 1)
+        probs = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", probs, value).to(query.dtype)

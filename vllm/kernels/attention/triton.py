@@ -15,6 +15,7 @@ from vllm.kernels.attention.triton_decode import decode_attention, decode_tile, 
 from vllm.kernels.attention.triton_tile import (
     LOG2_E,
     first_key,
+    first_scores,
     fold,
     keys_and_values,
     strides_of,
@@ -58,6 +59,7 @@ def _attention_kernel(
     starts_ptr,
     out_ptr,
     gate_ptr,
+    sinks_ptr,
     num_seqs,
     scale,
     v_scale,
@@ -75,6 +77,7 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     GATED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -106,8 +109,7 @@ def _attention_kernel(
     limit = tl.minimum(lowest + block_q, seq_len)
     first = first_key(lowest, WINDOW, BLOCK_N)
 
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak, total = first_scores(sinks_ptr, head, True, SINKS)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * stride_table
     cache = cache_ptr + kv_head * HEAD_DIM
@@ -159,6 +161,7 @@ def paged_attention(p: AttentionProblem) -> None:
         p.query_start_loc,
         p.out,
         p.gate,
+        p.sinks,
         p.num_seqs,
         p.scale * p.k_scale * LOG2_E,
         p.v_scale,
@@ -169,6 +172,7 @@ def paged_attention(p: AttentionProblem) -> None:
         BLOCK_SIZE=p.block_size,
         WINDOW=p.sliding_window or 0,
         GATED=p.gate is not None,
+        SINKS=p.sinks is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=next_power_of_2(p.head_dim),

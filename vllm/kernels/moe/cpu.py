@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm import decisions
-from vllm.kernels.activation.cpu import silu_and_mul
+from vllm.kernels.activation.cpu import clamped_swiglu, silu_and_mul
 from vllm.kernels.linear.cpu import linear, skinny_linear
 from vllm.kernels.moe import ExpertsProblem
 from vllm.kernels.moe.naive import add_slots, route_experts
@@ -30,6 +30,11 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     pairs = order.indices.split(counts.tolist())
     for expert, pair in zip(hit.tolist(), pairs, strict=True):
         token = pair // experts.shape[1]
-        gated = silu_and_mul(multiply(x[token], problem.gate_up[expert], None))
-        rows[pair] = multiply(gated, problem.down[expert], None)
+        inner_bias, outer_bias = problem.biases(expert)
+        hidden = multiply(x[token], problem.gate_up[expert], inner_bias)
+        if problem.clamp is None:
+            gated = silu_and_mul(hidden)
+        else:
+            gated = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+        rows[pair] = multiply(gated, problem.down[expert], outer_bias)
     return add_slots(problem, outputs)

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from vllm.kernels.activation.naive import silu_and_mul
+from vllm.kernels.activation.naive import clamped_swiglu, silu_and_mul
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
@@ -61,17 +61,28 @@ def _count(problem: RoutingProblem, chosen: Tensor) -> None:
 def run_experts(problem: ExpertsProblem) -> Tensor:
     """`sum over slots of weight * down(silu(gate(x)) * up(x))`: `[tokens, hidden]`.
 
-    Each product and the activation are rounded to the dtype of `x`; the sum runs in fp32 in the
-    order of the slots and is rounded once.
+    Each product, with its bias if it has one, and the activation are rounded to the dtype of `x`;
+    the sum runs in fp32 in the order of the slots and is rounded once.
     """
     x, wide = problem.x, accumulation_dtype(problem.x)
     outputs = x.new_zeros(*problem.experts.shape, x.shape[1])
     for expert in problem.experts.unique().tolist():
         token, slot = torch.where(problem.experts == expert)
-        hidden = x[token].to(wide) @ problem.gate_up[expert].to(wide).t()
-        gated = silu_and_mul(hidden.to(x.dtype))
-        outputs[token, slot] = (gated.to(wide) @ problem.down[expert].to(wide).t()).to(x.dtype)
+        inner_bias, outer_bias = problem.biases(expert)
+        hidden = _product(x[token].to(wide), problem.gate_up[expert], inner_bias).to(x.dtype)
+        if problem.clamp is None:
+            gated = silu_and_mul(hidden)
+        else:
+            gated = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+        out = _product(gated.to(wide), problem.down[expert], outer_bias)
+        outputs[token, slot] = out.to(x.dtype)
     return add_slots(problem, outputs)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the dtype of `x`."""
+    out = x @ weight.to(x.dtype).t()
+    return out if bias is None else out + bias.to(x.dtype)
 
 
 def add_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:

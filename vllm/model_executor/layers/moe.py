@@ -15,7 +15,7 @@ from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
-from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
+from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.linear import linear, resolve_tp
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
@@ -23,6 +23,7 @@ from vllm.model_executor.parameter import (
     SHARED_EXPERT,
     Section,
     ShardId,
+    default_weight_loader,
     empty_parameter,
     load_sections,
     local_size,
@@ -42,7 +43,9 @@ class MixtureShape:
 
     `shared_intermediate_size`: of an expert that every token goes through, 0 for none;
     `shared_gate`: whether its output is multiplied by `sigmoid(shared_expert_gate(x))`.
-    `correction_bias`: whether the router has a bias that counts for the choice alone.
+    `correction_bias`: whether the router has a bias that counts for the choice alone;
+    `router_bias`: whether it has one of its logits. `expert_biases`: whether the experts' products
+    have biases. `clamp`: of the experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
     """
 
     hidden_size: int
@@ -53,6 +56,9 @@ class MixtureShape:
     shared_gate: bool = False
     correction_bias: bool = False
     hidden_act: str = "silu"
+    router_bias: bool = False
+    expert_biases: bool = False
+    clamp: ClampedSwiglu | None = None
 
     @property
     def shared(self) -> Literal["added", "gated"] | None:
@@ -84,6 +90,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(rows, shape.hidden_size), requires_grad=False)
         load = partial(_load_router, sections=tuple(sections))
         set_weight_attrs(self.weight, {"weight_loader": load})
+        self.bias: nn.Parameter | None = None
+        if shape.router_bias:
+            self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False)
+            set_weight_attrs(self.bias, {"weight_loader": load})
         self.e_score_correction_bias: nn.Parameter | None = None
         if shape.correction_bias:
             bias = empty_parameter(shape.num_experts, dtype=torch.float32)
@@ -92,7 +102,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, rows]`."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
 
 def _load_router(
@@ -107,7 +117,10 @@ class Experts(nn.Module):
     Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
     down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size.
 
-    A checkpoint has them stacked like this, or expert by expert.
+    A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
+    `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
+    `down_proj_bias [experts, hidden]`, which is zero on all ranks but the first, for it is added
+    once.
     """
 
     #: names of tensors expert by expert, for `stacked_names`
@@ -129,6 +142,15 @@ class Experts(nn.Module):
         self._attach_loader(self.gate_up_proj, shape, (gate, up), dim=0)
         self.down_proj = empty_parameter(count, shape.hidden_size, inner)
         self._attach_loader(self.down_proj, shape, (gate,), dim=1)
+        self.gate_up_proj_bias: nn.Parameter | None = None
+        self.down_proj_bias: nn.Parameter | None = None
+        if shape.expert_biases:
+            self.gate_up_proj_bias = empty_parameter(count, 2 * inner)
+            load = sections_loader((gate, up), dim=1)
+            set_weight_attrs(self.gate_up_proj_bias, {"weight_loader": load})
+            self.down_proj_bias = empty_parameter(count, shape.hidden_size)
+            if tp_rank > 0:
+                set_weight_attrs(self.down_proj_bias, {"weight_loader": _load_zeros})
 
     @staticmethod
     def _attach_loader(
@@ -158,6 +180,11 @@ def _load_experts(
     expert, section = shard_id
     place = num_experts if expert == SHARED_EXPERT else int(expert)
     load_sections(param[place], loaded, section, sections=sections, dim=dim)
+
+
+def _load_zeros(param: Tensor, loaded: Tensor) -> None:
+    """What another rank adds; raises WeightShapeError."""
+    default_weight_loader(param, torch.zeros_like(loaded))
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
@@ -202,6 +229,8 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         shape.rule.check(shape.num_experts)
+        if shape.expert_biases and shape.stacks_shared:
+            raise ValueError("a shared expert among experts with biases is not supported")
         if shape.hidden_act != "silu":
             raise ValueError(
                 f"experts: hidden_act {shape.hidden_act!r} is not supported; supported: 'silu'"
@@ -250,6 +279,15 @@ class MixtureOfExperts(nn.Module):
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
         out = kernels.run_experts(
-            ExpertsProblem(x, self.experts.gate_up_proj, self.experts.down_proj, routing, shared)
+            ExpertsProblem(
+                x,
+                self.experts.gate_up_proj,
+                self.experts.down_proj,
+                routing,
+                shared,
+                self.experts.gate_up_proj_bias,
+                self.experts.down_proj_bias,
+                shape.clamp,
+            )
         )
         return tensor_model_parallel_all_reduce(out) if self.tp_size > 1 else out

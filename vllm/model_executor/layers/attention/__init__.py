@@ -48,6 +48,7 @@ class Attention(nn.Module, AttentionLayerBase):
         per_layer_sliding_window: int | None = None,
         prefix: str = "",
         attn_backend: type[AttentionBackend] | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -68,10 +69,21 @@ class Attention(nn.Module, AttentionLayerBase):
         self.impl = self.attn_backend.get_impl_cls()(
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
+        if sinks is not None:
+            self._set_sinks(sinks)
         self.cache_scales = self._make_cache_scales()
         self.layer_name = prefix
         #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
         self.cache_lookahead = 0
+
+    def _set_sinks(self, sinks: Tensor) -> None:
+        """`sinks [heads]` fp32, a parameter of whoever projects: see `AttentionProblem`."""
+        if not self.attn_backend.supports_sinks:
+            raise ValueError(
+                f"the attention backend {self.attn_backend.name} has no attention sinks; use "
+                "--attention-backend PAGED"
+            )
+        self.impl.sinks = sinks
 
     def _make_cache_scales(self) -> CacheScales | None:
         if self.kv_cache_dtype is not FP8:

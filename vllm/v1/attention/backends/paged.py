@@ -82,6 +82,7 @@ class PagedAttentionImpl:
         self.sliding_window = sliding_window
         self.kernels = current_platform.kernels
         self.cache_scales: CacheScales | None = None
+        self.sinks: Tensor | None = None
 
     def forward(
         self,
@@ -149,6 +150,7 @@ class PagedAttentionImpl:
             k_scale=1.0 if scales is None else scales.k,
             v_scale=1.0 if scales is None else scales.v,
             gate=gate,
+            sinks=self.sinks,
         )
         self.kernels.paged_attention(problem)
 
@@ -159,6 +161,7 @@ class PagedAttentionBackend(AttentionBackend):
     name = "PAGED"
     supports_full_graph = True
     supports_fp8_cache = True
+    supports_sinks = True
 
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
