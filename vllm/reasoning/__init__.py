@@ -13,4 +13,5 @@ reasoning_parsers: ClassRegistry[ReasoningParser] = ClassRegistry(
 )
 
 reasoning_parsers.register("deepseek_r1", "vllm.reasoning.deepseek_r1.DeepSeekR1ReasoningParser")
+reasoning_parsers.register("harmony", "vllm.reasoning.harmony.HarmonyReasoningParser")
 reasoning_parsers.register("qwen3", "vllm.reasoning.qwen3.Qwen3ReasoningParser")

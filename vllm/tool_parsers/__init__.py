@@ -10,4 +10,6 @@ __all__ = ["CallDelta", "ToolDelta", "ToolParser", "ToolSchemas", "tool_parsers"
 tool_parsers: ClassRegistry[ToolParser] = ClassRegistry("tool call parser", ToolParser)  # type: ignore[type-abstract]
 
 tool_parsers.register("hermes", "vllm.tool_parsers.hermes.HermesToolParser")
+tool_parsers.register("harmony", "vllm.tool_parsers.harmony.HarmonyToolParser")
+tool_parsers.register("kimi_k2", "vllm.tool_parsers.kimi_k2.KimiK2ToolParser")
 tool_parsers.register("qwen3_coder", "vllm.tool_parsers.qwen3_coder.Qwen3CoderToolParser")

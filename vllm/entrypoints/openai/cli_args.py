@@ -154,7 +154,9 @@ class FrontEndArgs:
         help="Let the model decide about tool calls; needs --tool-call-parser.",
     )
     tool_call_parser: str | None = option(
-        default=None, help="Format of the model's tool calls: hermes, qwen3_coder or a plug-in's."
+        default=None,
+        help="Format of the model's tool calls: harmony, hermes, kimi_k2, qwen3_coder or a "
+        "plug-in's.",
     )
     tool_parser_plugin: str | None = option(
         default=None, help="Python file that registers tool call parsers."
@@ -162,7 +164,7 @@ class FrontEndArgs:
     reasoning_parser: str = option(
         default="",
         help="Format of the model's reasoning, sent as `reasoning` instead of `content`: "
-        "deepseek_r1, qwen3 or a plug-in's.",
+        "deepseek_r1, harmony, qwen3 or a plug-in's.",
     )
     reasoning_parser_plugin: str | None = option(
         default=None, help="Python file that registers reasoning parsers."
