@@ -32,6 +32,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
@@ -280,6 +281,21 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON_H, hybrid_override_pattern="M-*M"),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**_COMMON, "intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": MAX_POSITION // 32,
+        },
+    ),
     "gemma3": lambda: Gemma3TextConfig(**_GEMMA3),
     "gemma3_wrapper": lambda: Gemma3Config(
         text_config=_GEMMA3,
@@ -351,7 +367,7 @@ _SCALES = {
     "out_proj": 6.0,
     "mixer.up_proj": 8.0,
     "mixer.experts.up_proj": 10.0,
-    "shared_experts.up_proj": 8.0,
+    "mixer.shared_experts.up_proj": 8.0,
     "mixer.gate.": 10.0,
     "feed_forward.gate_proj": 6.0,
     "feed_forward.up_proj": 6.0,
@@ -361,6 +377,7 @@ _SCALES = {
     "experts.gate_up_proj": 6.0,
     "experts.down_proj": 12.0,
     "mlp.gate.": 10.0,
+    "mlp.router.": 10.0,
     "shared_expert_gate": 10.0,
     "shared_expert.gate_proj": 6.0,
     "shared_expert.up_proj": 6.0,
@@ -379,7 +396,7 @@ _SCALES = {
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = (
-    *("llama", "mixtral", "kimi_linear", "deepseek_v3"),
+    *("llama", "mixtral", "kimi_linear", "deepseek_v3", "gpt_oss"),
     *("nemotron_h", "granitemoehybrid", "falcon_h1"),
 )
 _HEAD_NORM_GAIN = 2.0
@@ -406,9 +423,23 @@ def _tune(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.6 - 0.3)
+    if model.config.model_type == "gpt_oss":
+        _tune_gpt_oss(model, generator)
     _sharpen_attention(model)
     if model.config.tie_word_embeddings:
         _decorrelate_head(model)
+
+
+def _tune_gpt_oss(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Sinks that take a good part of the attention, biases that count, gates beyond the clamp."""
+    for name, param in model.named_parameters():
+        uniform = torch.rand(param.shape, generator=generator) * 2 - 1
+        if name.endswith("sinks"):
+            param.data = 2 + 3 * uniform
+        elif name.endswith("_proj_bias"):
+            param.data = 2 * uniform
+        elif name.endswith("experts.gate_up_proj"):
+            param.data *= 4
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:

@@ -57,6 +57,7 @@ struct GateUpArgs {
   int64_t tokens;
   int64_t n;
   void* out;
+  float alpha = 1, limit = 0;  // clamped_swiglu only
 };
 
 // [num_blocks, 2, block_size, num_kv_heads, head_dim], dense but for the block stride.
@@ -123,6 +124,7 @@ struct AttentionArgs {
   float scale;
   int64_t window;  // 0: unlimited
   QueryRows rows;
+  const float* sinks = nullptr;  // [heads], what a softmax has besides the keys' scores
 };
 
 // conv_state [num_blocks, width - 1, channels], dense but for the block stride.

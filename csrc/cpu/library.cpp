@@ -16,6 +16,7 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
   m.def("silu_and_mul(Tensor gate_up) -> Tensor");
   m.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor");
+  m.def("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor");
   m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
@@ -27,8 +28,8 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
   m.def("write_rows(Tensor rows, Tensor(a!) cache, Tensor slot_mapping) -> ()");
   m.def(
       "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-      " Tensor query_start_loc, float scale, int? sliding_window, Tensor(a!) out, int rows=0)"
-      " -> ()");
+      " Tensor query_start_loc, float scale, int? sliding_window, Tensor? sinks,"
+      " Tensor(a!) out, int rows=0) -> ()");
   m.def(
       "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state,"
       " Tensor state_indices, Tensor has_initial_state, Tensor query_start_loc, Tensor(b!) out)"
@@ -60,6 +61,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("gated_rms_norm", TORCH_BOX(&vllm_cpu::gated_rms_norm));
   m.impl("silu_and_mul", TORCH_BOX(&vllm_cpu::silu_and_mul));
   m.impl("gelu_tanh_and_mul", TORCH_BOX(&vllm_cpu::gelu_tanh_and_mul));
+  m.impl("clamped_swiglu", TORCH_BOX(&vllm_cpu::clamped_swiglu));
   m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
   m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
   m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));

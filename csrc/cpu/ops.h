@@ -18,6 +18,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps);
 Tensor silu_and_mul(const Tensor& gate_up);
 Tensor gelu_tanh_and_mul(const Tensor& gate_up);
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
@@ -32,7 +33,7 @@ void write_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
 void paged_attention(
     const Tensor& query, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
     const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
-    const Tensor& out, int64_t rows);
+    OptTensor sinks, const Tensor& out, int64_t rows);
 
 void causal_conv1d(
     const Tensor& x, const Tensor& weight, OptTensor bias, const Tensor& conv_state,

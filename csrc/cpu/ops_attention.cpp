@@ -125,7 +125,7 @@ void write_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
 void paged_attention(
     const Tensor& query, const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
     const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
-    const Tensor& out, int64_t rows) {
+    OptTensor sinks, const Tensor& out, int64_t rows) {
   constexpr const char* op = "paged_attention";
   AttentionArgs args;
   args.dtype = float_dtype(query, {op, "query"});
@@ -150,6 +150,11 @@ void paged_attention(
   args.heads = query.size(1);
   args.scale = static_cast<float>(scale);
   args.window = sliding_window.value_or(0);
+  if (sinks) {
+    check_dtype(*sinks, DType::kF32, {op, "sinks"});
+    check_shape(*sinks, {args.heads}, 1, {op, "sinks"});
+    args.sinks = static_cast<const float*>(sinks->data_ptr());
+  }
   STD_TORCH_CHECK(
       !sliding_window || args.window > 0, op, ": sliding_window must be positive or None");
   STD_TORCH_CHECK(rows >= 0 && rows <= 2, op, ": rows must be 0, 1 or 2, got ", rows);

@@ -11,6 +11,7 @@
   X(mul_sigmoid, GatedArgs)            \
   X(silu_and_mul, GateUpArgs)          \
   X(gelu_tanh_and_mul, GateUpArgs)     \
+  X(clamped_swiglu, GateUpArgs)        \
   X(qk_norm_rope_cache, RopeCacheArgs) \
   X(paged_attention, AttentionArgs)    \
   X(causal_conv1d, ConvArgs)           \

@@ -397,7 +397,7 @@ async def test_tags_that_are_special_tokens_are_kept(
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": TOOLS}, "tools", "--tool-call-parser .hermes, qwen3_coder"),
+        ({"tools": TOOLS}, "tools", "--tool-call-parser .harmony, hermes, "),
         ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "--enable-auto-tool-choice"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": NAMED, "tools": []}, "tool_choice", "needs tools"),

@@ -76,6 +76,7 @@ def test_what_is_taken(changes: dict[str, Any]) -> None:
         pytest.param({"kv_cache": BASE.kv_cache.half()}, id="fp16 cache"),
         pytest.param(heads_of(BASE, 64), id="heads of 64"),
         pytest.param({"max_query_len": 3}, id="12 rows"),
+        pytest.param({"sinks": torch.zeros(8)}, id="sinks"),
         pytest.param({"num_seqs": 34}, id="a share each"),
         pytest.param({"kv_cache": torch.zeros(3, 2, 8, 2, 128, dtype=BF16)}, id="blocks of 8"),
         pytest.param({"num_seqs": MAX_SEQUENCES + 1, "kv_cache": FP8_CACHE}, id="too many"),

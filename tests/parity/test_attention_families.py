@@ -15,12 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = [pytest.mark.parity, pytest.mark.parametrize("family", ["olmo_hybrid", "gemma3"])]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.parametrize("family", ["olmo_hybrid", "gemma3", "gpt_oss"]),
+]
 
 LENGTHS = (1, 16, 65, 130)
 NUM_TOKENS = 24
 #: of the arena where it is to be too small; hybrids' blocks hold more
-BLOCKS = {"olmo_hybrid": 8, "gemma3": 16}
+BLOCKS = {"olmo_hybrid": 8, "gemma3": 16, "gpt_oss": 24}
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:

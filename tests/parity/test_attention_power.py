@@ -5,31 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers import mlp
+from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem
+from vllm.model_executor.layers import mlp, rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.whole_norm_attention import WholeNormAttention
-from vllm.model_executor.models import gemma3, olmo_hybrid
+from vllm.model_executor.models import gemma3, gpt_oss, olmo_hybrid
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
 Damage = Callable[[pytest.MonkeyPatch], None]
-
-
-def _betas_up_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = olmo_hybrid.delta_net_shape
-    monkeypatch.setattr(
-        olmo_hybrid, "delta_net_shape", lambda config: replace(shape(config), beta_scale=1.0)
-    )
 
 
 def _head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,25 +68,15 @@ def _zeroed_state(part: int) -> Damage:
     return damage
 
 
-def _gemma_shape(**changes: object) -> Damage:
-    def damage(monkeypatch: pytest.MonkeyPatch) -> None:
-        shape = gemma3.attention_shape
-        monkeypatch.setattr(
-            gemma3,
-            "attention_shape",
-            lambda config, kind: replace(shape(config, kind), **changes),  # type: ignore[arg-type]
-        )
-
-    return damage
-
-
 def _one_rotation(kind: str) -> Damage:
     """All layers turn as those of `kind`."""
 
     def damage(monkeypatch: pytest.MonkeyPatch) -> None:
         init = gemma3.Gemma3DecoderLayer.__init__
 
-        def same(self: nn.Module, vllm_config: VllmConfig, prefix: str = "") -> None:
+        def same(
+            self: gemma3.Gemma3DecoderLayer, vllm_config: VllmConfig, prefix: str = ""
+        ) -> None:
             config = vllm_config.model_config.hf_text_config
             rope = config.rope_parameters[kind]
             with monkeypatch.context() as patch:
@@ -109,22 +96,70 @@ def _silu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp, "get_act_and_mul_fn", lambda name: SiluAndMul())
 
 
+def _shape_of(module: ModuleType, name: str, **changes: object) -> Damage:
+    def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+        shape = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: replace(shape(*args), **changes))
+
+    return damage
+
+
+def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "_set_sinks", lambda self, sinks: None)
+
+
+def _no_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary_embedding, "attention_factor", lambda rope: 1.0)
+
+
+def _truncated_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
+    frequencies = rotary_embedding.inverse_frequencies
+    monkeypatch.setattr(
+        rotary_embedding,
+        "inverse_frequencies",
+        lambda size, rope: frequencies(size, {**rope, "truncate": True}),
+    )
+
+
+def _experts(**changes: object) -> Damage:
+    def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+        kernels = current_platform.kernels
+        run = kernels.run_experts
+
+        def changed(problem: ExpertsProblem) -> Tensor:
+            out: Tensor = run(replace(problem, **changes))  # type: ignore[arg-type]
+            return out
+
+        monkeypatch.setattr(kernels, "run_experts", changed)
+
+    return damage
+
+
 DAMAGES: dict[str, dict[str, Damage]] = {
     "olmo_hybrid": {
-        "betas up to 1": _betas_up_to_one,
+        "betas up to 1": _shape_of(olmo_hybrid, "delta_net_shape", beta_scale=1.0),
         "q and k normed by head": _head_by_head,
         "a branch that is not normed": _no_norm_of_branches,
         "lost convolution": _zeroed_state(0),
         "lost matrix": _zeroed_state(1),
     },
     "gemma3": {
-        "scale of the head size": _gemma_shape(scale=None),
-        "no windows": _gemma_shape(sliding_window=None),
-        "windows everywhere": _gemma_shape(sliding_window=24),
+        "scale of the head size": _shape_of(gemma3, "attention_shape", scale=None),
+        "no windows": _shape_of(gemma3, "attention_shape", sliding_window=None),
+        "windows everywhere": _shape_of(gemma3, "attention_shape", sliding_window=24),
         "only the local rotation": _one_rotation("sliding_attention"),
         "only the global rotation": _one_rotation("full_attention"),
         "embeddings not scaled": _bare_embeddings,
         "another activation": _silu,
+    },
+    "gpt_oss": {
+        "no sinks": _no_sinks,
+        "no windows": _shape_of(gpt_oss, "attention_shape", sliding_window=None),
+        "no temperature": _no_temperature,
+        "a truncated ramp": _truncated_ramp,
+        "no biases of experts": _experts(gate_up_bias=None, down_bias=None),
+        "no clamp": _experts(clamp=ClampedSwiglu(1.702, 1e9)),
+        "another slope": _experts(clamp=ClampedSwiglu(1.0, 7.0)),
     },
 }
 

@@ -86,5 +86,5 @@ def test_streaming_equals_parsing_at_once(
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(VLLMValidationError, match="available: deepseek_r1, nemotron_v3, qwen3"):
+    with pytest.raises(VLLMValidationError, match="available: deepseek_r1, .*qwen3"):
         reasoning_parsers.get("o1")

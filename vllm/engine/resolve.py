@@ -146,7 +146,8 @@ def _resolve_quantization(config: VllmConfig) -> None:
         model.quantization = config.quant_config.name
     if stored_quantization(model):
         why = "the checkpoint's quantization_config"
-        decisions.record("quantization", config.quant_config.name, why)
+        chosen = "16 bits" if config.quant_config is None else config.quant_config.name
+        decisions.record("quantization", chosen, why)
 
 
 def _check_convolution_dtype(config: VllmConfig) -> None:

@@ -49,6 +49,7 @@ class Kernels(Registry):
     gated_rms_norm = Op(norms.gated_rms_norm)
     silu_and_mul = Op(activation.silu_and_mul)
     gelu_tanh_and_mul = Op(activation.gelu_tanh_and_mul)
+    clamped_swiglu = Op(activation.clamped_swiglu)
     mul_sigmoid = Op(activation.mul_sigmoid)
     relu_squared = Op(activation.relu_squared, cpu=("naive",))
     qk_norm_rope_cache = Op(rotary.qk_norm_rope_cache)

@@ -11,4 +11,6 @@ tool_parsers: ClassRegistry[ToolParser] = ClassRegistry("tool call parser", Tool
 
 tool_parsers.register("hermes", "vllm.tool_parsers.hermes.HermesToolParser")
 tool_parsers.register("nemotron_json", "vllm.tool_parsers.nemotron_json.NemotronJsonToolParser")
+tool_parsers.register("harmony", "vllm.tool_parsers.harmony.HarmonyToolParser")
+tool_parsers.register("kimi_k2", "vllm.tool_parsers.kimi_k2.KimiK2ToolParser")
 tool_parsers.register("qwen3_coder", "vllm.tool_parsers.qwen3_coder.Qwen3CoderToolParser")

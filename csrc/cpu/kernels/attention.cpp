@@ -75,14 +75,24 @@ QueryTile load_queries(const AttentionArgs& args, const Item& item, float* q) {
   return {q, rows, group, item.position, item.anchor, end, item.num_queries, padded};
 }
 
+// What a row's weighted values are multiplied by: one over the sum, in which a sink has its part.
+float normaliser(const AttentionArgs& args, int64_t head, float maximum, float sum) {
+  if (!args.sinks) return 1.0f / sum;
+  const float sink = args.sinks[head];
+  const float now = maximum > sink ? maximum : sink;
+  const float keep = exp(set1(maximum - now))[0], add = exp(set1(sink - now))[0];
+  return keep / (sum * keep + add);
+}
+
 template <typename T>
 void store_result(const AttentionArgs& args, const Item& item, const Partial& total) {
   const int64_t n = args.cache.head_dim, padded = round_up(n, kLanes), group = group_of(args);
   const int64_t first = args.query_start[item.seq] + item.first_query;
   for (int64_t r = 0; r < item.num_queries * group; ++r) {
+    const int64_t head = item.kv_head * group + r % group;
     T* out = static_cast<T*>(args.out) + (first + r / group) * args.out_strides[0] +
-        (item.kv_head * group + r % group) * args.out_strides[1];
-    const float inv = 1.0f / total.sum[r];
+        head * args.out_strides[1];
+    const float inv = normaliser(args, head, total.maximum[r], total.sum[r]);
     const float* row = total.out + r * padded;
     for_lanes(n, [&](int64_t d, int64_t lanes) { store_upto(out + d, load(row + d) * inv, lanes); });
   }

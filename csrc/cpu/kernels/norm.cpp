@@ -121,5 +121,18 @@ void gelu_tanh_and_mul(const GateUpArgs& args) {
   });
 }
 
+void clamped_swiglu(const GateUpArgs& args) {
+  const vf high = set1(args.limit), low = set1(-args.limit);
+  const float alpha = args.alpha;
+  with_dtype(args.dtype, [&](auto t) {
+    activate_rows<decltype(t)>(args, [&](vf gate, vf up) {
+      gate = gate > high ? high : gate;
+      up = up > high ? high : up;
+      up = up < low ? low : up;
+      return gate * sigmoid(gate * alpha) * (up + 1.0f);
+    });
+  });
+}
+
 }  // namespace VLLM_ISA
 }  // namespace vllm_cpu

@@ -38,7 +38,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 IN_ENGINES = (
     *("qwen3_5_moe", "granite_h", "granite_h_dense", "falcon_h1"),
     *("nemotron_h", "nemotron_h_moe"),
-    *("olmo_hybrid", "gemma3", "gemma3_wrapper"),
+    *("olmo_hybrid", "gemma3", "gemma3_wrapper", "gpt_oss"),
 )
 
 

@@ -155,7 +155,8 @@ class FrontEndArgs:
     )
     tool_call_parser: str | None = option(
         default=None,
-        help="Format of the model's tool calls: hermes, nemotron_json, qwen3_coder or a plug-in's.",
+        help="Format of the model's tool calls: harmony, hermes, kimi_k2, nemotron_json, "
+        "qwen3_coder or a plug-in's.",
     )
     tool_parser_plugin: str | None = option(
         default=None, help="Python file that registers tool call parsers."
@@ -163,7 +164,7 @@ class FrontEndArgs:
     reasoning_parser: str = option(
         default="",
         help="Format of the model's reasoning, sent as `reasoning` instead of `content`: "
-        "deepseek_r1, nemotron_v3, qwen3 or a plug-in's.",
+        "deepseek_r1, harmony, nemotron_v3, qwen3 or a plug-in's.",
     )
     reasoning_parser_plugin: str | None = option(
         default=None, help="Python file that registers reasoning parsers."

@@ -72,6 +72,44 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """`clamped_swiglu` of fp32 tiles."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+
+
+@triton.jit
+def _clamped_swiglu_kernel(
+    in_ptr, out_ptr, stride_in, N: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + col, clamped_gate(gate, up, ALPHA, LIMIT), mask=mask)
+
+
+_clamped_swiglu = Launcher(_clamped_swiglu_kernel)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        grid = (tokens, cdiv(n, COLUMNS))
+        _clamped_swiglu[grid](
+            gate_up, out, gate_up.stride(0), N=n, ALPHA=alpha, LIMIT=limit, BLOCK=COLUMNS,
+            **dependent_launch(out.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _relu_squared_kernel(
     in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

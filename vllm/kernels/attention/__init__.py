@@ -34,7 +34,9 @@ class AttentionProblem:
     No query is longer than `max_query_len` and no context than `max_seq_len`: grids follow from
     these.
     Keys and values of a float8 cache are multiplied by `k_scale` and `v_scale`. With `gate`,
-    like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`.
+    like `query` with any token and head stride, the result is `mul_sigmoid(out, gate)`. With
+    `sinks [num_heads]` fp32 each row's softmax has one more score, whose value is zero (arXiv
+    2309.17453; learned, as in gpt-oss).
     """
 
     query: Tensor
@@ -51,6 +53,7 @@ class AttentionProblem:
     v_scale: float = 1.0
     gate: Tensor | None = None
     rows: QueryRows = QueryRows.TOKENS
+    sinks: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

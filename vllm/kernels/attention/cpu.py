@@ -21,6 +21,7 @@ def paged_attention(p: AttentionProblem) -> None:
         p.query_start_loc,
         p.scale,
         p.sliding_window,
+        p.sinks,
         p.out,
         int(p.rows),
     )

@@ -41,6 +41,7 @@ def takes_attention(p: AttentionProblem) -> bool:
         p.query.dtype == torch.bfloat16
         and not p.is_empty
         and p.rows is QueryRows.TOKENS
+        and p.sinks is None
         and (p.kv_cache.dtype is fp8.FP8 or _fits_at_once(p))
         and p.head_dim in HEAD_DIMS
         and p.group * p.max_query_len <= MAX_ROWS

@@ -17,8 +17,9 @@ def paged_attention(p: AttentionProblem) -> None:
         if seq_len == 0 or start == end:
             continue
         key, value = gather_sequence(p.kv_cache, p.block_table[seq], seq_len)
-        scale = p.scale * p.k_scale
-        p.out[start:end] = attend(p.query[start:end], key, value, scale, p.sliding_window, p.rows)
+        scale, window = p.scale * p.k_scale, p.sliding_window
+        query = p.query[start:end]
+        p.out[start:end] = attend(query, key, value, scale, window, p.rows, p.sinks)
     if p.v_scale != 1.0:
         p.out.mul_(p.v_scale)
     if p.gate is not None:
@@ -40,8 +41,12 @@ def attend(
     scale: float,
     sliding_window: int | None,
     rows: QueryRows = QueryRows.TOKENS,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last `len(query)` positions; all `[length, heads, head_dim]`."""
+    """Attention of the last `len(query)` positions; all `[length, heads, head_dim]`.
+
+    `sinks [heads]` are scores of what has no value.
+    """
     wide = accumulation_dtype(query)
     group = query.shape[1] // key.shape[1]
     key = key.to(wide).repeat_interleave(group, dim=1)
@@ -56,5 +61,10 @@ def attend(
         visible = visible & (k_pos > first - sliding_window)
     # Blocks that slid out may be another group's by now: not even 0 times a value.
     value = value.masked_fill(~visible.any(0)[:, None, None], 0)
-    probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        probs = scores.softmax(-1)
+    else:
+        column = sinks.to(wide)[:, None, None].expand(-1, len(query), 1)
+        probs = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", probs, value).to(query.dtype)

@@ -17,6 +17,7 @@ from vllm.kernels.attention.triton_tile import (
     TOKENS,
     WHOLE_BLOCK,
     first_key,
+    first_scores,
     fold,
     keys_and_values,
     strides_of,
@@ -64,6 +65,7 @@ def _attention_kernel(
     starts_ptr,
     out_ptr,
     gate_ptr,
+    sinks_ptr,
     num_seqs,
     scale,
     v_scale,
@@ -82,6 +84,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -117,8 +120,7 @@ def _attention_kernel(
         lowest = seq_len - query_len
     first = first_key(lowest, WINDOW, BLOCK_N)
 
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak, total = first_scores(sinks_ptr, head, True, SINKS)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * stride_table
     cache = cache_ptr + kv_head * HEAD_DIM
@@ -170,6 +172,7 @@ def paged_attention(p: AttentionProblem) -> None:
         p.query_start_loc,
         p.out,
         p.gate,
+        p.sinks,
         p.num_seqs,
         p.scale * p.k_scale * LOG2_E,
         p.v_scale,
@@ -181,6 +184,7 @@ def paged_attention(p: AttentionProblem) -> None:
         WINDOW=p.sliding_window or 0,
         ROWS=int(p.rows),
         GATED=p.gate is not None,
+        SINKS=p.sinks is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=next_power_of_2(p.head_dim),

@@ -24,6 +24,7 @@ from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.attention.triton_tile import (
     LOG2_E,
     first_key,
+    first_scores,
     fold,
     keys_and_values,
     strides_of,
@@ -93,6 +94,7 @@ def _decode_kernel(
     starts_ptr,
     out_ptr,
     gate_ptr,
+    sinks_ptr,
     part_ptr,
     lse_ptr,
     arrived_ptr,
@@ -116,6 +118,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,8 +163,8 @@ def _decode_kernel(
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
     row = q_ptr + (q_start + token).to(tl.int64) * stride_q_token + head * stride_q_head
     q = tl.load(row[:, None] + d[None, :], mask=inside, other=0.0)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    # A sink belongs to the first share, which every sequence has.
+    peak, total = first_scores(sinks_ptr, head, split == 0, SINKS)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * stride_table
     cache = cache_ptr + kv_head * HEAD_DIM
@@ -267,6 +270,7 @@ def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
         p.query_start_loc,
         p.out,
         p.gate,
+        p.sinks,
         part,
         lse,
         arrived,
@@ -283,6 +287,7 @@ def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
         ROWS=int(p.rows),
         SPLIT=splits > 1,
         GATED=p.gate is not None,
+        SINKS=p.sinks is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
         BLOCK_D=block_d,

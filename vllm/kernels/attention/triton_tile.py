@@ -12,6 +12,7 @@ import triton.language as tl
 from vllm.kernels.attention import AttentionProblem, QueryRows
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 TOKENS = tl.constexpr(int(QueryRows.TOKENS))
 WHOLE_BLOCK = tl.constexpr(int(QueryRows.WHOLE_BLOCK))
 
@@ -22,6 +23,17 @@ def first_key(lowest, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     if WINDOW > 0:
         return tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     return lowest * 0
+
+
+@triton.jit
+def first_scores(sinks_ptr, head, counted, SINKS: tl.constexpr):
+    """`peak, total [rows]` before any key: of the sinks of `head [rows]` if they are `counted`."""
+    peak = tl.full(head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if SINKS:
+        peak = tl.where(counted, tl.load(sinks_ptr + head) * _LOG2_E, peak)
+        total = tl.where(counted, total + 1.0, total)
+    return peak, total
 
 
 @triton.jit

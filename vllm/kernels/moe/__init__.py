@@ -84,14 +84,23 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """The arguments of `Kernels.clamped_swiglu`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class ExpertsProblem:
     """`x [tokens, hidden]`; experts are stacked: `gate_up [experts, 2 * intermediate, hidden]`,
     the gate's rows first, and `down [experts, hidden, intermediate]`, both contiguous. Experts that
     are not `gated` have up projections alone, `[experts, intermediate, hidden]`, and the squared
     ReLU for SwiGLU.
 
-    `shared [tokens, hidden]` is the output of the last slot's expert where that is not one of the
-    stack.
+    `gate_up_bias [experts, 2 * intermediate]` and `down_bias [experts, hidden]`, contiguous, both
+    or neither. The activation is SwiGLU, clamped if `clamp` is given. `shared [tokens, hidden]` is
+    the output of the last slot's expert where that is not one of the stack.
     """
 
     x: Tensor
@@ -100,6 +109,9 @@ class ExpertsProblem:
     routing: Routing
     shared: Tensor | None = None
     gated: bool = True
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamp: ClampedSwiglu | None = None
 
     @property
     def num_experts(self) -> int:
@@ -114,3 +126,9 @@ class ExpertsProblem:
         """`[tokens, slots]` int32 of the slots that the stack computes."""
         experts = self.routing.experts
         return experts if self.shared is None else experts[:, :-1]
+
+    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        """Those of one expert's two products."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None, None
+        return self.gate_up_bias[expert], self.down_bias[expert]

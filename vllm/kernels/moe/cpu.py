@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm import decisions
-from vllm.kernels.activation.cpu import silu_and_mul
+from vllm.kernels.activation.cpu import clamped_swiglu, silu_and_mul
 from vllm.kernels.activation.naive import relu_squared
 from vllm.kernels.linear.cpu import linear, skinny_linear
 from vllm.kernels.moe import ExpertsProblem
@@ -24,7 +24,6 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     x, experts = problem.x, problem.experts
     # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
     multiply = skinny_linear if x.dtype == torch.float32 else linear
-    activate = silu_and_mul if problem.gated else relu_squared
     outputs = x.new_empty(*experts.shape, x.shape[1])
     rows = outputs.view(-1, x.shape[1])
     order = experts.flatten().sort(dim=0, stable=True)
@@ -32,6 +31,13 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     pairs = order.indices.split(counts.tolist())
     for expert, pair in zip(hit.tolist(), pairs, strict=True):
         token = pair // experts.shape[1]
-        active = activate(multiply(x[token], problem.gate_up[expert], None))
-        rows[pair] = multiply(active, problem.down[expert], None)
+        inner_bias, outer_bias = problem.biases(expert)
+        hidden = multiply(x[token], problem.gate_up[expert], inner_bias)
+        if not problem.gated:
+            active = relu_squared(hidden)
+        elif problem.clamp is None:
+            active = silu_and_mul(hidden)
+        else:
+            active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+        rows[pair] = multiply(active, problem.down[expert], outer_bias)
     return add_slots(problem, outputs)

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from vllm.kernels.activation.naive import relu_squared, silu_and_mul
+from vllm.kernels.activation.naive import clamped_swiglu, relu_squared, silu_and_mul
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
@@ -62,18 +62,30 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     """`sum over slots of weight * down(silu(gate(x)) * up(x))`, or of `down(relu(up(x))^2)`:
     `[tokens, hidden]`.
 
-    Each product and the activation are rounded to the dtype of `x`; the sum runs in fp32 in the
-    order of the slots and is rounded once.
+    Each product, with its bias if it has one, and the activation are rounded to the dtype of `x`;
+    the sum runs in fp32 in the order of the slots and is rounded once.
     """
     x, wide = problem.x, accumulation_dtype(problem.x)
-    activate = silu_and_mul if problem.gated else relu_squared
     outputs = x.new_zeros(*problem.experts.shape, x.shape[1])
     for expert in problem.experts.unique().tolist():
         token, slot = torch.where(problem.experts == expert)
-        hidden = x[token].to(wide) @ problem.gate_up[expert].to(wide).t()
-        active = activate(hidden.to(x.dtype))
-        outputs[token, slot] = (active.to(wide) @ problem.down[expert].to(wide).t()).to(x.dtype)
+        inner_bias, outer_bias = problem.biases(expert)
+        hidden = _product(x[token].to(wide), problem.gate_up[expert], inner_bias).to(x.dtype)
+        if not problem.gated:
+            active = relu_squared(hidden)
+        elif problem.clamp is None:
+            active = silu_and_mul(hidden)
+        else:
+            active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+        out = _product(active.to(wide), problem.down[expert], outer_bias)
+        outputs[token, slot] = out.to(x.dtype)
     return add_slots(problem, outputs)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the dtype of `x`."""
+    out = x @ weight.to(x.dtype).t()
+    return out if bias is None else out + bias.to(x.dtype)
 
 
 def add_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:

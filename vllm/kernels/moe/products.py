@@ -9,6 +9,7 @@ bound by the bytes of the experts that are hit. Blocks that are not used leave a
 import triton
 import triton.language as tl
 
+from vllm.kernels.activation.triton import clamped_gate
 from vllm.kernels.triton.dependent_launch import await_previous, start_next
 from vllm.kernels.triton.launcher import Launcher
 
@@ -44,13 +45,15 @@ def _load(at, exists, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
-    x_ptr, weight_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs, stride_x,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
+    stride_x,
     K: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`silu(gate(x)) * up(x)`, or not GATED `relu(up(x))^2`, written at a block's places:
-    `[places, N]`."""
+    """`silu(gate(x)) * up(x)`, its clamped form, or not GATED `relu(up(x))^2`, written at a block's
+    places: `[places, N]`."""
     start_next(PDL)
     await_previous(PDL)
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -78,11 +81,18 @@ def _gate_up_kernel(
             gate = tl.dot(w, x, gate, input_precision="ieee")
             w = _load(up_at + N * K + start, exists, k[None, :], K, BLOCK_K)
         up = tl.dot(w, x, up, input_precision="ieee")
+    if BIAS:
+        bias_at = bias_ptr + expert.to(tl.int64) * (2 * N) + column[:, None]
+        gate += tl.load(bias_at, mask=exists, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + N, mask=exists, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     active = up.to(dtype).to(tl.float32)
     if GATED:
         gate = gate.to(dtype).to(tl.float32)
-        active = gate * tl.sigmoid(gate) * active
+        if CLAMPED:
+            active = clamped_gate(gate, active, ALPHA, LIMIT)
+        else:
+            active = gate * tl.sigmoid(gate) * active
     else:
         active = tl.where(active < 0, 0.0, active)
         active = active * active
@@ -92,8 +102,8 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    x_ptr, weight_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
-    K: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
+    K: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -118,6 +128,9 @@ def _down_kernel(
         x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
         w = _load(w_at + start, exists, k[None, :], K, BLOCK_K)
         acc = tl.dot(w, x, acc, input_precision="ieee")
+    if BIAS:
+        bias_at = bias_ptr + expert.to(tl.int64) * N + column[:, None]
+        acc += tl.load(bias_at, mask=exists, other=0.0).to(tl.float32)
     out_at = out_ptr + pair[None, :].to(tl.int64) * N + column[:, None]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=exists & used[None, :])
 

@@ -53,15 +53,17 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     tile = configs.moe_fp32 if wide else configs.moe_gate_up[rows]
     gated = torch.empty(blocks.count * rows, inner, dtype=x.dtype, device=x.device)
     gate_up[(blocks.count * cdiv(inner, tile.columns),)](
-        x, problem.gate_up, gated, *place, x.stride(0),
-        K=hidden, N=inner, SLOTS=slots, GATED=problem.gated, **_launch(tile), **constants,
+        x, problem.gate_up, problem.gate_up_bias, gated, *place, x.stride(0),
+        K=hidden, N=inner, SLOTS=slots, GATED=problem.gated, **_activation(problem),
+        **_launch(tile), **constants,
     )  # fmt: skip
 
     tile = configs.moe_fp32 if wide else configs.moe_down[rows]
     outputs = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     down[(blocks.count * cdiv(hidden, tile.columns),)](
-        gated, problem.down, outputs, *place, K=inner, N=hidden, **_launch(tile), **constants
-    )
+        gated, problem.down, problem.down_bias, outputs, *place,
+        K=inner, N=hidden, BIAS=problem.down_bias is not None, **_launch(tile), **constants,
+    )  # fmt: skip
 
     shared = problem.shared
     add_slots[(tokens, cdiv(hidden, _SUM_COLUMNS))](
@@ -70,6 +72,16 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         SLOTS=slots, SHARED=shared is not None, N=hidden, BLOCK=_SUM_COLUMNS, **pdl,
     )  # fmt: skip
     return out
+
+
+def _activation(problem: ExpertsProblem) -> dict[str, bool | float]:
+    clamp = problem.clamp
+    return {
+        "BIAS": problem.gate_up_bias is not None,
+        "CLAMPED": clamp is not None,
+        "ALPHA": 1.0 if clamp is None else clamp.alpha,
+        "LIMIT": 0.0 if clamp is None else clamp.limit,
+    }
 
 
 def _launch(tile: Tile) -> dict[str, int]:

@@ -15,7 +15,7 @@ from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
-from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
+from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear, resolve_tp
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
@@ -24,6 +24,7 @@ from vllm.model_executor.parameter import (
     SHARED_EXPERT,
     Section,
     ShardId,
+    default_weight_loader,
     empty_parameter,
     load_sections,
     local_size,
@@ -46,7 +47,9 @@ class MixtureShape:
     `correction_bias`: whether the router has a bias that counts for the choice alone;
     `wide_router`: whether its logits are fp32 whatever the model. Experts that are not `gated`, the
     shared one too, are `down(act(up(x)))`. `latent_size`: width of what the routed experts read and
-    write, between projections from and to `hidden_size`; 0 for no projections.
+    write, between projections from and to `hidden_size`; 0 for no projections. `router_bias`:
+    whether the router has a bias of its logits. `expert_biases`: whether the experts' products have
+    biases. `clamp`: of the experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
     """
 
     hidden_size: int
@@ -60,6 +63,9 @@ class MixtureShape:
     gated: bool = True
     wide_router: bool = False
     latent_size: int = 0
+    router_bias: bool = False
+    expert_biases: bool = False
+    clamp: ClampedSwiglu | None = None
 
     @property
     def expert_width(self) -> int:
@@ -99,6 +105,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(zeros, requires_grad=False)
         load = partial(_load_router, sections=tuple(sections))
         set_weight_attrs(self.weight, {"weight_loader": load})
+        self.bias: nn.Parameter | None = None
+        if shape.router_bias:
+            self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False)
+            set_weight_attrs(self.bias, {"weight_loader": load})
         self.e_score_correction_bias: nn.Parameter | None = None
         if shape.correction_bias:
             bias = empty_parameter(shape.num_experts, dtype=torch.float32)
@@ -107,7 +117,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, rows]`."""
-        return linear(x.to(self.weight.dtype), self.weight)
+        return linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 def _load_router(
@@ -123,7 +133,10 @@ class Experts(nn.Module):
     down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size.
     Without gate the first are the up projections alone.
 
-    A checkpoint has them stacked like this, or expert by expert.
+    A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
+    `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
+    `down_proj_bias [experts, hidden]`, which is zero on all ranks but the first, for it is added
+    once.
     """
 
     #: names of tensors expert by expert, for `stacked_names`
@@ -153,6 +166,15 @@ class Experts(nn.Module):
         self._attach_loader(self.gate_up_proj, shape, sections, dim=0)
         self.down_proj = empty_parameter(count, shape.expert_width, inner)
         self._attach_loader(self.down_proj, shape, sections[:1], dim=1)
+        self.gate_up_proj_bias: nn.Parameter | None = None
+        self.down_proj_bias: nn.Parameter | None = None
+        if shape.expert_biases:
+            self.gate_up_proj_bias = empty_parameter(count, 2 * inner)
+            load = sections_loader(sections, dim=1)
+            set_weight_attrs(self.gate_up_proj_bias, {"weight_loader": load})
+            self.down_proj_bias = empty_parameter(count, shape.hidden_size)
+            if tp_rank > 0:
+                set_weight_attrs(self.down_proj_bias, {"weight_loader": _load_zeros})
 
     @staticmethod
     def _attach_loader(
@@ -182,6 +204,11 @@ def _load_experts(
     expert, section = shard_id
     place = num_experts if expert == SHARED_EXPERT else int(expert)
     load_sections(param[place], loaded, section, sections=sections, dim=dim)
+
+
+def _load_zeros(param: Tensor, loaded: Tensor) -> None:
+    """What another rank adds; raises WeightShapeError."""
+    default_weight_loader(param, torch.zeros_like(loaded))
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
@@ -227,6 +254,11 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         shape.rule.check(shape.num_experts)
+        if shape.expert_biases and (shape.stacks_shared or not shape.gated):
+            raise ValueError(
+                "experts with biases: neither a shared expert among them nor experts "
+                "without gate are supported"
+            )
         if not shape.gated:
             get_act_fn(shape.hidden_act)
         elif shape.hidden_act != "silu":
@@ -288,12 +320,21 @@ class MixtureOfExperts(nn.Module):
             RoutingProblem(logits, shape.num_experts, shape.rule, bias, added, self.counts, slots)
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
-        weights = self.experts.gate_up_proj, self.experts.down_proj
-        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            out = kernels.run_experts(ExpertsProblem(x, *weights, routing, shared, shape.gated))
-        else:
-            latent = self.fc1_latent_proj(x)[0]
-            out = kernels.run_experts(ExpertsProblem(latent, *weights, routing, None, shape.gated))
+        latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)[0]
+        out = kernels.run_experts(
+            ExpertsProblem(
+                latent,
+                self.experts.gate_up_proj,
+                self.experts.down_proj,
+                routing,
+                None if shape.latent_size else shared,
+                gated=shape.gated,
+                gate_up_bias=self.experts.gate_up_proj_bias,
+                down_bias=self.experts.down_proj_bias,
+                clamp=shape.clamp,
+            )
+        )
+        if self.fc2_latent_proj is not None:
             # Linear, so that a rank's part of the sum may go through it.
             out = self.fc2_latent_proj(out)[0]
             out = out if shared is None else out + shared

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.distributed.utils import per_rank
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
@@ -16,6 +20,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.utils import set_weight_attrs
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class SelfAttentionShape:
     head `[q | gate]` and the output is multiplied by `sigmoid(gate)` before `o_proj`.
     `sliding_window`: tokens a query sees, itself included; None for all. `input_size`: width of
     what q, k and v are projected from; None: `hidden_size`. `scale`: what products of q and k are
-    multiplied by; None: `head_dim**-0.5`. `rows`: what a request's tokens see.
+    multiplied by; None: `head_dim**-0.5`. `rows`: what a request's tokens see. `sinks`: whether
+    each head has a learned one (`AttentionProblem`).
     """
 
     hidden_size: int
@@ -42,6 +49,18 @@ class SelfAttentionShape:
     input_size: int | None = None
     scale: float | None = None
     rows: QueryRows = QueryRows.TOKENS
+    sinks: bool = False
+
+
+def _sinks(num_heads: int) -> nn.Parameter:
+    """This rank's, fp32: they are added to exponentials of scores."""
+    size = get_tensor_model_parallel_world_size()
+    section = Section(0, num_heads, size, get_tensor_model_parallel_rank())
+    param = empty_parameter(section.local_size, dtype=torch.float32)
+    set_weight_attrs(
+        param, {"weight_loader": sections_loader((section,)), "dummy_range": (-1.0, 1.0)}
+    )
+    return param
 
 
 class SelfAttention(nn.Module):
@@ -80,6 +99,7 @@ class SelfAttention(nn.Module):
         if shape.qk_norm is not None:
             self.q_norm = shape.qk_norm(shape.head_dim, shape.eps)
             self.k_norm = shape.qk_norm(shape.head_dim, shape.eps)
+        self.sinks = _sinks(shape.num_heads) if shape.sinks else None
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.num_heads,
@@ -89,6 +109,7 @@ class SelfAttention(nn.Module):
             per_layer_sliding_window=shape.sliding_window,
             prefix=f"{prefix}.attn",
             rows=shape.rows,
+            sinks=self.sinks,
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

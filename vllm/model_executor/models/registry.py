@@ -29,6 +29,7 @@ _MODELS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": (
         "vllm.model_executor.models.gemma3:Gemma3ForConditionalGeneration"
     ),
+    "GptOssForCausalLM": "vllm.model_executor.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "OlmoHybridForCausalLM": "vllm.model_executor.models.olmo_hybrid:OlmoHybridForCausalLM",

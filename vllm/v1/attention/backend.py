@@ -103,6 +103,8 @@ class AttentionBackend(ABC):
     #: whether keys and values may be e4m3; then the implementation reads its `cache_scales`, which
     #: the layer sets
     supports_fp8_cache: ClassVar[bool] = False
+    #: whether the implementation takes attention sinks into account, which the layer sets
+    supports_sinks: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod

@@ -52,6 +52,7 @@ class Attention(nn.Module, AttentionLayerBase):
         attn_backend: type[AttentionBackend] | None = None,
         *,
         rows: QueryRows = QueryRows.TOKENS,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -73,10 +74,21 @@ class Attention(nn.Module, AttentionLayerBase):
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
         self.impl.rows = rows
+        if sinks is not None:
+            self._set_sinks(sinks)
         self.cache_scales = self._make_cache_scales()
         self.layer_name = prefix
         #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
         self.cache_lookahead = 0
+
+    def _set_sinks(self, sinks: Tensor) -> None:
+        """`sinks [heads]` fp32, a parameter of whoever projects: see `AttentionProblem`."""
+        if not self.attn_backend.supports_sinks:
+            raise ValueError(
+                f"the attention backend {self.attn_backend.name} has no attention sinks; use "
+                "--attention-backend PAGED"
+            )
+        self.impl.sinks = sinks
 
     def _make_cache_scales(self) -> CacheScales | None:
         if self.kv_cache_dtype is not FP8:

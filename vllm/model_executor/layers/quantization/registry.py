@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.fp8_config import (
     fp8_from_checkpoint,
     fp8_from_compressed_tensors,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -22,6 +23,8 @@ _STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "fp8": fp8_from_checkpoint,
     "compressed-tensors": fp8_from_compressed_tensors,
 }
+#: `quant_method` of checkpoints that a model's own loader makes 16-bit (gpt-oss)
+_MADE_16_BIT = (MXFP4,)
 #: methods that quantise 16-bit checkpoints while they load
 _AT_LOAD: dict[str, Callable[[], QuantizationConfig]] = {"fp8": fp8_at_load}
 
@@ -48,10 +51,13 @@ def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
         return None
     if asked is not None and method is not None and asked != method:
         raise _refused(asked, f"the checkpoint is quantised as {method}; leave the flag out")
+    if method in _MADE_16_BIT:
+        return None
     try:
         config = _STORED[method](stored) if stored and method else _AT_LOAD[asked or ""]()
     except KeyError:
-        supported = f"checkpoints: {', '.join(_STORED)}; at load: {', '.join(_AT_LOAD)}"
+        stored_methods = ", ".join([*_STORED, *_MADE_16_BIT])
+        supported = f"checkpoints: {stored_methods}; at load: {', '.join(_AT_LOAD)}"
         raise _refused(asked or method, f"not supported; supported: {supported}") from None
     except ValueError as error:
         raise _refused(asked or method, str(error)) from None

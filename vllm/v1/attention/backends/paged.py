@@ -84,6 +84,7 @@ class PagedAttentionImpl:
         self.cache_scales: CacheScales | None = None
         #: set by the layer, like the scales
         self.rows = QueryRows.TOKENS
+        self.sinks: Tensor | None = None
 
     def forward(
         self,
@@ -152,6 +153,7 @@ class PagedAttentionImpl:
             v_scale=1.0 if scales is None else scales.v,
             gate=gate,
             rows=self.rows,
+            sinks=self.sinks,
         )
         self.kernels.paged_attention(problem)
 
@@ -162,6 +164,7 @@ class PagedAttentionBackend(AttentionBackend):
     name = "PAGED"
     supports_full_graph = True
     supports_fp8_cache = True
+    supports_sinks = True
 
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:

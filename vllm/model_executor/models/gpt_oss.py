@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss (arXiv 2508.10925): attention sinks, alternating windows, experts with biases."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.kernels.moe import ClampedSwiglu, RoutingRule
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.gpt_oss_weights import experts_apart
+from vllm.model_executor.models.utils import extract_layer_index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+#: of the activation, where the config does not say: it has learned to only lately
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttentionShape:
+    """The attention of one layer; `layer_types` says which layers slide.
+
+    Raises ValueError for an unknown layer type.
+    """
+    kind = config.layer_types[layer_index]
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    if kind not in windows:
+        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}")
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        sliding_window=windows[kind],
+        sinks=True,
+    )
+
+
+def mixture_shape(config: PretrainedConfig) -> MixtureShape:
+    """A softmax over the chosen logits; biases everywhere."""
+    fields = config.to_dict()
+    return MixtureShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_experts=config.num_local_experts,
+        rule=RoutingRule(config.num_experts_per_tok),
+        hidden_act=config.hidden_act,
+        router_bias=True,
+        expert_biases=True,
+        clamp=ClampedSwiglu(
+            float(fields.get("swiglu_alpha", _ALPHA)), float(fields.get("swiglu_limit", _LIMIT))
+        ),
+    )
+
+
+class GptOssDecoderLayer(AttentionDecoderLayer):
+    """Attention with sinks, then experts."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_text_config
+        shape = attention_shape(config, extract_layer_index(prefix))
+        mlp = MixtureOfExperts(mixture_shape(config), f"{prefix}.mlp", vllm_config.quant_config)
+        super().__init__(vllm_config, shape, prefix, mlp=mlp)
+
+
+class GptOssModel(DecoderModel):
+    """gpt-oss without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = GptOssDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """`GptOssForCausalLM` checkpoints, experts in mxfp4 or in 16 bits."""
+
+    fused_names = (*DecoderForCausalLM.fused_names, ("router", "router", 0))
+    stacked_names = Experts.CHECKPOINT_NAMES
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        self.dtype = vllm_config.model_config.dtype
+        return GptOssModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or GptOssDecoderLayer
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(experts_apart(weights, self.dtype))

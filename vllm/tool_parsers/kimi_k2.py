@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in a section of their own, behind the content: Kimi-K2."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+from vllm.tool_parsers.base import ToolParser, ToolSchemas
+from vllm.utils.text_tags import find_first, split_held
+
+_SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+#: `functions.NAME:NUMBER`, the id that templates show the call's result under
+_ID = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*")
+
+
+class _Where(enum.Enum):
+    CONTENT = enum.auto()
+    SECTION = enum.auto()
+    ID = enum.auto()
+    ARGUMENTS = enum.auto()
+
+
+class KimiK2ToolParser(ToolParser):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, any
+    number of them between the section's tags. What has no id stays content."""
+
+    tags = (_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS)
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__(tools)
+        self._where = _Where.CONTENT
+        self._pending = ""
+
+    def _consume(self, text: str) -> None:
+        self._pending += text
+        steps = {
+            _Where.CONTENT: self._read_content,
+            _Where.SECTION: self._read_section,
+            _Where.ID: self._read_id,
+            _Where.ARGUMENTS: self._read_arguments,
+        }
+        while self._pending and steps[self._where]():
+            pass
+
+    def _flush(self) -> None:
+        rest, self._pending = self._pending, ""
+        if self._where is _Where.ARGUMENTS:
+            self.reply.add_arguments(rest)
+        elif self._where is _Where.ID:
+            self.reply.say(_CALL + rest)
+        elif self._where is _Where.CONTENT:
+            self.reply.say(rest)
+
+    def _unread(self) -> str:
+        return self._pending if self._where is _Where.ARGUMENTS else ""
+
+    def _read_content(self) -> bool:
+        """Up to the section; False when more text is needed to go on (as below)."""
+        content, tag, rest = self._pending.partition(_SECTION)
+        if not tag:
+            content, self._pending = split_held(content, (_SECTION,))
+            self.reply.say(content)
+            return False
+        self.reply.say(content)
+        self._pending = rest
+        self._where = _Where.SECTION
+        return True
+
+    def _read_section(self) -> bool:
+        """Up to the next call or the section's end; there is nothing but layout between."""
+        found = find_first(self._pending, (_CALL, _SECTION_END))
+        if found is None:
+            _, self._pending = split_held(self._pending, (_CALL, _SECTION_END))
+            return False
+        at, tag = found
+        self._pending = self._pending[at + len(tag) :]
+        self._where = _Where.ID if tag == _CALL else _Where.CONTENT
+        return True
+
+    def _read_id(self) -> bool:
+        found = find_first(self._pending, (_ARGUMENTS, _CALL_END))
+        if found is None:
+            return False
+        at, tag = found
+        written = self._pending[: at + len(tag)]
+        called = _ID.fullmatch(self._pending[:at])
+        self._pending = self._pending[at + len(tag) :]
+        if called is None or tag == _CALL_END:
+            self.reply.say(_CALL + written)
+            self._where = _Where.SECTION
+            return True
+        self.reply.open_call(_CALL + written)
+        self.reply.start_call(called[1])
+        self._where = _Where.ARGUMENTS
+        return True
+
+    def _read_arguments(self) -> bool:
+        arguments, tag, rest = self._pending.partition(_CALL_END)
+        if not tag:
+            arguments, self._pending = split_held(arguments, (_CALL_END,))
+        self.reply.wrote(arguments)
+        self.reply.add_arguments(arguments)
+        if not tag:
+            return False
+        self.reply.end_call()
+        self._pending = rest
+        self._where = _Where.SECTION
+        return True
