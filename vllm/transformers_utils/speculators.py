@@ -11,7 +11,12 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 #: `speculators_model_type` -> method of `speculative_config`
-METHODS: Mapping[str, str] = {"dflash": "dflash", "eagle3": "eagle3", "mtp": "mtp"}
+METHODS: Mapping[str, str] = {
+    "dflash": "dflash",
+    "dspark": "dflash",
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,11 @@ class SpeculatorsCheckpoint:
     num_speculative_tokens: int
     verifier: str | None
     config: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """`speculators_model_type`."""
+        return str(self.config["speculators_model_type"])
 
     @property
     def layers(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.dflash_models import MASK_ID, Block, DFlashReference, write_dflash
 from tests.draft_models import TINY, Shape, gen
 from tests.model_executor.harness import BLOCK_SIZE, BLOCKS_PER_SEQ, make_config
 from tests.tiny_models import tiny_model
+from vllm.config.draft_methods import resolve_method
 from vllm.config.draft_methods.dflash import DFlashSettings
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -60,8 +61,11 @@ class Drafting:
             layer.kv_cache = torch.full(shape, torch.nan)
 
     def run(self, size: int) -> Tensor:
-        """Logits `[anchors, size, draft vocab]` of the blocks after `ANCHORS`, one sequence each,
-        the context of which is written in two chunks."""
+        """Logits `[anchors, size, draft vocab]` of the blocks after `ANCHORS`."""
+        return self.head.compute_logits(self.normed(size).flatten(0, 1)).unflatten(0, (-1, size))
+
+    def normed(self, size: int) -> Tensor:
+        """Of these blocks, one sequence each, the context of which is written in two chunks."""
         slots = torch.arange(BLOCKS_PER_SEQ * BLOCK_SIZE)
         fused = self.head.fuse(STREAMS, list(STREAMS.chunk(3, dim=-1)))
         for seq, anchor in enumerate(ANCHORS):
@@ -72,8 +76,7 @@ class Drafting:
         positions = torch.tensor(ANCHORS)[:, None] + torch.arange(size)
         places = positions + torch.tensor([[self._first(s)] for s in range(len(ANCHORS))])
         with set_forward_context(self._context(places.flatten(), size)):
-            normed = self.head(ids.flatten(), positions.flatten())
-        return self.head.compute_logits(normed).unflatten(0, ids.shape)
+            return self.head(ids.flatten(), positions.flatten()).unflatten(0, ids.shape)
 
     @staticmethod
     def _first(seq: int) -> int:
@@ -124,18 +127,57 @@ def of_target(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return embed, head
 
 
+@pytest.mark.parametrize("markov_rank", [0, 8])
+@torch.inference_mode()
+def test_drafts_are_the_speculators_models(markov_rank: int, target: Path, tmp_path: Path) -> None:
+    """Of dspark its own head says what the draft before adds to the logits."""
+    block = BLOCKS["from the anchor"]
+    theirs, expected, ids = speculators_run(block, target, tmp_path, markov_rank)
+    drafting = Drafting(tmp_path, target)
+    newest = torch.tensor([TOKENS[anchor] for anchor in ANCHORS])
+    rows = [newest]
+    for logits in expected.unbind(1):
+        if markov_rank:
+            hidden = torch.zeros(len(newest), 1, TINY.hidden)
+            added = theirs.markov_head.block_bias(
+                prev_token_ids=rows[-1][:, None], hidden_states=hidden
+            )
+            logits = logits + added[:, 0]
+        rows.append(ids[logits.argmax(-1)])
+    found = drafting.head.choose(drafting.normed(block.size), newest)
+    assert torch.equal(found, torch.stack(rows[1:], dim=1))
+    assert torch.equal(found, ids[expected.argmax(-1)]) == (markov_rank == 0)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
 def test_logits_are_the_speculators_models(name: str, target: Path, tmp_path: Path) -> None:
-    """The library writes the checkpoint and computes the blocks of all anchors at once."""
+    block = BLOCKS[name]
+    _, expected, ids = speculators_run(block, target, tmp_path)
+    drafting = Drafting(tmp_path, target)
+    torch.testing.assert_close(drafting.run(block.size), expected, rtol=0, atol=2e-5)
+    assert drafting.drafter.settings.num_speculative_tokens == block.size - block.first
+    assert torch.equal(drafting.head.target_ids(torch.arange(3)), ids[:3])
+
+
+def speculators_run(
+    block: Block, target: Path, path: Path, markov_rank: int | None = None
+) -> tuple[Any, Tensor, Tensor]:
+    """The library's model of type dflash, or dspark with a rank, saved at `path`; the logits
+    `[anchors, block, draft vocab]` that its layers give for the blocks of all anchors at once; and
+    the target's ids of its vocabulary."""
     pytest.importorskip("speculators")
     from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.models.dflash import DFlashDraftModel as Theirs
-    from speculators.models.dflash import DFlashSpeculatorConfig
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import Qwen3Config
 
-    block = BLOCKS[name]
+    kind: Any = (DFlashDraftModel, DFlashSpeculatorConfig)
+    own: dict[str, Any] = {}
+    if markov_rank is not None:
+        kind = (DSparkDraftModel, DSparkSpeculatorConfig)
+        own = {"markov_rank": markov_rank, "confidence_head_with_markov": markov_rank > 0}
     window = next((w for w in block.windows if w is not None), None)
     kinds = ["full_attention" if w is None else "sliding_attention" for w in block.windows]
     layers = Qwen3Config(
@@ -152,7 +194,7 @@ def test_logits_are_the_speculators_models(name: str, target: Path, tmp_path: Pa
         attn_implementation="eager",
     )
     proposal = GreedyTokenProposalConfig(speculative_tokens=block.size - block.first)
-    config = DFlashSpeculatorConfig(
+    config = kind[1](
         transformer_layer_config=layers,
         draft_vocab_size=TINY.draft_vocab,
         block_size=block.size,
@@ -161,21 +203,22 @@ def test_logits_are_the_speculators_models(name: str, target: Path, tmp_path: Pa
         sample_from_anchor=block.from_anchor,
         sliding_window_non_causal=block.non_causal,
         speculators_config=SpeculatorsConfig(
-            algorithm="dflash",
+            algorithm="dflash" if markov_rank is None else "dspark",
             proposal_methods=[proposal],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=str(target), architectures=[]),
         ),
+        **own,
     )
     torch.manual_seed(0)
-    theirs = Theirs(config)
+    theirs = kind[0](config)
     kept = torch.arange(TINY.vocab) % 2 == 0
     kept[TINY.draft_vocab * 2 :] = False
     ids = kept.nonzero().flatten()
     theirs.load_vocab_mappings(kept, ids - torch.arange(len(ids)))
     for parameter in theirs.parameters():
         parameter.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.uniform_(0.7, 1.3)
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(path)
     theirs.embed_tokens.weight.copy_(of_target(target, torch.float32)[0])
     count = len(TOKENS)
     _, expected, *_ = theirs._backbone_forward(
@@ -186,12 +229,7 @@ def test_logits_are_the_speculators_models(name: str, target: Path, tmp_path: Pa
         torch.zeros(1, count, dtype=torch.int64),
         max_anchors=count - block.size,
     )
-    expected = expected[0].unflatten(0, (-1, block.size))[list(ANCHORS)]
-    drafting = Drafting(tmp_path, target)
-    found = drafting.run(block.size)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    assert drafting.drafter.settings.num_speculative_tokens == block.size - block.first
-    assert torch.equal(drafting.head.target_ids(torch.arange(3)), ids[:3])
+    return theirs, expected[0].unflatten(0, (-1, block.size))[list(ANCHORS)], ids
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -224,6 +262,8 @@ def test_logits_are_the_references(name: str, target: Path, tmp_path: Path) -> N
         ({"block_size": 1}, 0, "blocks have two tokens or more"),
         ({"target_hidden_size": 32}, 0, "reads hidden states of 32"),
         ({"layer_config": {"model_type": "llama"}}, 0, "draft layers of type llama"),
+        ({"speculators_model_type": "dspark", "markov_head_type": "gated"}, 0, "type gated, which"),
+        ({"speculators_model_type": "dflash2"}, 0, "of type dflash2, which is not supported"),
         ({"layer_config": {"vocab_size": 99}}, 0, "drafts for a vocabulary of 99"),
         ({"layer_config": {"hidden_size": 32}}, 0, "has layers of 32 on hidden states of 64"),
         ({}, 4, "must be at most 3, the drafts in a block"),
@@ -236,6 +276,10 @@ def test_what_is_refused(
     settings = DFlashSettings(model=str(path), num_speculative_tokens=asked)
     with pytest.raises(VLLMValidationError, match=message):
         settings.resolved(make_config(target).model_config, None)
+
+
+def test_the_method_has_two_names() -> None:
+    assert resolve_method("dspark", None) == resolve_method("dflash", None) == "dflash"
 
 
 def test_a_block_of_more_drafts_than_a_step_verifies(target: Path, tmp_path: Path) -> None:

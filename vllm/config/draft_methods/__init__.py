@@ -53,6 +53,7 @@ DRAFT_METHODS: Mapping[str, DraftMethod] = {
 ALIASES: Mapping[str, str] = {
     "ngram_gpu": "ngram",
     "deepseek_mtp": "mtp",
+    "dspark": "dflash",
     "qwen3_5_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
 }

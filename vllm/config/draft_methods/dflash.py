@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,8 @@ _LAYER_IDS = "aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashSettings(SpeculatorsHeadSettings):
-    """A block-diffusion drafter in the speculators format; `model` is its checkpoint."""
+    """A block-diffusion drafter in the speculators format, of type dflash or dspark; `model` is its
+    checkpoint."""
 
     method: ClassVar[str] = "dflash"
     layer_models: ClassVar[tuple[str, ...]] = ("qwen3",)
@@ -75,9 +77,23 @@ class DFlashSettings(SpeculatorsHeadSettings):
             ),
             mask_token_id=mask_id,
             block_size=self._block_size(raw.get("block_size", 8)),
-            sample_from_anchor=bool(raw.get("sample_from_anchor", False)),
+            sample_from_anchor=bool(raw.get("sample_from_anchor", found.kind == "dspark")),
             sliding_window_non_causal=bool(raw.get("sliding_window_non_causal", False)),
+            markov_rank=self._markov_rank(raw) if found.kind == "dspark" else 0,
         )
+
+    def _markov_rank(self, raw: Mapping[str, Any]) -> int:
+        rank, kind = raw.get("markov_rank", 256), raw.get("markov_head_type", "vanilla")
+        if not isinstance(rank, int) or rank < 0:
+            self._refuse(f"has markov_rank {rank!r}, which must be a number from 0 on")
+        if rank and kind != "vanilla":
+            self._refuse(
+                f"has a markov_head_type {kind}, which is not supported; supported: vanilla"
+            )
+        if raw.get("enable_confidence_head", True):
+            why = "how many drafts are verified is chosen for all requests of a step alike"
+            decisions.record("the draft's confidence head", "not used", why)
+        return rank
 
     def _block_size(self, size: Any) -> int:
         if not isinstance(size, int) or size < 2:

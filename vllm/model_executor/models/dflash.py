@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash drafters in the format of the speculators library: a block of drafts in one pass.
+"""DFlash and DSpark drafters in the format of the speculators library: drafts in one pass.
 
     c_t = norm(fc [the target's residual streams after some layers at t])
     block = embed([x_p, mask, mask, ...]) at positions p, p + 1, ...
     in every layer the block's rows attend to keys and values of c_0 ... c_{p-1} and of each other
 
 so what a layer keeps of a token before the block is a projection of `c_t` alone: the token after
-it, which other heads' rows depend on, has no part in it.
+it, which other heads' rows depend on, has no part in it. DSpark adds to a row's logits what a
+factored matrix of pairs of tokens has for the draft before: the only part that goes draft by draft.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.draft_head import DraftTarget
 from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
@@ -35,8 +41,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.transformers_utils.configs.dflash import DFlashConfig
 
-#: in older checkpoints
-_NOT_READ = {"embed_tokens.weight": "the target's embedding is used"}
+_NOT_READ = {
+    # in older checkpoints
+    "embed_tokens.weight": "the target's embedding is used",
+    "confidence_head.": "drafts are verified whatever their confidence",
+}
 
 
 def attention_shape(
@@ -103,6 +112,21 @@ class DFlashLayer(DecoderLayer):
         return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
+class MarkovHead(nn.Module):
+    """What a token before adds to the logits: `w2 w1[token]`, of rank `rank`."""
+
+    def __init__(self, rank: int, vocab_size: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = VocabParallelEmbedding(vocab_size, rank)
+        self.markov_w2 = ParallelLMHead(draft_vocab_size, rank)
+        self.logits_processor = LogitsProcessor(draft_vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens [n]` int64 of the target's vocabulary `-> [n, draft vocab]`."""
+        bias: Tensor = self.logits_processor(self.markov_w2, self.markov_w1(tokens))
+        return bias
+
+
 class DFlashDraftModel(DraftVocabulary):
     """`vllm_config.model_config.hf_config` is a `DFlashConfig`, its text config the layers'. The
     embedding is the target's."""
@@ -122,6 +146,10 @@ class DFlashDraftModel(DraftVocabulary):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.init_vocabulary(fields.draft_vocab_size, config.vocab_size, config.hidden_size, target)
+        self.markov_head: MarkovHead | None = None
+        if fields.markov_rank:
+            sizes = (config.vocab_size, fields.draft_vocab_size)
+            self.markov_head = MarkovHead(fields.markov_rank, *sizes)
 
     def fuse(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
         return self.hidden_norm.normalise(self.fc(torch.cat(aux, dim=-1))[0])
@@ -139,6 +167,18 @@ class DFlashDraftModel(DraftVocabulary):
         for layer in self.layers:
             stream, _ = layer(positions, stream)
         return self.norm.enter(stream)[0]
+
+    def choose(self, normed: Tensor, newest: Tensor) -> Tensor:
+        """`normed [n, drafts, hidden_size]` of blocks that begin with the tokens `newest [n]`: the
+        best drafts, `[n, drafts]` int64 ids of the target's vocabulary."""
+        logits = self.compute_logits(normed.flatten(0, 1)).unflatten(0, normed.shape[:2])
+        if self.markov_head is None:
+            return self.target_ids(logits.argmax(dim=-1))
+        drafts = [newest]
+        for row in logits.unbind(1):
+            best = (row + self.markov_head(drafts[-1])).argmax(dim=-1)
+            drafts.append(self.target_ids(best))
+        return torch.stack(drafts[1:], dim=1)
 
     # ---- weights -------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of a DFlash drafter in the format of the speculators library."""
+"""Config of a DFlash or DSpark drafter in the format of the speculators library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class DFlashConfig(PretrainedConfig):
     anchor, and `mask_token_id` in all other places. With `sample_from_anchor` every row predicts
     the token after it, else every row but the anchor's the token in its own place. Rows of a block
     see each other; in layers with a window only those before them, unless
-    `sliding_window_non_causal`.
+    `sliding_window_non_causal`. `markov_rank`: of what the token before adds to a row's logits;
+    0: nothing.
     """
 
     model_type = "dflash"
@@ -32,6 +33,7 @@ class DFlashConfig(PretrainedConfig):
         block_size: int = 8,
         sample_from_anchor: bool = False,
         sliding_window_non_causal: bool = False,
+        markov_rank: int = 0,
         **kwargs: Any,
     ) -> None:
         self.layers = layers  # read by the base class
@@ -43,6 +45,7 @@ class DFlashConfig(PretrainedConfig):
         self.block_size = block_size
         self.sample_from_anchor = sample_from_anchor
         self.sliding_window_non_causal = sliding_window_non_causal
+        self.markov_rank = markov_rank
         self.architectures = ["DFlashDraftModel"]
 
     @property

@@ -66,10 +66,10 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
             return self._none(num_reqs)
         rows = self.loop.begin(inputs, num_reqs)
         block = self._block[:num_reqs]
-        block[:, 0] = self.progress.tokens[:, 0].index_select(0, rows.rows.clamp(min=0))
+        newest = self.progress.tokens[:, 0].index_select(0, rows.rows.clamp(min=0))
+        block[:, 0] = newest
         with set_forward_context(rows.context):
             normed = self.head(block.flatten(), self.loop.place(rows, 0))
         first = self._fields.first_draft
         drafting = normed.unflatten(0, block.shape)[:, first : first + num_drafts]
-        best = self._best(drafting.flatten(0, 1)).view(num_reqs, num_drafts)
-        return self.loop.keep(rows, best.unbind(1))
+        return self.loop.keep(rows, self.head.choose(drafting, newest).unbind(1))

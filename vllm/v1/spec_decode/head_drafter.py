@@ -84,10 +84,6 @@ class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
         assert self._hidden is not None
         return self._hidden[: inputs.num_padded]
 
-    def _best(self, normed: Tensor) -> Tensor:
-        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
-        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
-
 
 class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
     """Drafts token by token; subclasses build the head."""
@@ -135,6 +131,10 @@ class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
                 normed, hidden = self.head(drafts[-1], positions, hidden)
                 drafts.append(self._best(normed))
         return self.loop.keep(rows, drafts)
+
+    def _best(self, normed: Tensor) -> Tensor:
+        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
+        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
 
 
 class MtpDrafter(HeadDrafter[MtpSettings]):
