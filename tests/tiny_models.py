@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     FalconH1Config,
     Gemma3Config,
@@ -207,6 +208,14 @@ _GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+# Queries come from the hidden state, as in V2-Lite.
+_DEEPSEEK_V2: dict[str, Any] = {
+    **{k: v for k, v in _DEEPSEEK_V3.items() if k != "rope_parameters"},
+    "q_lora_rank": None,
+    "topk_method": "group_limited_greedy",
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.0,
+}
 
 
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
@@ -332,6 +341,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         routed_scaling_factor=1.5,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
+    "deepseek_v2": lambda: DeepseekV2Config(**_DEEPSEEK_V2),
     "deepseek_v3": lambda: DeepseekV3Config(**_DEEPSEEK_V3),
     "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
@@ -396,7 +406,7 @@ _SCALES = {
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = (
-    *("llama", "mixtral", "kimi_linear", "deepseek_v3", "gpt_oss"),
+    *("llama", "mixtral", "kimi_linear", "deepseek_v2", "deepseek_v3", "gpt_oss"),
     *("nemotron_h", "granitemoehybrid", "falcon_h1"),
 )
 _HEAD_NORM_GAIN = 2.0

@@ -107,13 +107,13 @@ class DeepseekV3DecoderLayer(DecoderLayer):
                 vllm_config.model_config.max_model_len,
                 rope_parameters=rope,
             ),
-            interleaved=config.rope_interleave,
+            interleaved=self.is_interleaved(config),
             scale=scale,
         )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if extract_layer_index(prefix) >= config.first_k_dense_replace:
-            shape = mixture_shape(config, config.n_routed_experts)
+            shape = self.mixture(config, f"{prefix}.mlp")
             self.mlp = MixtureOfExperts(shape, f"{prefix}.mlp", quant_config)
         else:
             self.mlp = GatedMLP(
@@ -123,6 +123,16 @@ class DeepseekV3DecoderLayer(DecoderLayer):
                 prefix=f"{prefix}.mlp",
                 quant_config=quant_config,
             )
+
+    @staticmethod
+    def is_interleaved(config: PretrainedConfig) -> bool:
+        """Whether neighbouring dimensions rotate together."""
+        return bool(config.rope_interleave)
+
+    @staticmethod
+    def mixture(config: PretrainedConfig, prefix: str) -> MixtureShape:
+        """Of a layer with experts; ValueError for one that is not supported."""
+        return mixture_shape(config, config.n_routed_experts)
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         mixed: Tensor = self.self_attn(positions, hidden_states)

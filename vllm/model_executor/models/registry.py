@@ -18,6 +18,7 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": (
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
+    "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v3:DeepseekV3ForCausalLM",
     "KimiLinearForCausalLM": "vllm.model_executor.models.kimi_linear:KimiLinearForCausalLM",
     "FalconH1ForCausalLM": "vllm.model_executor.models.falcon_h1:FalconH1ForCausalLM",

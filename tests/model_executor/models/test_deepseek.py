@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3's own rules; its outputs are compared with transformers' in test_parity."""
+"""The rules of DeepSeek-V2 and V3; their outputs are compared with transformers' in test_parity."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.model_executor.harness import Chunk, Harness
 from tests.tiny_models import hf_reference_logits, make_tiny, tiny_model
 from vllm import decisions
 from vllm.model_executor.models import deepseek_v3
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import rope_and_scale
 
 FAMILY = "deepseek_v3"
@@ -96,3 +97,31 @@ def test_the_comparison_notices(what: str, instead: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(deepseek_v3, what, instead)
     found = Harness(tiny_model(FAMILY)).logits([Chunk(0, 0, IDS)])
     assert (found - expected).abs().max() > 1e-3 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"topk_method": "noaux_tc"}, "'noaux_tc' is not supported; supported: greedy, group"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is not supported"),
+    ],
+)
+def test_other_routings_of_v2_are_refused(fields: dict[str, Any], message: str) -> None:
+    config = SimpleNamespace(topk_method="greedy", norm_topk_prob=False)
+    vars(config).update(fields)
+    with pytest.raises(ValueError, match=message):
+        DeepseekV2DecoderLayer.mixture(config, "layer.mlp")  # type: ignore[arg-type]
+
+
+def test_both_choices_of_experts_of_v2(tmp_path: Path) -> None:
+    """In the best groups, and in all: they differ. In two pieces."""
+    found = []
+    for path in (
+        tiny_model("deepseek_v2"),
+        make_tiny("deepseek_v2", tmp_path, topk_method="greedy"),
+    ):
+        harness, expected = Harness(path), hf_reference_logits(path, IDS)
+        parts = [harness.logits([Chunk(0, 0, IDS[:20])]), harness.logits([Chunk(0, 20, IDS[20:])])]
+        found.append(torch.cat(parts))
+        assert (found[-1] - expected).abs().max() < 5e-5 * expected.std()
+    assert (found[0] - found[1]).abs().max() > 1e-2 * found[0].std()
