@@ -27,6 +27,7 @@ from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
 #: heads, groups, P, N
 SIZES = [Mamba2Sizes(4, 2, 16, 24), Mamba2Sizes(3, 1, 12, 16)]
 NEMOTRON, GRANITE = Mamba2Sizes(16, 8, 80, 128), Mamba2Sizes(48, 1, 64, 128)
+FALCON = Mamba2Sizes(24, 1, 128, 256)
 
 
 def gates(tokens: int, sizes: Mamba2Sizes, dtype: torch.dtype, device: str) -> Mamba2Gates:
@@ -284,7 +285,9 @@ def test_the_cpu_says_that_it_runs_the_reference():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [NEMOTRON, GRANITE], ids=["nemotron", "granite"])
+@pytest.mark.parametrize(
+    "sizes", [NEMOTRON, GRANITE, FALCON], ids=["nemotron", "granite", "falcon"]
+)
 @pytest.mark.parametrize("width", [1, 4])
 def test_compiled_at_the_models_sizes(width, sizes):
     """In bf16, bit by bit with drafts, and against the reference."""

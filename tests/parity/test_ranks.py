@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
-HYBRIDS = ("qwen3_5", "qwen3_5_tied", "nemotron_h_moe")
+HYBRIDS = ("qwen3_5", "qwen3_5_tied", "nemotron_h_moe", "granite_h")
 FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", *HYBRIDS, *MIXTURES)
 
 

@@ -17,6 +17,7 @@ from tests.model_executor.layers.mixer_steps import run
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers import mamba2
 from vllm.model_executor.layers.mamba2 import GatedGroupNorm, Mamba2, Mamba2Shape
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.parameter import Section
@@ -63,8 +64,13 @@ def build(shape: Mamba2Shape, prefix: str, rank: int, size: int) -> Mamba2:
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, replace(SHAPE, norm_groups=0), replace(SHAPE, norm_before_gate=True, proj_bias=True)],
-    ids=["norm of gated", "gate alone", "gate after norm, biases"],
+    [
+        SHAPE,
+        replace(SHAPE, norm_groups=0),
+        replace(SHAPE, norm_before_gate=True, proj_bias=True),
+        replace(SHAPE, norm_groups=0, num_groups=1, multipliers=(0.5, 1.5, 2.0, 0.7, 1.1)),
+    ],
+    ids=["norm of gated", "gate alone", "gate after norm, biases", "one group, multipliers"],
 )
 def test_shards_add_up_to_the_whole(shape, config):
     hidden = torch.randn(9, SHAPE.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -80,7 +86,7 @@ def test_shards_add_up_to_the_whole(shape, config):
 
 def test_groups_that_ranks_cannot_share_are_refused(config):
     with pytest.raises(VLLMValidationError, match="groups of recurrent heads"):
-        build(replace(SHAPE, num_groups=1, norm_groups=1), "layer", 0, 2)
+        build(replace(SHAPE, num_heads=12, num_groups=3, norm_groups=3), "layer", 0, 2)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -92,6 +98,26 @@ def test_gated_norms_are_those_of_transformers(before):
     theirs = FalconH1RMSNormGated(48, 1e-5, n_groups=3, norm_before_gate=before)
     theirs.weight.data = weight
     torch.testing.assert_close(ours(y, z), theirs(y[None], z[None])[0].detach())
+
+
+def test_ranks_add_up_the_squares_of_groups_they_share(monkeypatch):
+    """Two groups on four ranks, each with half of one."""
+    torch.manual_seed(0)
+    y, z, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    whole = GatedGroupNorm(Section(0, 48), 2, 1e-5, norm_before_gate=False)
+    whole.weight.data = weight
+    norms = []
+    for rank in range(4):
+        norms.append(GatedGroupNorm(Section(0, 48, 4, rank), 2, 1e-5, norm_before_gate=False))
+        norms[rank].weight.weight_loader(norms[rank].weight, weight)
+    inputs = list(zip(y.chunk(4, 1), z.chunk(4, 1), strict=True))
+    told: list[Tensor] = []
+    monkeypatch.setattr(mamba2, "tensor_model_parallel_all_reduce", lambda x: told.append(x) or x)
+    for norm, (own, gate) in zip(norms, inputs, strict=True):
+        norm(own, gate)
+    monkeypatch.setattr(mamba2, "tensor_model_parallel_all_reduce", lambda x: sum(told[:4]))
+    parts = [norm(*each) for norm, each in zip(norms, inputs, strict=True)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole(y, z))
 
 
 def test_what_it_keeps(config):

@@ -4,6 +4,7 @@ gate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import divide, per_rank
 from vllm.kernels.journal import JournalShape, JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
@@ -69,19 +71,54 @@ class Mamba2Shape:
         convolution, `(heads, head_dim, state_size)`. Raises VLLMValidationError for heads or groups
         that the ranks cannot share."""
         heads = per_rank("recurrent heads", self.num_heads, num_ranks)
-        groups = per_rank("groups of recurrent heads", self.num_groups, num_ranks)
+        groups = self.num_groups // _group_parts(self.num_groups, num_ranks)
         channels = heads * self.head_dim + 2 * groups * self.state_size
         return (self.conv_kernel_size - 1, channels), (heads, self.head_dim, self.state_size)
 
 
+def _group_parts(num_groups: int, num_ranks: int) -> int:
+    """Into how many parts groups are cut: with fewer groups than ranks, neighbouring ranks have
+    heads of one group and copies of its B and C. VLLMValidationError where neither divides."""
+    if num_ranks % num_groups:
+        per_rank("groups of recurrent heads", num_groups, num_ranks)
+    return min(num_groups, num_ranks)
+
+
+class Mamba2Projection(MergedColumnParallelLinear):
+    """z, x, B, C and dt in one matmul, by heads; B and C by groups (`_group_parts`)."""
+
+    def __init__(self, shape: Mamba2Shape, **options: Any) -> None:
+        self.num_groups = shape.num_groups
+        shared = shape.num_groups * shape.state_size
+        sizes = [shape.width, shape.width, shared, shared, shape.num_heads]
+        super().__init__(shape.hidden_size, sizes, shape.proj_bias, **options)
+
+    def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
+        parts = _group_parts(self.num_groups, self.tp_size)
+        part = self.tp_rank * parts // self.tp_size
+        return tuple(
+            Section(i, size, parts, part) if i in (2, 3) else section
+            for i, (size, section) in enumerate(
+                zip(output_sizes, super().make_sections(output_sizes), strict=True)
+            )
+        )
+
+
 class GatedGroupNorm(nn.Module):
-    """`norm(y * silu(z)) * weight`, or `norm(y) * weight * silu(z)`, of channels in groups."""
+    """`norm(y * silu(z)) * weight`, or `norm(y) * weight * silu(z)`, of channels in groups.
+
+    With fewer groups than ranks a group's channels lie on several: they add up its squares.
+    """
 
     def __init__(
         self, section: Section, num_groups: int, eps: float, *, norm_before_gate: bool
     ) -> None:
         super().__init__()
-        self.num_groups = per_rank("groups of the gated norm", num_groups, section.parts)
+        parts = _group_parts(num_groups, section.parts)
+        #: in this shard; of all of them; the ranks that share one, and the first of this rank's
+        self.num_groups, self.all_groups = num_groups // parts, num_groups
+        self.sharers = section.parts // parts
+        self.first_group = section.part * parts // section.parts * self.num_groups
         self.eps, self.norm_before_gate = eps, norm_before_gate
         self.weight = empty_parameter(section.local_size)
         set_weight_attrs(
@@ -94,9 +131,19 @@ class GatedGroupNorm(nn.Module):
         if not self.norm_before_gate:
             wide = wide * gate
         groups = wide.unflatten(-1, (self.num_groups, -1))
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        normed = groups * torch.rsqrt(self._mean_square(groups) + self.eps)
         scaled = self.weight * normed.flatten(-2).to(y.dtype)
         return (scaled * gate).to(y.dtype) if self.norm_before_gate else scaled
+
+    def _mean_square(self, groups: Tensor) -> Tensor:
+        """`[tokens, groups, channels] -> [tokens, groups, 1]`."""
+        if self.sharers == 1:
+            return groups.square().mean(-1, keepdim=True)
+        sums = groups.new_zeros(len(groups), self.all_groups)
+        own = slice(self.first_group, self.first_group + self.num_groups)
+        sums[:, own] = groups.square().sum(-1)
+        sums = tensor_model_parallel_all_reduce(sums)
+        return sums[:, own, None] / (groups.shape[-1] * self.sharers)
 
 
 class Mamba2(RecurrentMixer, KeepsJournal):
@@ -121,21 +168,14 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
-        self.num_groups = per_rank("groups of recurrent heads", shape.num_groups, size)
+        self.num_groups = shape.num_groups // _group_parts(shape.num_groups, size)
         self.width = divide(shape.width, size)
         options: dict[str, Any] = {
             "quant_config": quant_config,
             "tp_rank": rank,
             "tp_size": size,
         }
-        shared = shape.num_groups * shape.state_size
-        self.in_proj = MergedColumnParallelLinear(
-            shape.hidden_size,
-            [shape.width, shape.width, shared, shared, shape.num_heads],
-            shape.proj_bias,
-            prefix=f"{prefix}.in_proj",
-            **options,
-        )
+        self.in_proj = Mamba2Projection(shape, prefix=f"{prefix}.in_proj", **options)
         self.register_buffer("multipliers", self._channel_multipliers(), persistent=False)
         sections = self.in_proj.sections[1:4]
         self.conv1d = ShortConvolution(sections, shape.conv_kernel_size, bias=shape.conv_bias)
