@@ -150,6 +150,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     eos_token_ids: list[int] | None = None
     #: token sequences of `bad_words`, filled in by the engine's front end
     bad_words_token_ids: list[list[int]] | None = None
+    #: of a supernet: the mixer of each layer, a short form or an alias; None: the engine's
+    placement: str | list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.seed == -1:

@@ -28,6 +28,7 @@ class Checked(Protocol):
     allowed_token_ids: list[int] | None
     extra_args: dict[str, Any] | None
     bad_words_token_ids: list[list[int]] | None
+    placement: str | list[str] | None
 
     @property
     def all_stop_token_ids(self) -> set[int]: ...
@@ -209,6 +210,10 @@ def _check_lists(params: Checked) -> None:
 
 
 def _check_mappings(params: Checked) -> None:
+    placement = params.placement
+    names = placement if isinstance(placement, list) else [placement]
+    if placement is not None and not all(isinstance(name, str) and name for name in names):
+        fail("placement", f"placement must be text or a list of names, got {_shortened(placement)}")
     if params.extra_args is not None and not isinstance(params.extra_args, dict):
         fail("extra_args", f"extra_args must be an object, got {_shortened(params.extra_args)}")
     bias = params.logit_bias

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,11 +30,49 @@ def expected(reference: Reference) -> list[int]:
     return ids[len(PROMPT) :]
 
 
+def requests_choose(server: RemoteServer, tokens_of: Callable[[list[str]], list[int]]) -> None:
+    """By the name of an alias, as model or in the field, or by any placement that fits; all at
+    once, and as the equations say."""
+    cards = {card["id"]: card for card in server.get("/v1/models")["data"]}
+    assert list(cards) == ["main", "fast", "mixed"]
+    assert cards["main"]["parent"] is None and cards["fast"]["parent"] == "main"
+    chosen: list[tuple[dict[str, Any], list[str]]] = [
+        ({"model": "main"}, ["kda", "kda"]),
+        ({"model": "fast"}, ["gdn", "gdn"]),
+        ({"placement": "mixed"}, ["attention", "kda"]),
+        ({"model": "fast", "placement": "fast"}, ["gdn", "gdn"]),
+        ({"placement": "gdn,attention"}, ["gdn", "attention"]),
+    ]
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        ask = partial(server.post, "/v1/completions", **BODY)
+        replies = [pool.submit(ask, **fields) for fields, _ in chosen]
+    for reply, (fields, names) in zip(replies, chosen, strict=True):
+        assert reply.result()["choices"][0]["token_ids"] == tokens_of(names), fields
+        assert reply.result()["model"] == fields.get("model", "main")
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for wrong in ("all-x", ["gdn"], ["gdn", 1]):
+        for path, prompt in (("/v1/completions", BODY), ("/v1/chat/completions", chat)):
+            for stream in (False, True):
+                asked = {**prompt, "placement": wrong, "stream": stream}
+                error = server.post(path, status=400, **asked)["error"]
+                assert error["param"].startswith("placement")
+    both = {"model": "fast", "placement": "all-kda"}
+    error = server.post("/v1/completions", status=400, **BODY, **both)["error"]
+    assert "the model 'fast' is a placement" in error["message"]
+    beams = {"model": "fast", "use_beam_search": True}
+    error = server.post("/v1/completions", status=400, **BODY, **beams)["error"]
+    assert "beams run with the engine's own placement" in error["message"]
+    assert server.get("/placements")["placements"] == {"0": "kda", "1": "kda"}
+
+
 def test_placements(tmp_path: Path) -> None:
     decoder = stochastic(2)
     tensors = make_tensors(decoder)
     path = save(tmp_path, decoder, tensors)
-    with RemoteServer(path, *FLAGS, "--placement", "all-kda") as server:
+    aliases = ["--placement-alias", "fast=all-gdn", "mixed=attention,kda"]
+    named = ["--served-model-name", "main"]
+    with RemoteServer(path, *FLAGS, "--placement", "all-kda", *named, *aliases) as server:
+        requests_choose(server, lambda names: expected(Reference(decoder, tensors, names)))
         for placement in (["kda", "kda"], "all-gdn", ["sliding_window", "attention"]):
             reply = server.post("/placements", placement=placement)
             names = ["gdn", "gdn"] if isinstance(placement, str) else placement

@@ -56,6 +56,7 @@ class FakeModelConfig:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     hf_token: str | None = "hf_secret"
     is_hybrid: bool = True
+    placement_aliases: dict[str, str] = field(default_factory=dict)
 
     def get_vocab_size(self) -> int:
         return VOCAB_SIZE

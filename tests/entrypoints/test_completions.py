@@ -318,6 +318,12 @@ async def test_engine_arguments(client: httpx.AsyncClient, engine: FakeAsyncLLM)
     assert kwargs["priority"] == -3 and kwargs["cache_salt"] == "salt"
 
 
+async def test_placements(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
+    for placement in ("all-gdn", ["gdn", "kda"], None):
+        await complete(client, prompt="hi", placement=placement)
+        assert engine.calls[-1].params.placement == placement
+
+
 @pytest.mark.parametrize(("keep", "expected"), [(2, "lo"), (-1, "hello"), (5, "hello")])
 async def test_truncation_keeps_the_end(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, keep: int, expected: str

@@ -50,6 +50,7 @@ COMMON: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "cache_salt": "x",
     "priority": 1,
+    "placement": "all-gdn",
     "request_id": "x",
     "response_format": {"type": "text"},
     "length_penalty": 1.0,

@@ -8,7 +8,7 @@ import os
 import pickle
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BeforeValidator, NonNegativeInt, ValidatorFunctionWrapHandler, WrapValidator
 
 from vllm import decisions
 from vllm.config.model_rules import (
@@ -41,6 +41,13 @@ def _none_or(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 def _joined(value: Any) -> Any:
     """A list of names as text."""
     return ",".join(value) if isinstance(value, list | tuple) else value
+
+
+def _aliases(value: Any) -> Any:
+    """An object of placements as `NAME=PLACEMENT` texts."""
+    if isinstance(value, dict):
+        return [f"{name}={_joined(placement)}" for name, placement in value.items()]
+    return value
 
 
 def _text(value: Any) -> Any:
@@ -118,6 +125,15 @@ class ModelConfig:
         help="Mixer of each layer of a supernet (Apriel2): names joined by commas, or `all-X`, "
         "`everyNth-X`, `bookend-attn-X`; the checkpoint's main mixers when absent.",
     )
+    placement_alias: Annotated[list[str], BeforeValidator(_aliases)] = option(
+        default_factory=list,
+        help="Names of placements of a supernet, NAME=PLACEMENT: a request whose `model` (or "
+        "`placement`) is NAME runs with it. They have memory and graphs from the start.",
+    )
+    max_request_placements: NonNegativeInt = option(
+        default=8,
+        help="Placements of a supernet without an alias that requests may have in use at once.",
+    )
     hf_overrides: Any = option(
         default_factory=dict,
         kind=FlagKind.JSON,
@@ -179,6 +195,7 @@ class ModelConfig:
         self.dtype = resolve_dtype(self.dtype, self.model, self.hf_config, self.hf_text_config)
         self.max_model_len_auto = self.max_model_len == -1
         self.max_model_len = resolve_max_model_len(self.max_model_len, self.model_arch_config)
+        self._check_aliases()
         if self.max_logprobs < -1:
             raise VLLMValidationError(
                 f"--max-logprobs must be at least 0, or -1 for the vocabulary size; got "
@@ -186,6 +203,19 @@ class ModelConfig:
                 parameter="max_logprobs",
                 value=self.max_logprobs,
             )
+
+    def _check_aliases(self) -> None:
+        taken = set(self.served_names)
+        for text in self.placement_alias:
+            name, equals, placement = text.partition("=")
+            problem = "is no NAME=PLACEMENT" if not (name and equals and placement) else None
+            if name in taken:
+                problem = "has a name that is in use already"
+            if problem is not None:
+                raise VLLMValidationError(
+                    f"--placement-alias {text!r} {problem}", "placement_alias", text
+                )
+            taken.add(name)
 
     def _load_hf_config(self) -> None:
         from vllm.transformers_utils.config import get_config
@@ -238,6 +268,11 @@ class ModelConfig:
         """Every name requests may use; the first is shown in responses."""
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
+
+    @property
+    def placement_aliases(self) -> dict[str, str]:
+        """Placements of a supernet by the names that requests use."""
+        return dict(text.split("=", 1) for text in self.placement_alias)
 
     @property
     def is_hybrid(self) -> bool:

@@ -26,8 +26,10 @@ from vllm.model_executor.layers.quantization.registry import (
 )
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.placements import why_one_at_a_time
 from vllm.platforms import current_platform
 from vllm.utils import startup_phases
+from vllm.utils.options import flag_name
 from vllm.utils.torch_utils import dtype_name
 
 _GRAPHS_OF_LEVEL = {
@@ -61,7 +63,7 @@ def _resolve(config: VllmConfig) -> None:
         rules = MODELS_CONFIG_MAP.get(config.model_config.architecture)
         if rules is not None:
             rules.verify_and_update_config(config)
-        _check_placement(config.model_config)
+        _check_placement(config)
         _resolve_quantization(config)
         recurrent = _recurrent_model(config)
         if recurrent is not None:
@@ -125,16 +127,27 @@ def resolve_hybrid_manager(
     return True
 
 
-def _check_placement(model: ModelConfig) -> None:
-    """`VLLMValidationError` for a placement of what is no supernet."""
-    if model.placement is None:
+def _check_placement(config: VllmConfig) -> None:
+    """`VLLMValidationError` for a placement of what is no supernet, and for aliases where all
+    requests run with one placement."""
+    model = config.model_config
+    flag = "placement" if model.placement is not None else "placement_alias"
+    if model.placement is None and not model.placement_alias:
         return
     if not ModelRegistry.has_placements(model.architectures):
         raise VLLMValidationError(
-            f"--placement chooses among the mixers of a supernet, but {model.architecture} has one "
-            "per layer; leave it out",
-            parameter="placement",
-            value=model.placement,
+            f"{flag_name(flag)} chooses among the mixers of a supernet, but {model.architecture} "
+            "has one per layer; leave it out",
+            parameter=flag,
+            value=model.placement or model.placement_alias,
+        )
+    reason = why_one_at_a_time(config)
+    if model.placement_alias and reason is not None:
+        raise VLLMValidationError(
+            f"--placement-alias lets requests choose, but {reason}; leave one of them out, or "
+            "choose with --placement",
+            parameter="placement_alias",
+            value=model.placement_alias,
         )
 
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
 _EVERY = re.compile(r"every(\d+)(?:st|nd|rd|th)-(.+)")
@@ -57,6 +61,21 @@ def check_names(names: Sequence[str], choices: Mapping[int, Sequence[str]]) -> N
             raise placement_error(
                 f"layer {layer} has no mixer {names[layer]!r}; it has {', '.join(known)}"
             )
+
+
+def why_one_at_a_time(vllm_config: VllmConfig) -> str | None:
+    """Why all requests of this engine run with the same placement; None if each may choose."""
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector knows the layers' memory by its addresses"
+    if vllm_config.speculative_config is not None:
+        return "drafts follow the steps of one placement (--speculative-config)"
+    if vllm_config.kv_events_config is not None:
+        return "events do not say which placement a block belongs to (--kv-events-config)"
+    if vllm_config.cache_config.sanitize:
+        return "--sanitize follows the memory of one placement"
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        return "--scheduler-cls brings a scheduler that does not know placements"
+    return None
 
 
 def placement_error(message: str) -> VLLMValidationError:

@@ -7,7 +7,7 @@ Vocabulary and byte layout: docs/state_memory.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from vllm.v1.core.arena_plan import ArenaPlan as ArenaPlan
@@ -81,17 +81,43 @@ class KVCacheGroupSpec:
         return {name: self.kv_cache_spec.of_layer(name) for name in self.layer_names}
 
 
+@dataclass(frozen=True)
+class PlacementGroups:
+    """A placement of a supernet, its mixers joined by commas, and the groups of the layers it uses:
+    `count` of the arena's groups from `first` on."""
+
+    placement: str
+    first: int
+    count: int
+
+
 @dataclass
 class KVCacheConfig:
     """Everything workers and scheduler know about state memory.
 
-    `num_blocks` counts arena pages (with a single group a page is one block).
+    `num_blocks` counts arena pages (with a single group a page is one block). `placements`: where
+    requests choose among several placements of a supernet, the groups of each; a layer that two of
+    them use is in a group of each. None: all groups are the model's.
     """
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
     plan: ArenaPlan
+    placements: list[PlacementGroups] = field(default_factory=list)
+
+    def of_placement(self, index: int) -> KVCacheConfig:
+        """The memory as one placement sees it: its own groups, numbered from 0, in all pages."""
+        if not self.placements:
+            return self
+        chosen = self.placements[index]
+        own = slice(chosen.first, chosen.first + chosen.count)
+        groups = self.kv_cache_groups[own]
+        num_before = sum(len(group.layer_names) for group in self.kv_cache_groups[: own.start])
+        num_own = sum(len(group.layer_names) for group in groups)
+        tensors = self.kv_cache_tensors[num_before : num_before + num_own]
+        plan = replace(self.plan, groups=self.plan.groups[own])
+        return KVCacheConfig(self.num_blocks, tensors, groups, plan)
 
     @property
     def has_mamba_layers(self) -> bool:

@@ -106,6 +106,10 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.error: RequestError | None = None
+        #: which of the engine's placements of a supernet it runs with, 0 the engine's own
+        self.placement = 0
+        #: whether that is not known yet: its placement waits for a part of the memory
+        self.awaits_placement = False
         self.all_token_ids: list[int] = list(prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -328,6 +328,9 @@ class FakeExecutor(Executor):
         )
         return [{"layers.0": spec}]
 
+    def get_placed_specs(self, placement: Any = None) -> list[list[Any]]:
+        return [[]]
+
     def determine_available_memory(self) -> list[int]:
         return [self.faults.get("memory", 1 << 30)]
 

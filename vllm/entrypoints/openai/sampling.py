@@ -57,6 +57,7 @@ def build_sampling_params(
     prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
     detokenize: bool,
+    placement: str | list[str] | None = None,
 ) -> SamplingParams:
     """The engine's parameters; unset fields come from `defaults`, then from the class.
 
@@ -88,6 +89,7 @@ def build_sampling_params(
         allowed_token_ids=request.allowed_token_ids,
         structured_outputs=structured_outputs(request.response_format, request.structured_outputs),
         extra_args=extra_args or None,
+        placement=placement,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         **values,
     )

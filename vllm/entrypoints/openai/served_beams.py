@@ -134,6 +134,11 @@ def _beam_params(request: GenerationRequest, params: SamplingParams) -> BeamSear
             "forced tool calls, or use_beam_search",
             "use_beam_search",
         )
+    if params.placement is not None:
+        raise VLLMValidationError(
+            "beams run with the engine's own placement; leave out placement, or use_beam_search",
+            "placement",
+        )
     fields: dict[str, Any] = request.model_dump(include=set(_INCOMPATIBLE))
     for name in _INCOMPATIBLE:
         value = fields.get(name)

@@ -171,6 +171,7 @@ class ServingChat(OpenAIServing):
             prompt_logprobs=request.prompt_logprobs,
             defaults=self.options.sampling_defaults,
             detokenize=True,
+            placement=self.models.placement(request.model, request.placement),
         )
         self.limits.check_constraint("structured_outputs", params.structured_outputs)
         if (constraint := choice.constraint()) is not None:

@@ -118,6 +118,7 @@ class ServingCompletion(OpenAIServing):
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
             defaults=self.options.sampling_defaults,
+            placement=self.models.placement(request.model, request.placement),
             detokenize=self.renderer.tokenizer is not None,
         )
         self.limits.check_constraint("structured_outputs", params.structured_outputs)

@@ -3,16 +3,28 @@
 
 import time
 import uuid
+from collections.abc import Collection
 
 from vllm.entrypoints.openai.errors import ModelNotFoundError
 from vllm.entrypoints.openai.protocol.models import ModelCard, ModelList, ModelPermission
+from vllm.exceptions import VLLMValidationError
 
 
 class ServingModels:
-    """Knows which names stand for the one loaded model; the first one is shown in replies."""
+    """Knows which names stand for the one loaded model; the first one is shown in replies.
 
-    def __init__(self, names: list[str], model_path: str, max_model_len: int) -> None:
-        self.names = names
+    `aliases`: of a supernet, names that stand for the model with a placement.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        model_path: str,
+        max_model_len: int,
+        aliases: Collection[str] = (),
+    ) -> None:
+        self.names = [*names, *aliases]
+        self.aliases = frozenset(aliases)
         self.model_path = model_path
         self.max_model_len = max_model_len
         self._created = int(time.time())
@@ -30,12 +42,26 @@ class ServingModels:
             raise ModelNotFoundError(name)
         return name
 
+    def placement(self, name: str | None, asked: str | list[str] | None) -> str | list[str] | None:
+        """The placement of a request for the model `name` that asked for one itself, or for none;
+        `VLLMValidationError` if both say something else."""
+        if name not in self.aliases:
+            return asked
+        if asked not in (None, name):
+            raise VLLMValidationError(
+                f"the model {name!r} is a placement, and the request asks for {asked!r}; leave one "
+                "of them out",
+                "placement",
+            )
+        return name
+
     def card(self, name: str) -> ModelCard:
         """Description of one served name; raises `ModelNotFoundError`."""
         return ModelCard(
             id=self.check(name),
             created=self._created,
             root=self.model_path,
+            parent=self.shown_name if name in self.aliases else None,
             max_model_len=self.max_model_len,
             permission=[ModelPermission(id=self._permission_id, created=self._created)],
         )

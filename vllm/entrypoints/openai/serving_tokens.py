@@ -39,6 +39,7 @@ class ServingTokens(OpenAIServing):
         """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         self.models.check(request.model)
         params = self._params(request)
+        params.placement = self.models.placement(request.model, params.placement)
         self.limits.check_sequences(1, params.n)
         self.limits.check_sampling(params)
         self.limits.check_constraint("sampling_params", params.structured_outputs)

@@ -58,7 +58,10 @@ def make_server(
     """Wire the serving objects to `engine` as `args` says; without `siblings` it serves alone."""
     model_config = engine.model_config
     models = ServingModels(
-        model_config.served_names, model_config.model, model_config.max_model_len
+        model_config.served_names,
+        model_config.model,
+        model_config.max_model_len,
+        model_config.placement_aliases,
     )
     content_format = args.chat_template_content_format
     limits = RequestLimits.from_flag(args.request_limits)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -147,6 +147,16 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         for i, layer in self._supernet_layers().items():
             layer.active = names[i]
         return self.get_layer_placements()
+
+    def spell(self, placement: Mapping[int, str] | Placement) -> str:
+        layers = self._supernet_layers()
+        if isinstance(placement, Mapping):
+            names = dict(placement)
+        else:
+            names = dict(enumerate(self._checked(placement)))
+        return ",".join(
+            names[i] if i in layers else "_" for i in range(self.config.num_hidden_layers)
+        )
 
     def unused_mixers(self, placement: Placement | None = None) -> list[nn.Module]:
         names = self.get_layer_placements() if placement is None else self._checked(placement)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -108,6 +108,11 @@ class HasPlacements:
         `VLLMValidationError` for a mixer that a layer has not, or another number of layers;
         nothing is changed then.
         """
+
+    @abstractmethod
+    def spell(self, placement: Mapping[int, str] | Sequence[str] | str) -> str:
+        """A placement, in whatever form, as names joined by commas: equal ones give equal text.
+        `_` stands for a layer with one mixer. Raises as above."""
 
     @abstractmethod
     def unused_mixers(self, placement: Sequence[str] | str | None = None) -> list[nn.Module]:

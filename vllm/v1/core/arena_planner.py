@@ -63,6 +63,22 @@ def choose_page(block_bytes: Sequence[int]) -> PageChoice:
     return PageChoice(page * ALIGNMENT, tuple(_blocks_in_page(page, unit) for unit in units))
 
 
+def fit_in_page(groups: Sequence[KVCacheGroupSpec], page_bytes: int) -> tuple[GroupPlan, ...]:
+    """Where further groups lie in pages that were chosen for others. ValueError if a block is
+    larger than a page; padding has no bound."""
+    plans = []
+    for group in groups:
+        offsets, size = layer_layout(group)
+        if size > page_bytes:
+            raise ValueError(
+                f"{len(group.layer_names)} layers of {type(group.kv_cache_spec).__name__} keep "
+                f"{size} bytes in a block, more than a page of the arena ({page_bytes} bytes)"
+            )
+        count = _blocks_in_page(page_bytes // ALIGNMENT, -(-size // ALIGNMENT))
+        plans.append(GroupPlan(count, size, offsets))
+    return tuple(plans)
+
+
 def _blocks_in_page(page: int, block: int) -> int:
     """The largest divisor `r` of `page` with `page / r >= block` (all in units of 256 bytes)."""
     return next(r for r in range(page // block, 0, -1) if page % r == 0)

@@ -61,9 +61,10 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _max_len_that_fits(
+def max_len_that_fits(
     vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan
 ) -> int:
+    """The longest request, up to the configured `max_model_len`, that the plan's pages hold."""
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     return largest(
         _max_model_len(vllm_config),
@@ -83,7 +84,7 @@ def estimate_max_model_len(
     override = vllm_config.cache_config.num_gpu_blocks_override
     pages = available_bytes // plan.page_bytes if override is None else override
     plan = replace(plan, num_pages=max(pages, 1))
-    return _max_len_that_fits(vllm_config, groups, plan)
+    return max_len_that_fits(vllm_config, groups, plan)
 
 
 def check_enough_kv_cache_memory(
@@ -94,7 +95,7 @@ def check_enough_kv_cache_memory(
     if groups:
         plan = plan_arena(groups, num_pages=1)
         plan = replace(plan, num_pages=available_bytes // plan.page_bytes)
-        _check_fits(vllm_config, groups, plan)
+        check_fits(vllm_config, groups, plan)
 
 
 _MORE_MEMORY = (
@@ -103,9 +104,10 @@ _MORE_MEMORY = (
 )
 
 
-def _check_fits(
+def check_fits(
     vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan
 ) -> None:
+    """`ValueError` unless the plan's pages hold one request of `max_model_len`."""
     page = plan.page_bytes
     if plan.num_pages < 2:
         raise ValueError(
@@ -117,7 +119,7 @@ def _check_fits(
     needed = pages_per_request(groups, plan, batched, longest)
     if needed < plan.num_pages:
         return
-    fits = _max_len_that_fits(vllm_config, groups, plan)
+    fits = max_len_that_fits(vllm_config, groups, plan)
     if fits > 0:
         advice = f"The longest that fits is {fits}: lower --max-model-len to it, or"
     else:
@@ -131,7 +133,8 @@ def _check_fits(
     )
 
 
-def _num_pages(vllm_config: VllmConfig, page_bytes: int, available_bytes: int) -> int:
+def num_pages_for(vllm_config: VllmConfig, page_bytes: int, available_bytes: int) -> int:
+    """Pages of the arena: all that there is memory for, or `--num-gpu-blocks-override`."""
     pages = max(available_bytes // page_bytes, 0)
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is None:
@@ -146,7 +149,8 @@ def _num_pages(vllm_config: VllmConfig, page_bytes: int, available_bytes: int) -
     return override
 
 
-def _tensors(groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan) -> list[KVCacheTensor]:
+def kv_cache_tensors(groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan) -> list[KVCacheTensor]:
+    """Where every layer of every group lies."""
     return [
         KVCacheTensor(
             size=group.kv_cache_spec.page_size_bytes * plan.num_blocks(group_id),
@@ -170,9 +174,9 @@ def get_kv_cache_config_from_groups(
     if not groups:
         return KVCacheConfig(1, [], [], ArenaPlan(ALIGNMENT, 1, ()))
     plan = plan_arena(groups, num_pages=1)
-    plan = replace(plan, num_pages=_num_pages(vllm_config, plan.page_bytes, available_bytes))
-    _check_fits(vllm_config, groups, plan)
-    return KVCacheConfig(plan.num_pages, _tensors(groups, plan), list(groups), plan)
+    plan = replace(plan, num_pages=num_pages_for(vllm_config, plan.page_bytes, available_bytes))
+    check_fits(vllm_config, groups, plan)
+    return KVCacheConfig(plan.num_pages, kv_cache_tensors(groups, plan), list(groups), plan)
 
 
 def get_kv_cache_configs(
@@ -185,19 +189,25 @@ def get_kv_cache_configs(
     `ValueError` if the workers' layers differ (pipeline stages are not supported), or if one
     request of `max_model_len` does not fit.
     """
+    check_same_layers(specs_per_worker)
+    groups = get_kv_cache_groups(vllm_config, specs_per_worker[0])
+    config = get_kv_cache_config_from_groups(vllm_config, groups, min(available_bytes_per_worker))
+    record_plan(config)
+    return [config for _ in specs_per_worker]
+
+
+def check_same_layers(specs_per_worker: Sequence[dict[str, KVCacheSpec]]) -> None:
+    """`ValueError` unless every worker has the same layers."""
     first = specs_per_worker[0]
     if any(list(specs.items()) != list(first.items()) for specs in specs_per_worker):
         raise ValueError(
             "workers hold different layers; the arena needs the same layers on every worker, "
             "use --pipeline-parallel-size 1"
         )
-    groups = get_kv_cache_groups(vllm_config, first)
-    config = get_kv_cache_config_from_groups(vllm_config, groups, min(available_bytes_per_worker))
-    _record_plan(config)
-    return [config for _ in specs_per_worker]
 
 
-def _record_plan(config: KVCacheConfig) -> None:
+def record_plan(config: KVCacheConfig) -> None:
+    """The arena as a decision."""
     plan = config.plan
     parts = [
         f"{type(group.kv_cache_spec).__name__} x{len(group.layer_names)}: "

@@ -30,35 +30,38 @@ class GrowthPlan:
 
 
 class BlockGrowth:
-    """`watermark_pages`: unpinned pages that a new request must leave while others hold blocks."""
+    """`watermark_pages`: unpinned pages that a new request must leave while others hold blocks.
+    `managers`: of the pool's groups from `first_group` on."""
 
     def __init__(
         self,
         managers: Sequence[SingleTypeKVCacheManager],
         pool: BlockPool,
         watermark_pages: int,
+        first_group: int = 0,
     ) -> None:
         self._managers = managers
         self._pool = pool
         self._watermark_pages = watermark_pages
+        self._first_group = first_group
 
     def knows(self, request_id: str) -> bool:
         """Whether the request has block lists."""
         return bool(self._managers) and request_id in self._managers[0].req_to_blocks
 
     def short_of_blocks(self, request_id: str, num_tokens: int) -> list[int]:
-        """Groups whose list does not cover `num_tokens`."""
+        """Managers, by their index, whose list does not cover `num_tokens`."""
         return [
-            m.group_id
-            for m in self._managers
+            i
+            for i, m in enumerate(self._managers)
             if (blocks := m.req_to_blocks.get(request_id)) is None
             or len(blocks) < m.num_blocks_for(num_tokens)
         ]
 
-    def append_one(self, request_id: str, group_id: int, num_tokens: int) -> Blocks | None:
-        """One block for the group's list to cover `num_tokens`, as `plan` and `grow` would append
-        it; None, and nothing has changed, if one is not enough or cannot be had."""
-        manager = self._managers[group_id]
+    def append_one(self, request_id: str, index: int, num_tokens: int) -> Blocks | None:
+        """One block for this manager's list to cover `num_tokens`, as `plan` and `grow` would
+        append it; None, and nothing has changed, if one is not enough or cannot be had."""
+        manager = self._managers[index]
         blocks = manager.req_to_blocks.get(request_id)
         if not blocks or len(blocks) + 1 < manager.num_blocks_for(num_tokens):
             return None
@@ -91,7 +94,7 @@ class BlockGrowth:
         hits += [source for source in sources if source is not None]
         num_null, num_new = [need[0] for need in needs], [need[1] for need in needs]
         keep = self._pages_to_keep(is_new=not self.knows(request_id))
-        if not self._pool.can_allocate(num_new, hits, keep):
+        if not self._pool.can_allocate(num_new, hits, keep, self._first_group):
             return None
         return GrowthPlan(found, hits, num_null, num_new)
 
@@ -102,7 +105,7 @@ class BlockGrowth:
             for manager, blocks in zip(self._managers, plan.found, strict=True):
                 manager.start(request_id, blocks)
         near = [manager.last_block(request_id) for manager in self._managers]
-        new = self._pool.get_new_blocks(plan.num_new, near)
+        new = self._pool.get_new_blocks(plan.num_new, near, self._first_group)
         appended = [
             [self._pool.null_block] * num_null + blocks
             for num_null, blocks in zip(plan.num_null, new, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -20,6 +20,8 @@ from vllm.v1.kv_cache_interface import ArenaPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_events import BlockEvents
+
+T = TypeVar("T")
 
 #: evicted entries remembered, so that a later miss can say why
 _NUM_REMEMBERED = 65_536
@@ -64,17 +66,35 @@ class BlockPool:
     # ---- taking and giving back ----------------------------------------------------------------
 
     def can_allocate(
-        self, demands: Sequence[int], hits: Iterable[KVCacheBlock] = (), keep_pages: int = 0
+        self,
+        demands: Sequence[int],
+        hits: Iterable[KVCacheBlock] = (),
+        keep_pages: int = 0,
+        first_group: int = 0,
     ) -> bool:
-        """Whether `demands[g]` blocks for every group `g` can be had beside holding `hits`, with
-        `keep_pages` pages still unpinned afterwards."""
-        return self.pages.can_take(demands, hits, keep_pages)
+        """Whether `demands[g]` blocks for every group `first_group + g` can be had beside holding
+        `hits`, with `keep_pages` pages still unpinned afterwards."""
+        return self.pages.can_take(self._of_all(demands, first_group, 0), hits, keep_pages)
 
     def get_new_blocks(
-        self, demands: Sequence[int], near: Sequence[KVCacheBlock | None]
+        self,
+        demands: Sequence[int],
+        near: Sequence[KVCacheBlock | None],
+        first_group: int = 0,
     ) -> list[list[KVCacheBlock]]:
-        """`demands[g]` blocks for every group, held once; see `PagePool.take`."""
-        return self.pages.take(demands, near)
+        """`demands[g]` blocks for every group `first_group + g`, held once; see `PagePool.take`."""
+        taken = self.pages.take(
+            self._of_all(demands, first_group, 0), self._of_all(near, first_group, None)
+        )
+        return taken[first_group : first_group + len(demands)]
+
+    def _of_all(self, given: Sequence[T], first_group: int, nothing: T) -> Sequence[T]:
+        """For every group of the pool: what is given for those from `first_group` on."""
+        missing = len(self.pages.groups) - len(given)
+        if not missing:
+            return given
+        before, after = [nothing] * first_group, [nothing] * (missing - first_group)
+        return [*before, *given, *after]
 
     def get_new_block(self, near: KVCacheBlock) -> KVCacheBlock | None:
         """One block for who holds `near`, held once; see `PagePool.take_one`."""
@@ -175,6 +195,16 @@ class BlockPool:
         self._gone_tails.clear()
         if self.events is not None:
             self.events.cleared()
+        return True
+
+    def forget_groups(self, first: int, count: int) -> bool:
+        """Forget all content of these groups; False, and nothing is forgotten, while any block of
+        theirs is live."""
+        groups = range(first, first + count)
+        if any(self.pages.groups[group_id].live for group_id in groups):
+            return False
+        for block in {block for block in self._cached.values() if block.group_id in groups}:
+            self._drop(block)
         return True
 
     def _forget(self, block: KVCacheBlock) -> None:

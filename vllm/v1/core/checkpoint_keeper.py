@@ -36,7 +36,8 @@ class _Saved:
 
 
 class CheckpointKeeper:
-    """`state_bytes`: bytes of one block of every recurrent group together."""
+    """`state_bytes`: bytes of one block of every recurrent group together. `managers`: of the
+    pool's groups from `first_group` on, which copies number from 0."""
 
     def __init__(
         self,
@@ -44,12 +45,14 @@ class CheckpointKeeper:
         pool: BlockPool,
         policy: CheckpointPolicy,
         state_bytes: int,
+        first_group: int = 0,
     ) -> None:
         self.plans = CheckpointPlans(policy)
         self._managers = managers
         self._pool = pool
         self._policy = policy
         self._state_bytes = state_bytes
+        self._first_group = first_group
         self._before: list[BlockCopy] = []
         self._after: list[BlockCopy] = []
         self._held: list[KVCacheBlock] = []
@@ -98,7 +101,7 @@ class CheckpointKeeper:
                 continue
             own = manager.block_at(request_id, num_tokens)
             assert own is not None
-            copy = BlockCopy(manager.group_id, source.block_id, own.block_id)
+            copy = BlockCopy(self._own(manager), source.block_id, own.block_id)
             self._before.append(copy)
             if self._pool.pages.journal is not None:
                 self._pool.pages.journal.copied(copy)
@@ -110,6 +113,10 @@ class CheckpointKeeper:
         if self.plans.is_due(request.request_id, num_tokens):
             self._save(request, num_tokens)
 
+    def _own(self, manager: SingleTypeKVCacheManager) -> int:
+        """Which of the managers' groups it is."""
+        return manager.group_id - self._first_group
+
     def _save(self, request: Request, position: int) -> None:
         recurrent = [m.is_recurrent for m in self._managers]
         prefix = request.prefix_hash(position)
@@ -119,16 +126,17 @@ class CheckpointKeeper:
             if saves_state
         )
         demands = [int(saves_state) for saves_state in recurrent]
-        if exists or not self._pool.can_allocate(demands):
+        if exists or not self._pool.can_allocate(demands, first_group=self._first_group):
             self.plans.done(request, position)
             return
-        new = self._pool.get_new_blocks(demands, [None] * len(demands))
+        new = self._pool.get_new_blocks(demands, [None] * len(demands), self._first_group)
         ends: list[KVCacheBlock | None] = []
         for manager, blocks in zip(self._managers, new, strict=True):
             own = manager.block_at(request.request_id, position)
             if blocks:
                 assert own is not None
-                self._after.append(BlockCopy(manager.group_id, own.block_id, blocks[0].block_id))
+                copy = BlockCopy(self._own(manager), own.block_id, blocks[0].block_id)
+                self._after.append(copy)
                 ends.append(blocks[0])
             else:
                 if own is not None:

@@ -34,6 +34,10 @@ class KVCacheManager:
     `watermark`: part of the arena's pages that admitting a request must leave available while
     others are running. Raises `ValueError` for a watermark outside `[0, 1)` and for KV events
     without a prefix cache, whose content they tell.
+
+    Where requests choose among placements of a supernet each placement has a manager of its own,
+    for its groups, and all share the `pool` and the `pins`: its groups are the pool's from
+    `first_group` on. What it says of groups counts its own from 0.
     """
 
     def __init__(
@@ -47,6 +51,9 @@ class KVCacheManager:
         enable_kv_cache_events: bool = False,
         checkpoint_interval: int | None = None,
         sanitize: bool = False,
+        pool: BlockPool | None = None,
+        pins: PinnedPrefixes | None = None,
+        first_group: int = 0,
     ) -> None:
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
@@ -54,14 +61,15 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         plan = kv_cache_config.plan
-        self.block_pool = BlockPool(plan)
+        self.block_pool = BlockPool(plan) if pool is None else pool
+        self._first_group = first_group
         if sanitize:
             self.block_pool.pages.journal = BlockJournal()
         groups = kv_cache_config.kv_cache_groups
         has_state = kv_cache_config.has_mamba_layers
         self.managers = [
-            get_manager(group.kv_cache_spec, group_id, self.block_pool, exact=has_state)
-            for group_id, group in enumerate(groups)
+            get_manager(group.kv_cache_spec, first_group + i, self.block_pool, exact=has_state)
+            for i, group in enumerate(groups)
         ]
         self._windowed = [m for m in self.managers if m.spec.window is not None]
         self.enable_caching = enable_caching and bool(self.managers)
@@ -72,12 +80,12 @@ class KVCacheManager:
         self.checkpoints: CheckpointKeeper | None = None
         if self.enable_caching and has_state:
             self.checkpoints = self._make_keeper(checkpoint_interval)
-        self.pins = PinnedPrefixes(self.block_pool)
+        self.pins = PinnedPrefixes(self.block_pool) if pins is None else pins
         #: requests whose blocks are still read, but hold nothing that may be found
         self._forgotten: set[str] = set()
         self._nothing = self._empty()
         watermark_pages = math.ceil(watermark * (plan.num_pages - 1))
-        self._growth = BlockGrowth(self.managers, self.block_pool, watermark_pages)
+        self._growth = BlockGrowth(self.managers, self.block_pool, watermark_pages, first_group)
         self._matches = PrefixMatches(self.managers, self.block_pool)
 
     def _make_keeper(self, interval: int | None) -> CheckpointKeeper:
@@ -85,15 +93,17 @@ class KVCacheManager:
         sizes = [m.block_size for m in self.managers if not m.is_recurrent]
         block_size = min(sizes, default=1)
         paged_bytes = state_bytes = 0
-        for manager in self.managers:
-            num_bytes = plan.block_stride(manager.group_id)
+        for index, manager in enumerate(self.managers):
+            num_bytes = plan.block_stride(index)
             if manager.is_recurrent:
                 state_bytes += num_bytes
             else:
                 paged_bytes += num_bytes * block_size // manager.block_size
         ahead = max(manager.num_ahead for manager in self.managers)
         policy = CheckpointPolicy(block_size, paged_bytes, interval, num_ahead=ahead)
-        return CheckpointKeeper(self.managers, self.block_pool, policy, state_bytes)
+        return CheckpointKeeper(
+            self.managers, self.block_pool, policy, state_bytes, self._first_group
+        )
 
     # ---- around a step -------------------------------------------------------------------------
 

@@ -119,6 +119,19 @@ class PagePool:
         """Live blocks of all groups, in pages' worth of bytes."""
         return sum(group.live / group.capacity for group in self.groups)
 
+    def set_groups(self, first: int, capacities: Sequence[int]) -> None:
+        """Groups from `first` on hold so many blocks per page: in the place of others, of which
+        nothing is live or idle, or behind all."""
+        for group_id, capacity in enumerate(capacities, first):
+            made = GroupPages(group_id, capacity)
+            if group_id == len(self.groups):
+                self.groups.append(made)
+                continue
+            old = self.groups[group_id]
+            if old.live or len(old.idle):
+                raise RuntimeError(f"group {group_id} still has blocks")
+            self.groups[group_id] = made
+
     def find_block(self, group_id: int, block_id: int) -> KVCacheBlock | None:
         """The block if its page belongs to the group and it has ever been used there."""
         group = self.groups[group_id]

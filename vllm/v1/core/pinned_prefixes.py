@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -31,23 +31,22 @@ class PinnedPrefixes:
         self._num_made = 0
         #: pins that hold each block
         self._holders: Counter[KVCacheBlock] = Counter()
-        self._num_blocks = [0] * len(pool.pages.groups)
+        #: by group
+        self._num_blocks: Counter[int] = Counter()
 
     @property
     def pages(self) -> float:
         """Pinned blocks of all groups, in pages' worth of bytes."""
         return self._pages_of(self._num_blocks)
 
-    def _pages_of(self, num_blocks: Sequence[int]) -> float:
+    def _pages_of(self, num_blocks: Counter[int]) -> float:
         groups = self._pool.pages.groups
-        return sum(n / group.capacity for n, group in zip(num_blocks, groups, strict=True))
+        return sum(n / groups[group_id].capacity for group_id, n in num_blocks.items())
 
     def pin(self, blocks: Iterable[KVCacheBlock], seconds: float) -> bool:
         """Hold these blocks, all of them or none."""
         kept = list(dict.fromkeys(block for block in blocks if not block.is_null))
-        added = [0] * len(self._num_blocks)
-        for block in kept:
-            added[block.group_id] += block not in self._holders
+        added = Counter(block.group_id for block in kept if block not in self._holders)
         pages = self._pages_of(added)
         if self.pages + pages > MAX_PINNED * (self._pool.pages.num_pages - 1):
             logger.warning(
@@ -60,7 +59,7 @@ class PinnedPrefixes:
             return False
         self._pool.touch(kept)
         self._holders.update(kept)
-        self._num_blocks = [n + more for n, more in zip(self._num_blocks, added, strict=True)]
+        self._num_blocks += added
         self._num_made += 1
         heapq.heappush(self._pins, (self._clock() + seconds, self._num_made, kept))
         return True

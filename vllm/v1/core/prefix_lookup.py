@@ -55,11 +55,11 @@ class PrefixLookup:
     def report(self, request: Request, match: PrefixMatch | None) -> CacheReport:
         """The receipt; `match` is None if the request did not read the cache."""
         if match is None:
-            groups = [GroupMatch(m.group_id, type(m.spec).__name__, 0) for m in self._managers]
+            groups = [GroupMatch(i, type(m.spec).__name__, 0) for i, m in enumerate(self._managers)]
             return CacheReport(request.num_tokens, 0, groups, reason="not_read")
         groups = [
-            GroupMatch(m.group_id, type(m.spec).__name__, length)
-            for m, length in zip(self._managers, match.alone, strict=True)
+            GroupMatch(i, type(m.spec).__name__, length)
+            for i, (m, length) in enumerate(zip(self._managers, match.alone, strict=True))
         ]
         limiting, lost, reason = self._loss(request, match)
         return CacheReport(request.num_tokens, match.num_tokens, groups, limiting, lost, reason)
@@ -79,12 +79,12 @@ class PrefixLookup:
         manager = self._managers[limiting]
         if manager.is_recurrent and known > hit:
             gone = self._pool.evicted_tail_between(request, hit, known, manager.group_id)
-            return manager.group_id, lost, "evicted" if gone else "no_checkpoint"
+            return limiting, lost, "evicted" if gone else "no_checkpoint"
         if manager.num_ahead and known > hit:
             hashes, index = manager.keys(request).block_hashes, hit // manager.block_size
             gone = index < len(hashes) and self._pool.was_cached(hashes[index], manager.group_id)
-            return manager.group_id, lost, "evicted" if gone else "next_token"
-        return manager.group_id, lost, "evicted"
+            return limiting, lost, "evicted" if gone else "next_token"
+        return limiting, lost, "evicted"
 
     def _evicted_run(self, request: Request, hit: int) -> int:
         """Tokens up to which every full block after the hit is cached or was evicted."""

@@ -27,6 +27,7 @@ from vllm.v1.engine.placements import (
     asked_for,
     busy,
     check_change_mode,
+    placement_to_admit,
 )
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
 from vllm.v1.metrics.merge import snapshot
@@ -227,6 +228,11 @@ class AsyncLLM:
             if self._loggers is not None and not isinstance(error, VLLMValidationError):
                 self._loggers.record(None, IterationStats(failures=["input"]))
             raise
+        placement = placement_to_admit(self.model_config, processed.request)
+        if placement is not None:
+            self._ensure_handler()
+            admitted = await self.engine_core.call_utility("admit_placement", placement)
+            processed.request.sampling_params.placement = admitted
         await self._placement_gate.passed()
         stream = self._start(processed, request_id)
         finished = False

@@ -24,6 +24,11 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
+from vllm.v1.core.placed_arena import (
+    PlacementSpecs,
+    estimate_placed_max_model_len,
+    get_placed_configs,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,8 +42,9 @@ from vllm.v1.engine import (
     RequestFailure,
     StopRequest,
 )
+from vllm.v1.engine.core_placements import CorePlacements
 from vllm.v1.engine.late_captures import LateCaptures
-from vllm.v1.engine.placements import CorePlacements, PlacementChange
+from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -105,9 +111,11 @@ class EngineCore:
             self._drain,
             self._plan_memory,
             self._adopt_memory,
+            kv_cache_config,
         )
         self._utilities: dict[str, Callable[..., Any]] = {
             "change_placement": self.change_placement,
+            "admit_placement": self.admit_placement,
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.reset_prefix_cache,
             "check_health": self.executor.check_health,
@@ -122,31 +130,45 @@ class EngineCore:
     # ---- start-up ------------------------------------------------------------------------------
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
-        specs = self.executor.get_kv_cache_specs()
+        specs, placed = self.executor.get_kv_cache_specs(), self.executor.get_placed_specs()
         self._available_bytes = self.executor.determine_available_memory()
         if self._model_config.max_model_len_auto:
-            self._fit_max_model_len(specs[0], min(self._available_bytes))
-        configs = self._plan_memory(specs)
+            self._fit_max_model_len(specs[0], placed[0], min(self._available_bytes))
+        configs = self._plan_memory(specs, placed)
         self._adopt_memory(configs[0])
         self.executor.initialize_from_config(configs)
         return configs[0]
 
-    def _plan_memory(self, specs: list[dict[str, KVCacheSpec]]) -> list[KVCacheConfig]:
-        """For each worker; ValueError if a request of full length does not fit."""
+    def _plan_memory(
+        self, specs: list[dict[str, KVCacheSpec]], placed: list[list[PlacementSpecs]]
+    ) -> list[KVCacheConfig]:
+        """For each worker, for all the placements if there are any; ValueError if a request of full
+        length does not fit."""
+        if placed[0]:
+            return get_placed_configs(self.vllm_config, placed, self._available_bytes)
         return get_kv_cache_configs(self.vllm_config, specs, self._available_bytes)
 
     def _adopt_memory(self, config: KVCacheConfig) -> None:
         """Work out how much the workers' memory holds."""
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = config.num_blocks
+        config = config.of_placement(0)
         if config.kv_cache_groups:
             tokens, full_length = get_kv_cache_capacity(self.vllm_config, config)
             cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
             logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
 
-    def _fit_max_model_len(self, specs: dict[str, KVCacheSpec], available_bytes: int) -> None:
+    def _fit_max_model_len(
+        self,
+        specs: dict[str, KVCacheSpec],
+        placed: list[PlacementSpecs],
+        available_bytes: int,
+    ) -> None:
         model, scheduler = self._model_config, self.vllm_config.scheduler_config
-        fits = estimate_max_model_len(self.vllm_config, specs, available_bytes)
+        if placed:
+            fits = estimate_placed_max_model_len(self.vllm_config, placed, available_bytes)
+        else:
+            fits = estimate_max_model_len(self.vllm_config, specs, available_bytes)
         if 0 < fits < model.max_model_len:
             decisions.record(
                 "max_model_len", fits, "the longest request memory holds", model.max_model_len
@@ -217,6 +239,7 @@ class EngineCore:
         try:
             if self.sleeping.is_sleeping:
                 raise ValueError(ASLEEP)
+            self._placements.assign(request)
             self.scheduler.add_request(request)
         except ValueError as error:
             logger.error("%s", error)
@@ -263,6 +286,8 @@ class EngineCore:
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Launch the next step; once enough are in flight, take the oldest one's results."""
         self.late_captures.between_steps()
+        if self._placements.any_waits:
+            self._placements.bring_in()
         if len(self._in_flight) < self._depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._in_flight.append(self._launch(output))
@@ -340,6 +365,12 @@ class EngineCore:
         if not change.is_busy:
             self.late_captures = LateCaptures(self.vllm_config, self.executor)
         return change
+
+    def admit_placement(self, placement: Placement) -> str:
+        """See `CorePlacements.admit`."""
+        if self.sleeping.is_sleeping:
+            raise VLLMValidationError(ASLEEP, "placement")
+        return self._placements.admit(placement)
 
     def collective_rpc(
         self,

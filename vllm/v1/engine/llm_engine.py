@@ -15,7 +15,7 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.parallel_sampling import child_requests
-from vllm.v1.engine.placements import PlacementChange, asked_for, busy
+from vllm.v1.engine.placements import PlacementChange, asked_for, busy, placement_to_admit
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
@@ -140,6 +140,10 @@ class LLMEngine:
             trace_headers=trace_headers,
             tokenization_kwargs=tokenization_kwargs,
         )
+        placement = placement_to_admit(self.model_config, processed.request)
+        if placement is not None:
+            admitted = self.engine_core.call_utility("admit_placement", placement)
+            processed.request.sampling_params.placement = admitted
         self.output_processor.add_request(processed.request, request_id, processed.prompt_text)
         return processed.request
 

@@ -1,30 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changing a supernet's placement while the engine lives: memory is planned for the mixers in use.
-
-A change drops all state, so it waits until no request is left. What is computed under one placement
-is never found under another: the memory of the cached prefixes is planned anew.
-"""
+"""What front ends and the core say to each other about a supernet's placements."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig
     from vllm.model_executor.placements import Placement
-    from vllm.v1.core.sched.interface import SchedulerInterface
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-logger = init_logger(__name__)
+    from vllm.v1.engine import EngineCoreRequest
 
 #: what a change may do with requests that run
 MODES = ("wait", "refuse")
@@ -89,52 +79,10 @@ class PlacementChange:
     capacity_tokens: int | None = None
 
 
-class CorePlacements:
-    """Changes the placement of all workers, or of none.
-
-    `drain` takes the core through the steps that remain without a request; `plan` makes workers'
-    memory configurations from what their layers keep, `adopt` is called with the first of them.
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        scheduler: SchedulerInterface,
-        executor: Executor,
-        drain: Callable[[], None],
-        plan: Callable[[list[dict[str, KVCacheSpec]]], list[KVCacheConfig]],
-        adopt: Callable[[KVCacheConfig], None],
-    ) -> None:
-        self._vllm_config = vllm_config
-        self._scheduler, self._executor = scheduler, executor
-        self._drain, self._plan, self._adopt = drain, plan, adopt
-
-    def change(self, placement: Placement) -> PlacementChange:
-        """Everything that can be refused is checked first: the names, that the new state fits.
-
-        Raises `VLLMValidationError` for a placement the model does not have, or whose state does
-        not fit into the memory; the placement is then as before.
-        """
-        if self._vllm_config.kv_transfer_config is not None:
-            raise VLLMValidationError(
-                "a connector knows the layers' memory by its addresses, so the placement cannot "
-                "change; start the engine with --placement",
-                "placement",
-            )
-        specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
-        if self._scheduler.has_unfinished_requests():
-            return PlacementChange(True, [])
-        try:
-            configs = self._plan(specs)
-        except ValueError as error:
-            raise VLLMValidationError(f"placement: {error}", "placement") from None
-        self._drain()
-        if not self._scheduler.reset_prefix_cache():
-            raise RuntimeError("the placement cannot change: state blocks are still in use")
-        begin = time.monotonic()
-        found = self._executor.collective_rpc("apply_placement", args=(placement, configs[0]))
-        self._scheduler.use_memory(configs[0])
-        self._adopt(configs[0])
-        logger.info("placement changed in %.2f s", time.monotonic() - begin)
-        cache = self._vllm_config.cache_config
-        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+def placement_to_admit(model: ModelConfig, request: EngineCoreRequest) -> Placement | None:
+    """What the core has to be asked about before it gets the request: a placement that is no
+    alias."""
+    placement = request.sampling_params.placement
+    if isinstance(placement, str) and placement in model.placement_aliases:
+        return None
+    return placement

@@ -19,6 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.model_executor.placements import Placement
+    from vllm.v1.core.placed_arena import PlacementSpecs
 
 #: `--distributed-executor-backend` -> class, imported with its workers when it is chosen
 _EXECUTORS = {
@@ -56,6 +58,12 @@ class Executor(ABC):
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """Per worker: layer name -> what it keeps."""
+
+    def get_placed_specs(self, placement: Placement | None = None) -> list[list[PlacementSpecs]]:
+        """Per worker, of a supernet whose requests may choose: the placements that have memory from
+        the start, the engine's own (or `placement` instead) first, and what their layers keep; else
+        nothing."""
+        return self.collective_rpc("get_placed_specs", args=(placement,))
 
     @abstractmethod
     def determine_available_memory(self) -> list[int]:

@@ -19,15 +19,19 @@ class Arena:
 
     A view's dimension 0 is the group's block id; its stride is the group's block stride, the
     inner dimensions are dense and as the spec's `views` say: one tensor per paged layer, a tuple
-    of tensors per recurrent one and where keys and values are of different widths.
+    of tensors per recurrent one and where keys and values are of different widths. With `buffer`
+    they are further views of another arena's bytes.
     """
 
-    def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: KVCacheConfig, device: torch.device, buffer: Tensor | None = None
+    ) -> None:
         self.plan = config.plan
-        # Zeroed: the null page is read by padded rows and must hold finite numbers.
-        self.buffer = torch.zeros(
-            self.plan.num_pages * self.plan.page_bytes, dtype=torch.uint8, device=device
-        )
+        if buffer is None:
+            # Zeroed: the null page is read by padded rows and must hold finite numbers.
+            size = self.plan.num_pages * self.plan.page_bytes
+            buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.buffer = buffer
         #: every group's blocks, `uint8 [num_blocks, block_bytes]`
         self._blocks: list[Tensor] = []
         self.layers: dict[str, LayerCache] = {}

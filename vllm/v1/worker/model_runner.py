@@ -8,7 +8,7 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import HasPlacements, LeavesOutLayers, VllmModel
-from vllm.model_executor.placements import Placement, placement_error
+from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -49,6 +49,7 @@ from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.padded_steps import PaddedSteps
+from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.prompt_logprobs import PromptScorer
 from vllm.v1.worker.residual_tap import ResidualTap
 from vllm.v1.worker.sanitizer import Sanitizer
@@ -64,10 +65,11 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """What outlives a preemption: the parameters and the prompt's length."""
+    """What outlives a preemption: the parameters, the prompt's length and the placement."""
 
     sampling_params: SamplingParams
     num_tokens: int
+    placement: int
 
 
 class ModelRunner(KVConnectorModelRunnerMixin):
@@ -109,7 +111,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._launches = True
         self._prompts: dict[str, Prompt] = {}
         #: every layer that keeps state, by name
-        self.layers: dict[str, AttentionLayerBase] = {}
+        self.layers: Mapping[str, AttentionLayerBase] = {}
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
@@ -119,6 +121,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.tap: ResidualTap
         self.sanitizer: Sanitizer | None = None
         self.journals: StateJournals | None = None
+        #: by placement; the attributes above are those of the one that `placement` names
+        self.placed: dict[int, PlacedState] = {}
+        self.placement = 0
+        #: every placement's, made when its memory was first planned
+        self._journals: dict[str, StateJournals | None] = {}
         self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
 
     # ---- start-up ------------------------------------------------------------------------------
@@ -138,6 +145,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Of a supernet, only the layers that are in use keep state."""
         self.layers = collect_layers(self.vllm_config, *self.models)
         hand_over_layers(self.vllm_config, self.layers)
+
+    def placements(self, placement: Placement | None = None) -> list[str]:
+        """What requests choose from, mixers joined by commas: the engine's own placement (or this
+        one, instead) before those with an alias. Nothing where they cannot choose."""
+        model = self.model
+        if not isinstance(model, HasPlacements) or not model.get_mixer_names():
+            return []
+        if why_one_at_a_time(self.vllm_config) is not None:
+            return []
+        own = model.get_layer_placements() if placement is None else placement
+        aliases = self.model_config.placement_aliases.values()
+        return list(dict.fromkeys(model.spell(one) for one in (own, *aliases)))
 
     @torch.no_grad()
     def load_weights(self) -> None:
@@ -161,6 +180,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.drop_graphs()
         self.release_kv_cache()
         self.journals = None
+        self._journals = {}
         placed = model.set_layer_placements(placement)
         self._collect_layers()
         self.initialize_kv_cache(config)
@@ -173,12 +193,29 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return self.model
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the arena, bind each layer's view of it and make the metadata builders."""
-        self.arena = Arena(config, self.device)
-        self.kv_cache_config = config
-        for name, view in self.arena.layers.items():
-            self.layers[name].kv_cache = view
-        self.block_tables = BlockTables(
+        """Allocate the arena, bind each layer's view of it and make the metadata builders; then the
+        same for the other placements that requests choose from, in the same memory."""
+        names = [placed.placement for placed in config.placements] or [""]
+        self.placed = {}
+        for index, name in enumerate(names):
+            self._add_placement(index, name, config.of_placement(index))
+        if len(names) > 1:
+            self.use_placement(0)
+        if self.vllm_config.cache_config.sanitize:
+            self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
+        if self.drafter is not None:
+            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
+
+    def _add_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+        """Make what steps of a placement need, in the arena if there is one, and use it."""
+        layers: Mapping[str, AttentionLayerBase] = self.layers
+        if placement:
+            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
+        buffer = next((placed.arena.buffer for placed in self.placed.values()), None)
+        arena = Arena(config, self.device, buffer)
+        for name, view in arena.layers.items():
+            layers[name].kv_cache = view
+        block_tables = BlockTables(
             config,
             self.max_rows,
             self.model_config.max_model_len,
@@ -188,28 +225,48 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.uploads,
             self.width,
         )
-        if self.journals is None:
-            self.journals = StateJournals.create(
-                self.vllm_config, self.layers, config, self.inputs.progress, self.depth
+        if placement not in self._journals:
+            self._journals[placement] = StateJournals.create(
+                self.vllm_config, layers, config, self.inputs.progress, self.depth
             )
-        if self.journals is not None:
-            self.journals.bind(self.block_tables)
-        if self.vllm_config.cache_config.sanitize:
-            self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
-        self.groups = []
+        journals = self._journals[placement]
+        if journals is not None:
+            journals.bind(block_tables, reset=not self.placed)
+        groups = []
         for group in config.kv_cache_groups:
-            backend = self.layers[group.layer_names[0]].get_attn_backend()
+            backend = layers[group.layer_names[0]].get_attn_backend()
             builder = backend.get_builder_cls()(
                 group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
             )
             if self.uploads is not None:
                 builder.share_uploads(self.uploads)
-            self.groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
-        self.metadata = StepMetadata(
-            self.groups, self.block_tables, self.layers, self.model_config.max_model_len
+            groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
+        metadata = StepMetadata(groups, block_tables, layers, self.model_config.max_model_len)
+        self.placed[index] = PlacedState(
+            placement, config, layers, arena, block_tables, journals, groups, metadata
         )
-        if self.drafter is not None:
-            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
+        self._take_up(index)
+
+    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+        """Requests may choose a further placement, or one in the place of another that no request
+        has any more. Its steps run eagerly."""
+        if (old := self.placed.get(index)) is not None:
+            self._journals.pop(old.placement, None)
+        self._add_placement(index, placement, config)
+
+    def use_placement(self, index: int) -> None:
+        """From here on steps run this placement, one of `placed`."""
+        if index != self.placement:
+            self.placed[index].bind()
+            self._take_up(index)
+
+    def _take_up(self, index: int) -> None:
+        placed, self.placement = self.placed[index], index
+        if placed.placement:
+            self.supernet().set_layer_placements(placed.placement)
+        self.kv_cache_config, self.layers, self.arena = placed.config, placed.layers, placed.arena
+        self.block_tables, self.journals = placed.block_tables, placed.journals
+        self.groups, self.metadata, self.graphs = placed.groups, placed.metadata, placed.graphs
 
     def state_memory(self) -> StateMemory:
         """The arena and what a connector may see of it."""
@@ -225,7 +282,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
         backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
-        self.graphs = self.padded_steps().graphs(plan, self.drafter)
+        graphs = self.padded_steps().graphs(plan, self.drafter)
+        self.graphs = self.placed[self.placement].graphs = graphs
 
     def padded_steps(self) -> PaddedSteps:
         """Steps without a real token, as graphs record them; for the memory that there is now."""
@@ -248,25 +306,31 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def drop_graphs(self) -> bool:
         """Free the graphs, whose addresses are about to change; whether there were any."""
-        had_any = bool(self.graphs.sizes or self.graphs.piecewise_sizes)
+        had_any = any(p.graphs.sizes or p.graphs.piecewise_sizes for p in self.placed.values())
+        for placed in self.placed.values():
+            placed.graphs = StepGraphs()
         self.graphs = StepGraphs()
         return had_any
 
     def release_kv_cache(self) -> None:
         """Drop the arena (after a profiling run)."""
-        for layer in self.layers.values():
-            layer.kv_cache = torch.empty(0)
-        if self.journals is not None:
-            self.journals.unbind()
+        for placed in self.placed.values():
+            for layer in placed.layers.values():
+                layer.kv_cache = torch.empty(0)
+            if placed.journals is not None:
+                placed.journals.unbind()
+        self.placed = {}
         del self.arena, self.block_tables, self.metadata
         self.sanitizer = None
         self.groups = []
 
     def close(self) -> None:
         """Drop the model, its state and every request."""
-        for layer in self.layers.values():
-            layer.kv_cache = torch.empty(0)
-        self.layers.clear()
+        for placed in self.placed.values():
+            for layer in placed.layers.values():
+                layer.kv_cache = torch.empty(0)
+        self.placed, self.layers = {}, {}
+        self._journals = {}
         self.drop_graphs()
         self.sanitizer = self.journals = None
         state = ("arena", "block_tables", "metadata")
@@ -280,6 +344,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Launch one step."""
+        self.use_placement(scheduler_output.placement)
         self._update_states(scheduler_output)
         self.before_blocks_change(scheduler_output)
         if self.sanitizer is None:
@@ -453,7 +518,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self._remove(req_id, kept.get(req_id))
         for new in output.scheduled_new_reqs:
             assert new.sampling_params is not None
-            prompt = Prompt(new.sampling_params, len(new.prompt_token_ids))
+            prompt = Prompt(new.sampling_params, len(new.prompt_token_ids), self.placement)
             self._prompts[new.req_id] = prompt
             self._add(
                 new.req_id, new.prompt_token_ids, prompt, new.num_computed_tokens, new.block_ids
@@ -479,8 +544,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 )
             else:
                 self.block_tables.append_row(self.batch.requests[req_id].row, block_ids)
-        if self.journals is not None:
-            self.journals.before_copies(output.copies_before)
+        for index, placed in self.placed.items():
+            if placed.journals is not None:
+                # A row that was left may be another placement's now.
+                copies = output.copies_before if index == self.placement else ()
+                placed.journals.before_copies(copies)
 
     def _add(
         self,
@@ -500,8 +568,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def _remove(self, req_id: str, num_kept_tokens: int | None) -> None:
         state = self.batch.remove(req_id)
-        if state is not None and self.journals is not None:
-            self.journals.leave(state.row, num_kept_tokens)
+        if state is not None:
+            journals = self.placed[self._prompts[req_id].placement].journals
+            if journals is not None:
+                journals.leave(state.row, num_kept_tokens)
         if state is not None and self.drafter is not None:
             self.drafter.remove(state)
         self.sampler.remove(req_id)

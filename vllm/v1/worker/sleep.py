@@ -87,7 +87,8 @@ class Sleeper:
             buffers = [buffer for model in runner.models for buffer in model.buffers()]
             weights.append(ParkedMemory(buffers, keep=True))
         self._reload = level == 2
-        journals = [] if runner.journals is None else runner.journals.tensors
+        kept = (placed.journals for placed in runner.placed.values())
+        journals = [tensor for one in kept if one is not None for tensor in one.tensors]
         arena = [ParkedMemory([runner.arena.buffer, *journals], keep=False)]
         self._asleep = {"weights": weights, "kv_cache": arena}
         self._collect()
@@ -105,8 +106,10 @@ class Sleeper:
             del self._asleep[tag]
         if not self._asleep and self._captured:
             self._captured = False
-            self._runner.plan_graphs()
-            self._runner.graphs.capture_all()
+            for index in reversed(self._runner.placed):
+                self._runner.use_placement(index)
+                self._runner.plan_graphs()
+                self._runner.graphs.capture_all()
 
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""

@@ -11,7 +11,7 @@ the stream; how many tokens are pending, drafts that were accepted among them, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm import decisions
 from vllm.config import VllmConfig
-from vllm.kernels.journal import JournalMemory, JournalSize, JournalStack
+from vllm.kernels.journal import Journal, JournalMemory, JournalSize, JournalStack
 from vllm.kernels.step import JournalCommits, Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.v1.core.sched.output import BlockCopy
@@ -34,12 +34,14 @@ _FLUSHES_PER_STEP = 3
 
 @dataclass(frozen=True)
 class _JournalGroup:
-    """One group's layers and their journals; `stack` once the states have memory."""
+    """One group's layers and their journals; `stack`, and `journals` with a part of it for each
+    layer, once the states have memory."""
 
     group_id: int
     layers: list[KeepsJournal]
     memory: JournalMemory
     stack: JournalStack | None = None
+    journals: list[Journal] = field(default_factory=list)
 
 
 class StateJournals:
@@ -109,28 +111,35 @@ class StateJournals:
         """The journals' memory."""
         return [tensor for group in self._groups for tensor in group.memory.tensors]
 
-    def bind(self, tables: BlockTables) -> None:
-        """Use the states that the layers have now; nothing is pending in them."""
+    def bind(self, tables: BlockTables, reset: bool = True) -> None:
+        """Use the states that the layers have now; nothing is pending in them. Without `reset`
+        rows of other placements may have something pending."""
         self.waiting[:] = False
         self._left.clear()
         self._kept.clear()
         progress = self._progress
         counts = (progress.pending, progress.first, progress.taken)
-        for count in counts:
+        for count in counts if reset else ():
             count.zero_()
         self._tables = [tables.groups[group.group_id].table for group in self._groups]
         for i, group in enumerate(self._groups):
             conv_states = [layer.kv_cache[0] for layer in group.layers]
             states = [layer.kv_cache[1] for layer in group.layers]
             stack = group.memory.stack(self._steps, counts, states, conv_states)
-            self._groups[i] = replace(group, stack=stack)
-            for index, layer in enumerate(group.layers):
-                layer.journal = stack.layer(index)
+            journals = [stack.layer(index) for index in range(len(group.layers))]
+            self._groups[i] = replace(group, stack=stack, journals=journals)
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the layers keep these journals; where placements share layers, before each step."""
+        for group in self._groups:
+            for layer, journal in zip(group.layers, group.journals, strict=True):
+                layer.journal = journal
 
     def unbind(self) -> None:
         """The states' memory is given up."""
         for i, group in enumerate(self._groups):
-            self._groups[i] = replace(group, stack=None)
+            self._groups[i] = replace(group, stack=None, journals=[])
             for layer in group.layers:
                 layer.journal = None
 

@@ -62,7 +62,7 @@ class StepMetadata:
         self,
         groups: list[StateGroup],
         tables: BlockTables,
-        layers: dict[str, AttentionLayerBase],
+        layers: Mapping[str, AttentionLayerBase],
         max_model_len: int,
     ) -> None:
         self._groups = groups

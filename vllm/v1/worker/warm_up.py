@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -113,19 +114,24 @@ def note_kernels(runner: ModelRunner) -> list[Variant]:
 
     bind_small_arena(runner)
     with noted_launches() as variants:
-        # Sampled tokens are whatever was in memory, so none of them may become an input.
-        _rehearse(runner, decode_known_tokens=True)
+        for index in reversed(runner.placed):
+            runner.use_placement(index)
+            # Sampled tokens are whatever was in memory, so none of them may become an input.
+            _rehearse(runner, decode_known_tokens=True)
     runner.release_kv_cache()
     return variants
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run every kernel on its shapes once; capture the graphs. CUDA only."""
-    _rehearse(runner, decode_known_tokens=False)
-    with startup_phase("graph capture"):
-        runner.plan_graphs()
-        capture_until(runner.graphs, runner.vllm_config.compilation_config.ready_by_s)
-        torch.cuda.synchronize(runner.device)
+    """Run every kernel on its shapes once; capture the graphs, of every placement that requests
+    choose from. CUDA only."""
+    for index in reversed(runner.placed):
+        runner.use_placement(index)
+        _rehearse(runner, decode_known_tokens=False)
+        with startup_phase("graph capture"):
+            runner.plan_graphs()
+            capture_until(runner.graphs, runner.vllm_config.compilation_config.ready_by_s)
+            torch.cuda.synchronize(runner.device)
 
 
 def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
@@ -185,6 +191,10 @@ def _longest(runner: ModelRunner) -> int:
 
 
 def bind_small_arena(runner: ModelRunner) -> None:
+    specs = [(name, runner.get_kv_cache_spec(name)) for name in runner.placements()]
+    if specs:
+        runner.initialize_kv_cache(placed_config(runner.vllm_config, specs, num_pages=2))
+        return
     groups = get_kv_cache_groups(runner.vllm_config, runner.get_kv_cache_spec())
     runner.initialize_kv_cache(KVCacheConfig(0, [], groups, plan_arena(groups, num_pages=2)))
 

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.startup_phases import startup_phase
+from vllm.v1.core.placed_arena import PlacementSpecs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -210,6 +211,19 @@ class Worker:
         self.model_runner.supernet()
         return self.model_runner.get_kv_cache_spec(placement)
 
+    def get_placed_specs(self, placement: Placement | None) -> list[PlacementSpecs]:
+        """See `Executor.get_placed_specs`."""
+        runner = self.model_runner
+        return [(name, runner.get_kv_cache_spec(name)) for name in runner.placements(placement)]
+
+    def spell_placement(self, placement: Placement) -> str:
+        """See `HasPlacements.spell`; `VLLMValidationError` for one that the model does not have."""
+        return self.model_runner.supernet().spell(placement)
+
+    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+        """See `ModelRunner.set_placement`."""
+        self.model_runner.set_placement(index, placement, config)
+
     def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
         """Use these mixers, with memory for them, and capture their graphs; no request is left."""
         placed = self.model_runner.place(placement, config)
@@ -218,7 +232,8 @@ class Worker:
         return placed
 
     def get_layer_placements(self) -> dict[int, str]:
-        """A supernet's mixer of each layer that has several."""
+        """A supernet's mixer of each layer that has several, for requests that do not choose."""
+        self.model_runner.use_placement(0)
         return self.model_runner.supernet().get_layer_placements()
 
     def get_mixer_names(self) -> tuple[str, ...]:
@@ -257,12 +272,17 @@ class Worker:
 
     def num_pending_graphs(self) -> int:
         """Sizes that start-up left to be captured."""
-        return self.model_runner.graphs.num_pending
+        return sum(one.graphs.num_pending for one in self.model_runner.placed.values())
 
     def capture_next_graph(self) -> int:
         """Capture one of them; returns how many are left."""
         with self.at_work():
-            self.model_runner.graphs.capture_next()
+            runner = self.model_runner
+            for index, placed in runner.placed.items():
+                if placed.graphs.num_pending:
+                    runner.use_placement(index)
+                    placed.graphs.capture_next()
+                    break
         return self.num_pending_graphs()
 
     def execute_model(

@@ -70,6 +70,7 @@ class GenerationRequest(RequestModel):
     cache_pin_seconds: Number | None = None
     return_cache_report: bool | None = None
     priority: Integer | None = 0
+    placement: str | Strings | None = None
     request_id: str | None = None
 
     response_format: dict[str, Any] | None = None

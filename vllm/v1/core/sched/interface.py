@@ -87,6 +87,20 @@ class SchedulerInterface(ABC):
     ) -> bool:
         """Forget cached prefixes; False if blocks in use stopped it."""
 
+    def waiting_requests(self) -> list[Request]:
+        """Those that no step runs, in the order in which they will start."""
+        return []
+
+    def retire_placement(self, placement: int) -> bool:
+        """Forget what is cached of a placement; False, and nothing has changed, while any request
+        that has started uses it. Others have to await a placement again."""
+        return False
+
+    def set_placement(self, placement: int, kv_cache_config: KVCacheConfig) -> None:
+        """Requests may choose a further placement, or one in the place of a retired one; the arena
+        is the same. `VLLMValidationError` from a scheduler that cannot."""
+        raise VLLMValidationError(f"{type(self).__name__} cannot run several placements")
+
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         """Go on with other state memory, all of it empty; no request is left.
 

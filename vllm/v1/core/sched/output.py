@@ -122,6 +122,9 @@ class SchedulerOutput:
     `num_next_drafts`: draft tokens that may be verified of each request after this step: drafters
     propose as many.
 
+    `placement`: which of the placements of a supernet that the engine has the step runs; all its
+    requests use it, and blocks and copies are of this placement's groups, counted from 0.
+
     Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
     each decodes equally many tokens and samples. Such steps share `num_scheduled_tokens`,
     `sampling_req_ids` and `scheduled_cached_reqs.req_ids`, which nobody changes.
@@ -146,6 +149,7 @@ class SchedulerOutput:
     masked_req_ids: list[str] = field(default_factory=list)
     kept_states: dict[str, int] = field(default_factory=dict)
     num_next_drafts: int = 0
+    placement: int = 0
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

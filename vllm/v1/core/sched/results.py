@@ -284,7 +284,7 @@ class SchedulerResults(SchedulerState):
             # What lies before a load beside the steps was found in the cache and is not in doubt.
             loading = request.request_id in self.transfer.loading
             start = self.transfer.load_start(request.request_id) if loading else 0
-            self.kv_cache_manager.forget_after(request, max(valid, start))
+            self.caches[request.placement].forget_after(request, max(valid, start))
             # Finished ones too: what they computed is cached when their blocks are freed.
             request.num_computed_tokens = valid
             request.quiet_until = 0

@@ -58,10 +58,15 @@ class Scheduler(SchedulerResults):
     def schedule(self) -> SchedulerOutput:
         if len(self._in_flight) >= self.max_steps_in_flight:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
-        self.kv_cache_manager.begin_step()
-        step = StepPlan(self.max_num_batched_tokens)
-        if self._schedule_running(step):
-            self._schedule_waiting(step)
+        for cache in self.caches.values():
+            cache.begin_step()
+        for placement in self.turns.order():
+            step = StepPlan(self.max_num_batched_tokens, placement)
+            if self._schedule_running(step):
+                self._schedule_waiting(step)
+            if step.requests:
+                self.turns.ran(placement)
+                break
         output = self._make_output(step)
         if self.transfer is not None:
             self.transfer.fill_metadata(output)
@@ -74,7 +79,11 @@ class Scheduler(SchedulerResults):
         enough = True
         requests, counts, blocks = step.requests, step.counts, step.blocks
         width = self.next_width
-        for request in self.running:  # making room shortens the list, at its end
+        # Making room shortens the list, at its end.
+        running = self.running
+        if not self.turns.alone:
+            running = [one for one in running if one.placement == step.placement]
+        for request in running:
             if step.token_budget == 0:
                 break
             if request.num_computed_tokens + width <= request.quiet_until and (
@@ -92,13 +101,15 @@ class Scheduler(SchedulerResults):
 
     def _continue(self, request: Request, step: StepPlan) -> bool:
         """Let a running request go on if it has anything to compute; False if blocks ran out."""
+        if request.status is not RequestStatus.RUNNING:
+            return False
         num_tokens, decodes = self._num_tokens_ahead(request, step.token_budget)
         if num_tokens == 0:
             return True
         enough = True
         lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
         while (
-            blocks := self.kv_cache_manager.allocate_slots(
+            blocks := self.caches[request.placement].allocate_slots(
                 request, num_tokens, num_lookahead_tokens=lookahead
             )
         ) is None:
@@ -113,7 +124,7 @@ class Scheduler(SchedulerResults):
         if num_tokens > 1:
             step.drafts[request.request_id] = num_tokens
         if num_tokens == self.next_width:
-            quiet = self.kv_cache_manager.quiet_until(request) - self.draft_lookahead
+            quiet = self.caches[request.placement].quiet_until(request) - self.draft_lookahead
             request.quiet_until = min(quiet, request.length_limit - 1)
         else:
             step.only_decodes = False
@@ -143,7 +154,7 @@ class Scheduler(SchedulerResults):
             return 1
         if 0 < self.long_prefill_token_threshold < num_tokens:
             num_tokens = self.long_prefill_token_threshold
-        end = self.kv_cache_manager.chunk_end(request.request_id, computed)
+        end = self.caches[request.placement].chunk_end(request.request_id, computed)
         if end is not None:
             num_tokens = min(num_tokens, end - computed)
         return min(num_tokens, token_budget)
@@ -154,7 +165,7 @@ class Scheduler(SchedulerResults):
         if self._rewound and request.request_id in self._rewound:
             self._rewound.remove(request.request_id)
             self.preempted_req_ids.add(request.request_id)
-            all_blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            all_blocks = self.caches[request.placement].get_block_ids(request.request_id)
             request.num_told_tokens = request.num_tokens
             step.add_resumed(request, num_tokens, all_blocks)
         else:
@@ -174,21 +185,40 @@ class Scheduler(SchedulerResults):
     # ---- admission -----------------------------------------------------------------------------
 
     def _schedule_waiting(self, step: StepPlan) -> None:
+        """Start waiting requests in the order of the queue. Those of another placement are passed
+        over: a place is kept for each until its turn. Behind one that found no room, or whose
+        placement has no memory yet, none starts."""
         skipped: list[Request] = []
+        num_passed_over = 0
         # Workers still keep a row for each request that awaits its stop.
         max_running = self.max_num_seqs - len(self.awaiting_stop)
-        while self.waiting and step.token_budget > 0 and len(self.running) < max_running:
+        while (
+            self.waiting
+            and step.token_budget > 0
+            and len(self.running) + num_passed_over < max_running
+        ):
             request = self.waiting.peek()
+            if request.awaits_placement:
+                break
+            if request.placement != step.placement:
+                if request is self._without_room:
+                    break
+                skipped.append(self.waiting.pop())
+                num_passed_over += 1
+                continue
             admission = self._admit(request, step)
             if admission is _Admission.NO_ROOM:
+                self._without_room = request
                 break
+            if request is self._without_room:
+                self._without_room = None
             if admission in (_Admission.FAILED, _Admission.AGAIN):
                 continue
             self.waiting.pop()
             if admission is _Admission.SKIPPED:
                 skipped.append(request)
         self.waiting.put_back(skipped)
-        self.num_deferred = len(skipped)
+        self.num_deferred = len(skipped) - num_passed_over
 
     def _admit(self, request: Request, step: StepPlan) -> _Admission:
         """Start `request` in this step if it can; it stays queued unless the result is RUNS."""
@@ -246,7 +276,7 @@ class Scheduler(SchedulerResults):
         remaining = request.num_tokens - prefix.computed
         num_tokens = 0
         if self.enable_chunked_prefill:
-            self.kv_cache_manager.plan_checkpoints(request, prefix.computed)
+            self.caches[request.placement].plan_checkpoints(request, prefix.computed)
             num_tokens = self._chunk(request, prefix.computed, remaining, token_budget)
         elif remaining <= token_budget:
             num_tokens = remaining
@@ -255,7 +285,7 @@ class Scheduler(SchedulerResults):
         if prefix.load_async:
             num_tokens = 0
         lookahead = max(self.width - num_tokens, 0) + self.draft_lookahead
-        return num_tokens, self.kv_cache_manager.allocate_slots(
+        return num_tokens, self.caches[request.placement].allocate_slots(
             request,
             num_tokens,
             num_new_computed_tokens=prefix.num_local,
@@ -278,11 +308,12 @@ class Scheduler(SchedulerResults):
                 self._return_received(request)
         blocks: KVCacheBlocks | None = None
         num_local = 0
+        cache = self.caches[request.placement]
         if not read_cache:
-            self.kv_cache_manager.discard_match(request)
+            cache.discard_match(request)
         else:
-            blocks, num_local = self.kv_cache_manager.get_computed_blocks(request)
-            if self.kv_cache_manager.is_coming(request, num_local):
+            blocks, num_local = cache.get_computed_blocks(request)
+            if cache.is_coming(request, num_local):
                 return None
         num_external, load_async = 0, False
         if self.connector is not None:
@@ -302,7 +333,7 @@ class Scheduler(SchedulerResults):
         """After an asynchronous load: the last token is computed again to have its logits."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         request.num_computed_tokens = computed
-        self.kv_cache_manager.cache_blocks(request, computed)
+        self.caches[request.placement].cache_blocks(request, computed)
         return _Prefix(None, 0, 0, computed, False)
 
     def _may_load(self) -> bool:
@@ -321,7 +352,7 @@ class Scheduler(SchedulerResults):
     def _start(self, request: Request, step: StepPlan, num_tokens: int) -> None:
         step.only_decodes = False
         request.num_told_tokens = request.num_tokens
-        blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+        blocks = self.caches[request.placement].get_block_ids(request.request_id)
         if request.num_preemptions:
             step.add_resumed(request, num_tokens, blocks)
         else:
@@ -343,7 +374,7 @@ class Scheduler(SchedulerResults):
         counters = self._counters
         counters.prefix_queries += request.num_tokens
         counters.prefix_hits += prefix.num_local
-        report = self.kv_cache_manager.take_report(request)
+        report = self.caches[request.placement].take_report(request)
         if report is not None:
             counters.add_report(report)
             request.cache_report = report if request.cache.report else None
@@ -365,7 +396,10 @@ class Scheduler(SchedulerResults):
     def _make_output(self, step: StepPlan) -> SchedulerOutput:
         decodes = self._decodes = self._decode_set(step)
         drafts = self.draft_policy.choose(step.requests) if self.width > 1 else 0
-        copies_before, copies_after = self.kv_cache_manager.take_copies()
+        copies_before, copies_after = self.caches[step.placement].take_copies()
+        kept_states: dict[str, int] = {}
+        for cache in self.caches.values():
+            kept_states |= cache.take_kept_states()
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
             scheduled_cached_reqs=decodes.cached_data(step) if decodes else step.cached_data(),
@@ -381,8 +415,9 @@ class Scheduler(SchedulerResults):
             copies_before=copies_before,
             copies_after=copies_after,
             block_log=self.kv_cache_manager.take_block_log(),
-            kept_states=self.kv_cache_manager.take_kept_states(),
+            kept_states=kept_states,
             num_next_drafts=drafts,
+            placement=step.placement,
         )
         self.next_width = 1 + drafts
         self.finished_req_ids = set()

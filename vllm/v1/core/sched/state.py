@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.cache_options import CacheReport
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.pinned_prefixes import PinnedPrefixes
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.placement_turns import PlacementTurns
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.step_plan import DecodeSet
 from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
@@ -91,7 +94,7 @@ class SchedulerState(SchedulerInterface):
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.by_priority = config.policy == "priority"
-        self.kv_cache_manager = self._create_kv_cache_manager()
+        self._use_memory(kv_cache_config)
 
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
@@ -110,6 +113,8 @@ class SchedulerState(SchedulerInterface):
         self._counters = StepCounters()
         #: running, waiting and usage, as last sent
         self._sent_gauges = (0, 0, 0.0)
+        #: the waiting request that found no room: nobody behind it starts, whatever its placement
+        self._without_room: Request | None = None
         #: waiting requests that the last step could not take for another reason than room: their
         #: grammar is being compiled, their state is on its way
         self.num_deferred = 0
@@ -135,13 +140,67 @@ class SchedulerState(SchedulerInterface):
 
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         assert not self.requests and self.transfer is None
-        self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = self._create_kv_cache_manager()
+        self._use_memory(kv_cache_config)
 
-    def _create_kv_cache_manager(self) -> KVCacheManager:
+    def _use_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        self.kv_cache_config = kv_cache_config
+        placements = kv_cache_config.placements
+        if placements:
+            pool = BlockPool(kv_cache_config.plan)
+            pins = PinnedPrefixes(pool)
+            #: by placement; they share the memory
+            self.caches = {
+                i: self._create_kv_cache_manager(
+                    kv_cache_config.of_placement(i), pool, pins, placed.first
+                )
+                for i, placed in enumerate(placements)
+            }
+        else:
+            self.caches = {0: self._create_kv_cache_manager(kv_cache_config)}
+        self.turns = PlacementTurns(list(self.caches))
+        #: of the placement that the engine has at its start; the memory as a whole is in any
+        self.kv_cache_manager = self.caches[0]
+
+    def waiting_requests(self) -> list[Request]:
+        return list(self.waiting)
+
+    def retire_placement(self, placement: int) -> bool:
+        own = [
+            request
+            for request in self.requests.values()
+            if request.placement == placement and not request.awaits_placement
+        ]
+        if any(request.status is not RequestStatus.WAITING for request in own):
+            return False
+        placed = self.kv_cache_config.placements[placement]
+        self.caches[placement].begin_step()
+        pool, pins = self.kv_cache_manager.block_pool, self.kv_cache_manager.pins
+        while not pool.forget_groups(placed.first, placed.count):
+            if not pins.release_next():
+                return False
+        for request in own:
+            self.caches[placement].discard_match(request)
+            request.placement, request.awaits_placement = 0, True
+        return True
+
+    def set_placement(self, placement: int, kv_cache_config: KVCacheConfig) -> None:
+        self.kv_cache_config = kv_cache_config
+        placed, own = kv_cache_config.placements[placement], kv_cache_config.of_placement(placement)
+        pool, pins = self.kv_cache_manager.block_pool, self.kv_cache_manager.pins
+        pool.pages.set_groups(placed.first, [group.blocks_per_page for group in own.plan.groups])
+        self.caches[placement] = self._create_kv_cache_manager(own, pool, pins, placed.first)
+        self.turns.join(placement)
+
+    def _create_kv_cache_manager(
+        self,
+        kv_cache_config: KVCacheConfig,
+        pool: BlockPool | None = None,
+        pins: PinnedPrefixes | None = None,
+        first_group: int = 0,
+    ) -> KVCacheManager:
         events = self.vllm_config.kv_events_config
         return KVCacheManager(
-            self.kv_cache_config,
+            kv_cache_config,
             self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
@@ -149,6 +208,9 @@ class SchedulerState(SchedulerInterface):
             checkpoint_interval=self.vllm_config.cache_config.checkpoint_interval,
             sanitize=self.vllm_config.cache_config.sanitize,
             enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+            pool=pool,
+            pins=pins,
+            first_group=first_group,
         )
 
     # ---- coming --------------------------------------------------------------------------------
@@ -172,7 +234,7 @@ class SchedulerState(SchedulerInterface):
     def _preempt(self, request: Request) -> None:
         if self.transfer is not None:
             self.transfer.abandon_load(request)
-        self.kv_cache_manager.free(request)
+        self.caches[request.placement].free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.quiet_until = 0
         request.num_preemptions += 1
@@ -200,7 +262,7 @@ class SchedulerState(SchedulerInterface):
         """A waiting request gives up the blocks that a connector filled."""
         assert self.transfer is not None
         self.transfer.received.discard(request.request_id)
-        self.kv_cache_manager.free(request)
+        self.caches[request.placement].free(request)
         request.num_computed_tokens = 0
         request.num_cached_tokens = -1
 
@@ -299,14 +361,14 @@ class SchedulerState(SchedulerInterface):
                     request.error = RequestFailure.of("save", error)
                 keep = self.transfer.is_tracking(request.request_id)
         if keep:
-            self.kv_cache_manager.drop_checkpoints(request)
+            self.caches[request.placement].drop_checkpoints(request)
         else:
             self._free(request)
         return params
 
     def _free(self, request: Request) -> None:
         assert request.is_finished
-        self.kv_cache_manager.free(request)
+        self.caches[request.placement].free(request)
         del self.requests[request.request_id]
 
     def _fail(self, request: Request, reason: RequestError) -> None:
@@ -351,7 +413,15 @@ class SchedulerState(SchedulerInterface):
             while self.running:
                 self._preempt_last()
             finished = [request for request in self.requests.values() if request.is_finished]
-        done = self.kv_cache_manager.reset_prefix_cache(finished)
+        for cache in self.caches.values():
+            cache.begin_step()
+        # Each forgets everything, and nothing while any holds blocks.
+        done = all(
+            [
+                cache.reset_prefix_cache([one for one in finished if one.placement == placement])
+                for placement, cache in self.caches.items()
+            ]
+        )
         if reset_connector and self.connector is not None:
             done = self.connector.reset_cache() is not False and done
         return done

@@ -17,7 +17,7 @@ NewBlocks = tuple[list[int], ...] | None
 
 @dataclass(slots=True)
 class StepPlan:
-    """Who runs how many tokens, in the order of scheduling.
+    """Who runs how many tokens, in the order of scheduling, and with which placement.
 
     `requests`, `counts` (tokens) and `blocks` are parallel; `blocks` is what the workers are told
     of a request they know. `only_decodes`: every request computes the newest token, and equally
@@ -25,6 +25,7 @@ class StepPlan:
     """
 
     token_budget: int
+    placement: int = 0
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     blocks: list[NewBlocks] = field(default_factory=list)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests choose a supernet's placement: mixed, each gets the tokens of its placement alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apriel2_models import MIXERS, Reference, make_tensors, save, stochastic
+from parity_checks import in_this_process, prompts
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.exceptions import VLLMValidationError
+
+pytestmark = [pytest.mark.parity, in_this_process]
+
+LAYERS = 2
+#: what requests of these tests ask for -> the mixers that they get
+ASKED: dict[Any, tuple[str, ...]] = {
+    None: ("attention", "attention"),
+    "fast": ("gdn", "gdn"),
+    "careful": ("attention", "kda"),
+    "all-gdn": ("gdn", "gdn"),
+    "all-swa": ("sliding_window", "sliding_window"),
+    "kda,sliding_window": ("kda", "sliding_window"),
+    "attention,gdn": ("attention", "gdn"),
+}
+ALIASES = {"fast": "all-gdn", "careful": ["attention", "kda"]}
+PROMPTS = prompts((1, 17, 35))
+
+
+class Supernet:
+    """A checkpoint, and what each placement of it generates."""
+
+    def __init__(self, path: Path) -> None:
+        self.decoder = stochastic(LAYERS)
+        self.tensors = make_tensors(self.decoder)
+        self.path = save(path, self.decoder, self.tensors)
+
+    @functools.cache  # noqa: B019
+    def chosen(self, names: tuple[str, ...], ids: tuple[int, ...]) -> list[int]:
+        """The equations' choice after each of these tokens."""
+        reference = Reference(self.decoder, self.tensors, list(names))
+        return reference.logits(list(ids)).argmax(-1).tolist()
+
+    def assert_equals(self, output: RequestOutput, asked: Any) -> None:
+        self.assert_chosen(output, ASKED[asked])
+
+    def assert_chosen(self, output: RequestOutput, names: tuple[str, ...]) -> None:
+        """Every token is the choice of this placement's equations, given those before it."""
+        prompt, found = list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)
+        expected = self.chosen(names, tuple(prompt + found[:-1]))[len(prompt) - 1 :]
+        assert found == expected, names
+
+
+@pytest.fixture(scope="module")
+def supernet(tmp_path_factory: pytest.TempPathFactory) -> Supernet:
+    return Supernet(tmp_path_factory.mktemp("apriel2"))
+
+
+@pytest.fixture(scope="module")
+def llm(supernet: Supernet) -> Iterator[LLM]:
+    """With two places for placements without an alias."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        engine = make(supernet.path)
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+def make(path: Path, **settings: Any) -> LLM:
+    given: dict[str, Any] = {
+        "placement_alias": ALIASES,
+        "max_request_placements": 2,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 2**22,
+    }
+    return LLM(model=str(path), dtype="float32", max_model_len=128, **(given | settings))
+
+
+def params(placement: str | list[str] | None, count: int = 10) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, placement=placement)
+
+
+def run(llm: LLM, asked: Sequence[Any], ids: list[list[int]]) -> list[RequestOutput]:
+    batch = [TokensPrompt(prompt_token_ids=one) for one in ids]
+    return llm.generate(batch, [params(one) for one in asked], use_tqdm=False)
+
+
+def scheduler(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+
+def test_mixed_requests_get_their_placements_tokens(supernet: Supernet, llm: LLM) -> None:
+    """The same prompts with every placement at once, twice: what one of them cached is found by
+    its own requests and by no other's."""
+    asked = [one for one in list(ASKED)[:6] for _ in PROMPTS]
+    batch = PROMPTS * 6
+    first, second = run(llm, asked, batch), run(llm, asked, batch)
+    for outputs in (first, second):
+        for output, one in zip(outputs, asked, strict=True):
+            supernet.assert_equals(output, one)
+    longest = [i for i, ids in enumerate(batch) if len(ids) == 35]
+    assert all(second[i].num_cached_tokens for i in longest[:3])
+    assert len({tuple(first[i].outputs[0].token_ids) for i in longest}) == 5
+    names = [placed.placement for placed in scheduler(llm).kv_cache_config.placements]
+    assert names[:3] == ["attention,attention", "gdn,gdn", "attention,kda"]
+    assert scheduler(llm).kv_cache_manager.usage == 0
+
+
+def test_placements_come_and_go_at_random(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of random placements, some aborted, some started again, while there is memory for
+    few of them; placements without an alias wait for each other's place."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = make(supernet.path, num_gpu_blocks_override=5)
+    rng, engine = random.Random(1), llm.llm_engine
+    asked: dict[str, Any] = {}
+    left, ended, preempted, retired = 24, 0, False, set()
+    while left or engine.has_unfinished_requests():
+        if left and rng.random() < 0.8:
+            left -= 1
+            name, one = f"random-{left}", rng.choice(list(ASKED))
+            asked[name] = one
+            prompt = TokensPrompt(prompt_token_ids=rng.choice(PROMPTS))
+            engine.add_request(name, prompt, params(one, rng.randint(1, 16)))
+        if asked and rng.random() < 0.05:
+            engine.abort_request(rng.choice(list(asked)))
+        if rng.random() < 0.05:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            if output.finished and output.outputs[0].finish_reason != "abort":
+                assert output.outputs[0].finish_reason == "length"
+                supernet.assert_equals(output, asked[output.request_id])
+                ended += 1
+        preempted |= any(one.num_preemptions for one in scheduler(llm).requests.values())
+        retired |= {placed.placement for placed in scheduler(llm).kv_cache_config.placements}
+    assert ended > 15
+    assert len(retired) == 6
+    assert preempted
+    pool = scheduler(llm).kv_cache_manager.block_pool
+    assert scheduler(llm).kv_cache_manager.usage == 0
+    assert llm.reset_prefix_cache()
+    assert pool.pages.num_free_pages == pool.pages.num_pages - 1
+    engine.engine_core.shutdown()
+
+
+def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:
+    """Aliases stay, and so does what a request asks for; what asks for nothing gets the new one."""
+    llm.change_placement("all-kda")
+    outputs = run(llm, [None, "fast", "all-swa"], PROMPTS[:1] * 3)
+    supernet.assert_chosen(outputs[0], ("kda", "kda"))
+    supernet.assert_equals(outputs[1], "fast")
+    supernet.assert_equals(outputs[2], "all-swa")
+    assert llm.collective_rpc("get_layer_placements") == [{0: "kda", 1: "kda"}]
+    llm.change_placement("all-attention")
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (["gdn"], "it names 1 layers, but the model has 2"),
+        ("gdn,mamba", "layer 1 has no mixer 'mamba'; it has attention, sliding_window, gdn, kda"),
+        ("nothing", "it names 1 layers"),
+        ([], "expected|it names 0 layers"),
+    ],
+)
+def test_a_bad_placement_is_refused_at_once(llm: LLM, placement: Any, message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message) as caught:
+        run(llm, [placement], PROMPTS[:1])
+    assert caught.value.parameter == "placement"
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_does_not_fit_is_refused(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A block larger than the pages that were chosen without it; no placement but the aliases;
+    choices where drafts are verified; an alias that is none, or has a name that is taken."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = make(supernet.path, placement_alias=[], max_request_placements=1)
+    try:
+        with pytest.raises(VLLMValidationError, match="more than a page of the arena .* name it"):
+            run(engine, ["all-kda"], PROMPTS[:1])
+        outputs = run(engine, ["all-swa", "attention,swa"], PROMPTS[:1] * 2)
+        supernet.assert_chosen(outputs[0], ("sliding_window", "sliding_window"))
+        supernet.assert_chosen(outputs[1], ("attention", "sliding_window"))
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+    engine = make(supernet.path, max_request_placements=0)
+    try:
+        supernet.assert_equals(run(engine, ["all-gdn"], PROMPTS[:1])[0], "all-gdn")
+        with pytest.raises(VLLMValidationError, match="has no alias, and --max-request"):
+            run(engine, ["all-swa"], PROMPTS[:1])
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+    drafts = {"method": "replay", "num_speculative_tokens": 2, "acceptance": 0.5}
+    with pytest.raises(VLLMValidationError, match="drafts follow the steps of one placement"):
+        make(supernet.path, speculative_config=drafts)
+    with pytest.raises(VLLMValidationError, match="'x' is no NAME=PLACEMENT"):
+        make(supernet.path, placement_alias=["x"])
+    with pytest.raises(VLLMValidationError, match="has a name that is in use already"):
+        make(supernet.path, placement_alias=["x=all-gdn", "x=all-kda"])
+    assert set(MIXERS) == {"attention", "sliding_window", "gdn", "kda"}

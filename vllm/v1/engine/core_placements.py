@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A supernet's placements while the engine lives: memory is planned for the mixers in use.
+
+Requests may each choose a placement. Those with an alias have their memory from the start; another
+one gets its part of the same pages when the first request comes with it. What is computed under one
+placement is never found under another: each has groups of its own.
+
+A change of the engine's own placement drops all state, so it waits until no request is left; the
+memory is planned anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from vllm import decisions
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.model_executor.placements import why_one_at_a_time
+from vllm.v1.core.arena_sizing import check_same_layers
+from vllm.v1.core.placed_arena import PlacementSpecs, with_placement
+from vllm.v1.engine.placements import PlacementChange
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.placements import Placement
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+#: spellings of placements that need not be looked up again
+_NUM_REMEMBERED = 4096
+
+
+class CorePlacements:
+    """Which placements requests choose from, and changing the engine's own: on all workers or none.
+
+    `drain` takes the core through the steps that remain without a request; `plan` makes workers'
+    memory configurations from what their layers keep, `adopt` is called with the first of them.
+    `config`: the memory that there is at the start.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        scheduler: SchedulerInterface,
+        executor: Executor,
+        drain: Callable[[], None],
+        plan: Callable[
+            [list[dict[str, KVCacheSpec]], list[list[PlacementSpecs]]], list[KVCacheConfig]
+        ],
+        adopt: Callable[[KVCacheConfig], None],
+        config: KVCacheConfig,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._scheduler, self._executor = scheduler, executor
+        self._drain, self._plan, self._adopt = drain, plan, adopt
+        assert vllm_config.model_config is not None
+        self._aliases = vllm_config.model_config.placement_aliases
+        self._most_unnamed = vllm_config.model_config.max_request_placements
+        #: whether requests wait for a place for their placement
+        self.any_waits = False
+        self._use(config)
+
+    def _use(self, config: KVCacheConfig) -> None:
+        self._config = config
+        self._num_named = len(config.placements)
+        #: indices by placement; those without an alias in the order of their last use
+        self._live = {placed.placement: i for i, placed in enumerate(config.placements)}
+        #: first group and groups that each may have
+        self._regions = [(placed.first, placed.count) for placed in config.placements]
+        #: what callers wrote -> the placement
+        self._spelled: dict[str, str] = {}
+
+    # ---- requests that choose ------------------------------------------------------------------
+
+    def admit(self, placement: Placement) -> str:
+        """A request is about to come with this placement, or its alias; returns its mixers, joined
+        by commas. Nothing is changed.
+
+        Raises `VLLMValidationError` for a placement that the model does not have, whose state does
+        not fit into the pages of the arena, or that has no alias where it must have one; and where
+        requests cannot choose.
+        """
+        if not self._config.placements:
+            reason = why_one_at_a_time(self._vllm_config) or "the model is no supernet"
+            raise VLLMValidationError(
+                f"placement: requests cannot choose one: {reason}; leave it out", "placement"
+            )
+        spelled = self._spell(placement)
+        if spelled not in self._live:
+            if not self._most_unnamed:
+                raise VLLMValidationError(
+                    f"placement {spelled} has no alias, and --max-request-placements 0 allows no "
+                    f"other; the engine has {', '.join(self._live)}",
+                    "placement",
+                )
+            self._planned(len(self._regions), spelled, len(self._config.kv_cache_groups))
+        return spelled
+
+    def assign(self, request: Request) -> None:
+        """Give a request that comes in its placement; it waits if there is no place for that."""
+        params = request.sampling_params
+        if params is None or params.placement is None:
+            return
+        spelled = self.admit(params.placement)
+        ahead = set(self._live.values()) if self.any_waits else self._of_waiting()
+        self._give(request, spelled, ahead)
+
+    def bring_in(self) -> None:
+        """Give those that wait for a place what there is by now, in their order: a placement that
+        only requests behind one use has to make room for it."""
+        ahead: set[int] = set()
+        self.any_waits = False
+        for request in self._scheduler.waiting_requests():
+            if request.awaits_placement:
+                assert request.sampling_params is not None
+                assert request.sampling_params.placement is not None
+                spelled = self._spell(request.sampling_params.placement)
+                if not self._give(request, spelled, ahead):
+                    return
+            ahead.add(request.placement)
+
+    def _of_waiting(self) -> set[int]:
+        return {request.placement for request in self._scheduler.waiting_requests()}
+
+    def _give(self, request: Request, placement: str, ahead: Collection[int]) -> bool:
+        """False if the request has to wait; placements of those `ahead` of it stay."""
+        index = self._live.get(placement)
+        if index is None:
+            index = self._make_place(placement, ahead)
+        request.awaits_placement = index is None
+        if index is None:
+            self.any_waits = True
+            return False
+        request.placement = index
+        # The last one used is the last to go.
+        self._live[placement] = self._live.pop(placement)
+        return True
+
+    def _spell(self, placement: Placement) -> str:
+        text = placement if isinstance(placement, str) else ",".join(placement)
+        if text in self._live:
+            return text
+        if (spelled := self._spelled.get(text)) is None:
+            asked = self._aliases.get(text, placement)
+            spelled, *_ = self._executor.collective_rpc("spell_placement", args=(asked,))
+            if len(self._spelled) == _NUM_REMEMBERED:
+                self._spelled.clear()
+            self._spelled[text] = spelled
+        return spelled
+
+    def _make_place(self, placement: str, ahead: Collection[int]) -> int | None:
+        """Give a placement its part of the arena, in the place of another one if there are too
+        many, and return its index; None while all others are needed."""
+        index, retired = len(self._regions), None
+        first, room = len(self._config.kv_cache_groups), 0
+        if index - self._num_named >= self._most_unnamed:
+            retired = next((one for one in self._live if self._may_retire(one, ahead)), None)
+            if retired is None:
+                return None
+            index = self._live.pop(retired)
+            first, room = self._regions[index]
+        config = self._planned(index, placement, first)
+        if retired is not None and config.placements[index].count > room:
+            config = self._planned(index, placement, len(self._config.kv_cache_groups))
+        placed = config.placements[index]
+        self._executor.collective_rpc(
+            "set_placement", args=(index, placement, config.of_placement(index))
+        )
+        self._scheduler.set_placement(index, config)
+        self._config = config
+        self._regions[index : index + 1] = [(placed.first, max(room, placed.count))]
+        self._live[placement] = index
+        decisions.record(
+            f"graphs of placement {placement}",
+            "none",
+            "it came with a request; name it with --placement-alias to have graphs from the start",
+        )
+        return index
+
+    def _may_retire(self, placement: str, ahead: Collection[int]) -> bool:
+        index = self._live[placement]
+        if index < self._num_named or index in ahead:
+            return False
+        if not self._scheduler.retire_placement(index):
+            return False
+        # Requests that had it and did not start wait behind.
+        self.any_waits = True
+        return True
+
+    def _planned(self, index: int, placement: str, first_group: int) -> KVCacheConfig:
+        specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
+        check_same_layers(specs)
+        placed = (placement, specs[0])
+        try:
+            return with_placement(self._vllm_config, self._config, index, placed, first_group)
+        except ValueError as error:
+            raise VLLMValidationError(
+                f"placement {placement}: {error}; name it with --placement-alias, then memory is "
+                "planned for it",
+                "placement",
+            ) from None
+
+    # ---- the engine's own ----------------------------------------------------------------------
+
+    def change(self, placement: Placement) -> PlacementChange:
+        """Everything that can be refused is checked first: the names, that the new state fits.
+
+        Raises `VLLMValidationError` for a placement the model does not have, or whose state does
+        not fit into the memory; the placement is then as before.
+        """
+        if self._vllm_config.kv_transfer_config is not None:
+            raise VLLMValidationError(
+                "a connector knows the layers' memory by its addresses, so the placement cannot "
+                "change; start the engine with --placement",
+                "placement",
+            )
+        specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
+        placed = self._executor.get_placed_specs(placement)
+        if self._scheduler.has_unfinished_requests():
+            return PlacementChange(True, [])
+        try:
+            configs = self._plan(specs, placed)
+        except ValueError as error:
+            raise VLLMValidationError(f"placement: {error}", "placement") from None
+        self._drain()
+        if not self._scheduler.reset_prefix_cache():
+            raise RuntimeError("the placement cannot change: state blocks are still in use")
+        begin = time.monotonic()
+        found = self._executor.collective_rpc("apply_placement", args=(placement, configs[0]))
+        self._scheduler.use_memory(configs[0])
+        self._use(configs[0])
+        self._adopt(configs[0])
+        logger.info("placement changed in %.2f s", time.monotonic() - begin)
+        cache = self._vllm_config.cache_config
+        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
