@@ -21,7 +21,7 @@ class ForwardContext:
     each, -1 for others (recurrent groups only). Slots and decode blocks lie at fixed addresses.
     """
 
-    no_compile_layers: dict[str, Any]
+    no_compile_layers: Mapping[str, Any]
     attn_metadata: dict[str, Any]
     slot_mapping: dict[str, Tensor] = field(default_factory=dict)
     decode_blocks: dict[str, Tensor] = field(default_factory=dict)
