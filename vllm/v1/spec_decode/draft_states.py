@@ -85,7 +85,8 @@ class DraftStates:
         pending = self._progress.pending.index_select(0, row) + ahead
         first = self._progress.first.index_select(0, row)
         steps = self._steps[: len(row)]
-        steps[:, 0], steps[:, 1], steps[:, 2], steps[:, 3] = row, pending, 0, first
+        steps[:, 0], steps[:, 1], steps[:, 3] = row, pending, first
+        steps[:, 2].fill_(0)
         if ahead:
             # The convolutions have taken these in with the first draft.
             self._taken.zero_()
