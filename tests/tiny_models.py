@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
     LlamaConfig,
@@ -208,6 +209,15 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "bamba": lambda: BambaConfig(
+        **{**_COMMON, **_MAMBA2},
+        attn_layer_indices=[1],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "falcon_h1": lambda: FalconH1Config(**_FALCON_H1),
     "granite_h": lambda: GraniteMoeHybridConfig(**_GRANITE_H, num_local_experts=8),
     "granite_h_dense": lambda: GraniteMoeHybridConfig(
@@ -273,7 +283,7 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h", "granitemoehybrid", "falcon_h1")
+_WITHOUT_HEAD_NORMS = ("llama", "mixtral", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
 _HEAD_NORM_GAIN = 2.0
 _TIED_HEAD_GAIN = 0.2
 #: what models call their final norm

@@ -41,6 +41,7 @@ IN_ENGINES = (
     "granite_h",
     "granite_h_dense",
     "falcon_h1",
+    "bamba",
 )
 
 

@@ -18,6 +18,7 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": (
         "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
     ),
+    "BambaForCausalLM": "vllm.model_executor.models.bamba:BambaForCausalLM",
     "FalconH1ForCausalLM": "vllm.model_executor.models.falcon_h1:FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM": (
         "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
