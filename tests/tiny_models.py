@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     FalconH1Config,
@@ -281,6 +282,15 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1],
     ),
+    "bamba": lambda: BambaConfig(
+        **{**_COMMON, **_MAMBA2},
+        attn_layer_indices=[1],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "falcon_h1": lambda: FalconH1Config(**_FALCON_H1),
     "granite_h": lambda: GraniteMoeHybridConfig(**_GRANITE_H, num_local_experts=8),
     "granite_h_dense": lambda: GraniteMoeHybridConfig(
@@ -407,7 +417,7 @@ _SCALES = {
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = (
     *("llama", "mixtral", "kimi_linear", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    *("nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
 )
 _HEAD_NORM_GAIN = 2.0
 #: of norms of branches beside embeddings that the model scales up

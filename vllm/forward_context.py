@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the layers of one forward pass can see: metadata, slots and each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field

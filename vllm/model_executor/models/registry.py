@@ -21,6 +21,7 @@ _MODELS: dict[str, str] = {
     "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v3:DeepseekV3ForCausalLM",
     "KimiLinearForCausalLM": "vllm.model_executor.models.kimi_linear:KimiLinearForCausalLM",
+    "BambaForCausalLM": "vllm.model_executor.models.bamba:BambaForCausalLM",
     "FalconH1ForCausalLM": "vllm.model_executor.models.falcon_h1:FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM": (
         "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"

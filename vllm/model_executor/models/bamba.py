@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bamba: Llama's frame with Mamba2 in place of most attention layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mamba2 import Mamba2
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
+from vllm.model_executor.models.granite_moe_hybrid import mamba2_shape
+from vllm.model_executor.models.mamba2_hybrid import Mamba2HybridForCausalLM, only_silu
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.weights import WeightsMapper
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """The attention of the layers in `attn_layer_indices`, of which a part of each head turns."""
+    return SelfAttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+    )
+
+
+class BambaDecoderLayer(DecoderLayer):
+    """Mamba2 or attention, then a gated MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config, quant_config = model_config.hf_text_config, vllm_config.quant_config
+        self.is_recurrent = extract_layer_index(prefix) not in (config.attn_layer_indices or ())
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.is_recurrent:
+            only_silu(config.hidden_act, prefix)
+            self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
+        else:
+            shape = attention_shape(config)
+            rope = get_rope(
+                shape.head_dim, model_config.max_model_len, rope_parameters=config.rope_parameters
+            )
+            self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.mlp_bias,
+            prefix=f"{prefix}.mlp",
+            quant_config=quant_config,
+        )
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        mixed: Tensor
+        if self.is_recurrent:
+            mixed = self.mamba(hidden_states)
+        else:
+            mixed = self.self_attn(positions, hidden_states)
+        return mixed
+
+
+class BambaModel(DecoderModel):
+    """Bamba without the output head."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] = BambaDecoderLayer,
+    ) -> None:
+        config = vllm_config.model_config.hf_text_config
+        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
+
+
+class BambaForCausalLM(Mamba2HybridForCausalLM):
+    """`BambaForCausalLM` checkpoints."""
+
+    weights_mapper = WeightsMapper(
+        orig_to_new_prefix={"model.final_layernorm.": "model.norm."},
+        orig_to_new_substr={
+            ".feed_forward.": ".mlp.",
+            ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        },
+    )
+    mamba2_shape = staticmethod(mamba2_shape)
+
+    def _init_model(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        layer_type: type[nn.Module] | None = None,
+    ) -> DecoderModel:
+        return BambaModel(
+            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or BambaDecoderLayer
+        )
