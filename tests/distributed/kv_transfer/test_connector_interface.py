@@ -164,6 +164,7 @@ def test_registry() -> None:
         "NixlConnector",
         "OffloadingConnector",
         "P2pConnector",
+        "RingHiddenStatesConnector",
     ):
         assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 

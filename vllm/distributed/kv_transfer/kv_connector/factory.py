@@ -141,6 +141,7 @@ for _name, _module in (
     ("NixlConnector", "nixl_connector"),
     ("OffloadingConnector", "offloading_connector"),
     ("P2pConnector", "p2p_connector"),
+    ("RingHiddenStatesConnector", "ring_hidden_states_connector"),
 ):
     KVConnectorFactory.register_connector(_name, f"{_V1}.{_module}", _name)
 

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+def tokens_to_save(request: Request) -> list[int]:
+    """The tokens of a finished request whose rows are wanted."""
+    params = request.kv_transfer_params or {}
+    if params.get("include_output_tokens", False):
+        # The last token was sampled but never went through the model: it has no row.
+        return request.all_token_ids[:-1]
+    return request.prompt_token_ids
+
+
 class ExtractionScheduler:
     """Bookkeeping of one engine; knows integers and file names only."""
 
@@ -66,12 +75,7 @@ class ExtractionScheduler:
         ended_badly = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
         if filename is None or request.status in ended_badly:
             return False, None
-        params = request.kv_transfer_params or {}
-        if params.get("include_output_tokens", False):
-            # The last token was sampled but never went through the model: it has no row.
-            token_ids = request.all_token_ids[:-1]
-        else:
-            token_ids = request.prompt_token_ids
+        token_ids = tokens_to_save(request)
         num_tokens = len(token_ids)
         num_rows = min(request.num_computed_tokens, len(block_ids) * self._block_size)
         if num_rows < num_tokens:

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states in a ring of shared memory: complete rows or nothing, however slow the reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.kv_transfer.extraction_harness import (
+    COLUMNS,
+    HIDDEN,
+    Harness,
+    cache_config,
+    extraction_config,
+    row_values,
+    transfer_config,
+)
+from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
+from tests.distributed.kv_transfer.offload_engines import run as generate
+from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+from vllm.exceptions import VLLMValidationError
+from vllm.hidden_states_ring import Policy, RingBroken, RingReader, RingWriter, Rows, record_bytes
+from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
+from vllm.v1.request import RequestStatus
+
+ROW_BYTES = COLUMNS * HIDDEN * 4
+
+
+def make_rows(index: int, num_tokens: int) -> Rows:
+    tokens = torch.arange(num_tokens) + 1000 * index
+    return Rows(f"request-{index}", tokens, row_values(index, num_tokens))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "rows")
+
+
+@pytest.fixture
+def writer(path: str) -> Iterator[RingWriter]:
+    made = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    yield made
+    made.close()
+
+
+def expect(rows: Rows | None, index: int, num_tokens: int) -> None:
+    assert rows is not None
+    wanted = make_rows(index, num_tokens)
+    assert rows.request_id == wanted.request_id
+    assert torch.equal(rows.token_ids, wanted.token_ids)
+    assert torch.equal(rows.hidden_states, wanted.hidden_states)
+
+
+def test_records_of_all_sizes_come_in_order(path: str, writer: RingWriter) -> None:
+    """Many times around the ring, with a reader that is as fast as it likes."""
+    sizes = [random.Random(3).randrange(1, 70) for _ in range(300)]
+    assert record_bytes(69, ROW_BYTES, "request-0") <= 4096
+
+    def write() -> None:
+        for i, size in enumerate(sizes):
+            assert writer.put(make_rows(i, size), "wait")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with RingReader(path) as reader:
+        for i, size in enumerate(sizes):
+            expect(reader.get(10), i, size)
+        thread.join()
+        with pytest.raises(TimeoutError):
+            reader.get(0.01)
+        assert reader.num_dropped == 0
+
+
+def test_readers_share(path: str, writer: RingWriter) -> None:
+    with RingReader(path) as one, RingReader(path) as other:
+        for i in range(4):
+            writer.put(make_rows(i, 3), "wait")
+        for i, reader in enumerate((one, other, other, one)):
+            expect(reader.get(1), i, 3)
+
+
+@pytest.mark.parametrize("policy", ["drop_new", "drop_oldest", "wait"])
+def test_a_full_ring(policy: Policy, path: str, writer: RingWriter) -> None:
+    """Ten records of 384 bytes fit; a writer that waits is told to stop."""
+    put = [writer.put(make_rows(i, 6), policy, lambda: True) for i in range(25)]
+    assert put.count(True) == (25 if policy == "drop_oldest" else 10)
+    with RingReader(path) as reader:
+        num_kept = 25 - reader.num_dropped
+        assert num_kept in (9, 10), "the end of the ring may be too short for a record"
+        for i in range(num_kept):
+            expect(reader.get(1), i + reader.num_dropped if policy == "drop_oldest" else i, 6)
+        with pytest.raises(TimeoutError):
+            reader.get(0)
+
+
+def test_what_does_not_belong_in_the_ring(writer: RingWriter) -> None:
+    rows = make_rows(0, 5)
+    for wrong, message in (
+        (Rows("a", rows.token_ids[:4], rows.hidden_states), "for 4 tokens"),
+        (Rows("a", rows.token_ids, rows.hidden_states.half()), "float16 rows"),
+        (make_rows(0, 200), "in a ring of 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            writer.put(wrong, "wait")
+
+
+def test_one_writer_and_the_end(path: str) -> None:
+    writer = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    with pytest.raises(ValueError, match="another engine writes"):
+        RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    with RingReader(path) as reader:
+        writer.put(make_rows(0, 2), "wait")
+        writer.close()
+        assert [rows.request_id for rows in reader] == ["request-0"]
+    again = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    again.close()
+    assert not os.path.exists(path), "an empty ring goes with its engine"
+    with pytest.raises(TimeoutError, match="no engine has made"):
+        RingReader(path, timeout_s=0.01)
+
+
+def test_damage_is_not_handed_out(path: str, writer: RingWriter) -> None:
+    with RingReader(path) as reader:
+        writer.put(make_rows(0, 5), "wait")
+        writer._ring.map[4096 + 100] ^= 1
+        with pytest.raises(RingBroken, match="was sealed with"):
+            reader.get(1)
+        writer.put(make_rows(1, 5), "wait")
+        expect(reader.get(1), 1, 5)
+
+
+def test_an_engine_that_is_killed(path: str) -> None:
+    """What it had finished can be read; then the reader is told."""
+    if (child := os.fork()) == 0:
+        try:
+            ring = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+            ring.put(make_rows(0, 5), "wait")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    with RingReader(path) as reader:
+        os.waitpid(child, 0)
+        expect(reader.get(10), 0, 5)
+        with pytest.raises(RingBroken, match="has died"):
+            reader.get(20)
+
+
+# ---- the connector ------------------------------------------------------------------------------
+
+
+def harness_of(path: str, **options: Any) -> Harness:
+    transfer = transfer_config("RingHiddenStatesConnector", ring_path=path, **options)
+    return Harness(extraction_config(transfer), cache_config())
+
+
+def run(harness: Harness, name: str, num_prompt: int, **params: Any) -> set[str]:
+    """A request of two output tokens; returns those reported as sent meanwhile."""
+    harness.add(name, num_prompt, params or None)
+    sent = harness.step({name: num_prompt})
+    harness.sample(name, 7)
+    sent |= harness.step({name: 1})
+    harness.sample(name, 8)
+    keep, reply = harness.finish(name)
+    assert keep and reply is not None and reply["hidden_states_id"] == name
+    return sent
+
+
+def test_rows_of_requests_arrive(path: str) -> None:
+    harness = harness_of(path)
+    with RingReader(path) as reader:
+        sent = run(harness, "prompt", 40)
+        sent |= run(harness, "all", 21, include_output_tokens=True)
+        assert sent | harness.step() == {"prompt", "all"}
+        for index, count in ((0, 40), (1, 22)):
+            rows = reader.get(5)
+            assert rows is not None and len(rows.token_ids) == count
+            assert torch.equal(rows.hidden_states, row_values(index, count))
+            expected = [*range(100, 140)] if index == 0 else [*range(100, 121), 7]
+            assert rows.token_ids.tolist() == expected
+        harness.worker.shutdown()
+        assert reader.get(5) is None
+
+
+def test_a_slow_trainer_makes_requests_keep_their_blocks(path: str) -> None:
+    harness = harness_of(path, ring_bytes=4096)
+    sent: set[str] = set()
+    for i in range(6):  # a ring holds one of these
+        sent |= run(harness, f"r{i}", 50)
+    sent |= harness.step()
+    assert len(sent) < 6, "the others wait in the cache"
+    with RingReader(path) as reader:
+        for i in range(6):
+            rows = None
+            while rows is None:
+                sent |= harness.step()
+                try:
+                    rows = reader.get(0.02)
+                except TimeoutError:
+                    continue
+            assert rows.request_id == f"r{i}"
+            assert torch.equal(rows.hidden_states, row_values(i, 50))
+        sent |= harness.step()
+    assert sent == {f"r{i}" for i in range(6)}
+    harness.worker.shutdown()
+
+
+def test_rows_that_can_never_fit_fail_their_request(path: str) -> None:
+    harness = harness_of(path, ring_bytes=4096)
+    request = harness.add("long", 200)
+    harness.step({"long": 200})
+    harness.sample("long", 7)
+    assert harness.finish("long") == (False, None)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert "in a ring of 4096" in str(request.error)
+    harness.worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "ring_path None: name a file"),
+        ({"ring_path": "/dev/shm/x", "ring_bytes": 0}, "ring_bytes 0"),
+        ({"ring_path": "/dev/shm/x", "when_full": "block"}, "when_full 'block': choose one of"),
+        ({"ring_path": "/dev/shm/x", "size": 1}, "size 1: .* knows ring_path"),
+    ],
+)
+def test_settings_are_checked(extra: dict[str, Any], message: str) -> None:
+    transfer = transfer_config("RingHiddenStatesConnector", **extra)
+    with pytest.raises(VLLMValidationError, match=message):
+        Harness(extraction_config(transfer), cache_config())
+
+
+def test_an_engine_gives_a_trainer_what_it_gives_files(tmp_path: Path, path: str) -> None:
+    prompts = [prompt(seed, length) for seed, length in ((1, 40), (2, 7))]
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    settings: dict[str, dict[str, Any]] = {
+        "ExampleHiddenStatesConnector": {"shared_storage_path": str(tmp_path)},
+        "RingHiddenStatesConnector": {"ring_path": path, "ring_bytes": 2**20},
+    }
+    for name, extra in settings.items():
+        transfer = {
+            "kv_connector": name,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": extra,
+        }
+        with engine(transfer, speculative_config=EXTRACTION) as llm:
+            replies = [output.kv_transfer_params or {} for output in generate(llm, *prompts)]
+            drain(llm)
+            if "Ring" in name:
+                with RingReader(path) as reader:
+                    rows = [reader.get(10) for _ in prompts]
+                by_id = {
+                    r.request_id: (r.token_ids, r.hidden_states) for r in rows if r is not None
+                }
+                found[name] = [by_id[reply["hidden_states_id"]] for reply in replies]
+            else:
+                files = [load_hidden_states(reply["hidden_states_path"]) for reply in replies]
+                found[name] = [(f["token_ids"], f["hidden_states"]) for f in files]
+    of_files, of_ring = found.values()
+    for (tokens, rows), (same_tokens, same_rows), ids in zip(
+        of_files, of_ring, prompts, strict=True
+    ):
+        assert tokens.tolist() == same_tokens.tolist() == ids
+        assert torch.equal(rows, same_rows) and rows.shape[1] == 3
+
+
+def test_passes_the_kit(tmp_path: Path) -> None:
+    config = {
+        "kv_connector": "RingHiddenStatesConnector",
+        "kv_connector_extra_config": {
+            "ring_path": "{storage}/ring",
+            "ring_bytes": 100_000,
+            "when_full": "drop_oldest",
+        },
+    }
+    options = {"speculative_config": json.loads(json.dumps(EXTRACTION))}
+    case = ConnectorCase(config, ("hybrid_rows",), loads=False, options=options)
+    for check in ("exact-bits", "shutdown"):
+        CHECKS[check](case, "hybrid_rows", tmp_path / check)
+    check_random_lives(case, "hybrid_rows", tmp_path / "random", runs=4)
