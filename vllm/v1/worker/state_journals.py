@@ -112,6 +112,7 @@ class StateJournals:
     def bind(self, tables: BlockTables) -> None:
         """Use the states that the layers have now; nothing is pending in them."""
         self.waiting[:] = False
+        self._turn = 0
         self._left.clear()
         self._kept.clear()
         progress = self._progress
