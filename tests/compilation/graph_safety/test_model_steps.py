@@ -34,7 +34,8 @@ from vllm.v1.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels")
 
-STEPS = 6
+#: a prefill, a decode, both, a decode
+STEPS = 4
 LAYOUTS = {"mixers": ["attention", "gdn", "kda", "sliding_window"], "mambas": [*MAMBA]}
 FAMILIES = ["llama", "qwen3", "qwen3_sliding", "qwen3_5", "mixtral", "qwen3_moe"]
 FAMILIES += ["qwen3_next", "qwen3_5_moe"]

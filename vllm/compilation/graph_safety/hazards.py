@@ -23,6 +23,7 @@ class Hazard:
 _STEADY = "tests/gpu/test_steady_steps.py"
 _REPLAY = "tests/gpu/test_graph_replay.py"
 _PIECES = "tests/gpu/test_piecewise_replay.py"
+_DEVICES = "tests/gpu/test_graph_check.py"
 _EXPERTS = "tests/kernels/test_moe.py"
 
 HAZARDS: dict[int, Hazard] = {
@@ -132,6 +133,7 @@ HAZARDS: dict[int, Hazard] = {
             "torch.cuda.Stream(device=...) for each device, torch.cuda.graph(..., stream=...), and "
             "replay on the same stream",
             True,
+            _DEVICES,
         ),
         Hazard(
             14,

@@ -7,9 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from vllm.compilation.graph_safety.device.checks import DevicesReport, check_devices
 from vllm.compilation.graph_safety.report import Report, join_report
 from vllm.compilation.graph_safety.simulator.functions import REPLAYED
-from vllm.compilation.graph_safety.simulator.models import LENGTH, ROWS, TOKENS, check_steps
+from vllm.compilation.graph_safety.simulator.models import (
+    LENGTH,
+    ROWS,
+    TOKENS,
+    StepsReport,
+    check_steps,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import outline_model
@@ -17,7 +24,7 @@ from vllm.platforms import current_platform
 
 #: weights in float32 that a check still makes up
 _MOST_BYTES = 2 * 2**30
-_NOT_RUN = "simulated captures were not run: "
+_NOT_RUN = "steps were not run: "
 
 
 def with_steps(
@@ -28,33 +35,37 @@ def with_steps(
 ) -> Report:
     """The report of a model's source with the findings of `steps` simulated steps of it.
 
-    They run in float32, whose bits on a CPU do not depend on the batch. What cannot be run is in
-    `left`, with the reason.
+    On a CPU they run in float32, whose bits do not depend on the batch there, with simulated
+    captures; on GPUs with graphs. What cannot be run is in `left`, with the reason.
     """
     if not steps:
         return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
-    if not current_platform.is_cpu():
-        reason = "they need the CPU's kernels: VLLM_TARGET_DEVICE=cpu"
-        return replace(report, left=(_NOT_RUN + reason, *report.left))
     small: dict[str, Any] = {
         "load_format": "dummy",
-        "dtype": "float32",
         "tensor_parallel_size": 1,
         "max_model_len": LENGTH,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": TOKENS,
     }
+    on_gpu = current_platform.is_cuda()
+    if not on_gpu:
+        small["dtype"] = "float32"
     try:
         config = replace(args, **small).create_engine_config()
         size = outline_model(config).weight_bytes
-        if size > _MOST_BYTES:
+        if size > _MOST_BYTES and not on_gpu:
             raise VLLMValidationError(
                 f"{size / 2**30:.1f} GiB of weights, the most is {_MOST_BYTES >> 30}; fewer layers "
                 "of each kind do: --hf-overrides '{\"num_hidden_layers\": 4}'"
             )
-        found = check_steps(config, steps, progress)
+        found: StepsReport | DevicesReport
+        if on_gpu:
+            found = check_devices(config, steps, progress)
+        else:
+            found = check_steps(config, steps, progress)
     except ValueError as error:
         return replace(report, left=(f"{_NOT_RUN}{error}", *report.left))
     modes = report.modes | dict.fromkeys(found.findings, REPLAYED)
     joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
-    return replace(joined, checks=(*report.checks, found.summary), left=report.left)
+    left = () if on_gpu else report.left
+    return replace(joined, checks=(*report.checks, found.summary), left=left)

@@ -115,6 +115,7 @@ class StateJournals:
         """Use the states that the layers have now; nothing is pending in them. Without `reset`
         rows of other placements may have something pending."""
         self.waiting[:] = False
+        self._turn = 0
         self._left.clear()
         self._kept.clear()
         progress = self._progress

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.model_runner import ModelRunner
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=2**20, ignore_eos=True)
@@ -34,9 +36,16 @@ class _Request:
 
 class Driver:
     """Every request has pages of its own for as many tokens as the model takes; steps follow from
-    `seed` alone. The arena is made here, with room for all rows."""
+    `seed` alone. The arena is made here, with room for all rows. `launch` runs a step to its end
+    (None: `ModelRunner.execute_dummy`)."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        seed: int = 0,
+        launch: Callable[[SchedulerOutput], None] | None = None,
+    ) -> None:
+        self.launch = runner.execute_dummy if launch is None else launch
         self._runner, self._random = runner, random.Random(seed)
         self._longest = runner.model_config.max_model_len
         self._live: dict[str, _Request] = {}
@@ -55,6 +64,8 @@ class Driver:
         self._random = random.Random(seed)
         self._count = self._steps = 0
         runner = self._runner
+        # Rows are then given out in the order of a new batch.
+        runner.batch = InputBatch(runner.max_rows, runner.width)
         runner.arena.buffer.zero_()
         progress = runner.inputs.progress
         for tensor in (progress.computed, progress.tokens, progress.num_drafts):
@@ -67,6 +78,15 @@ class Driver:
         """`[requests, width]` int64: of all requests that go on, their newest tokens and drafts."""
         rows = [self._runner.batch.requests[name].row for name in self._live]
         return self._runner.inputs.progress.tokens[rows]
+
+    def written_blocks(self, group_id: int) -> list[int]:
+        """Of the requests that go on, the blocks of a group that are written to their end; a draft
+        head may be two tokens behind."""
+        spec, found = self._runner.block_tables.groups[group_id].spec, []
+        for request in self._live.values():
+            full = 1 if spec.is_recurrent else max(request.length - 2, 0) // spec.block_size
+            found += request.blocks[group_id][:full]
+        return found
 
     def step(self) -> None:
         """Run the next step: some of the requests decode, now and then beside a prefill."""
@@ -103,7 +123,7 @@ class Driver:
             num_next_drafts=runner.width - 1,
         )
         output.finished_req_ids, self._ended = self._ended, set()
-        runner.execute_dummy(output)
+        self.launch(output)
         for name in scheduled:
             row = runner.batch.requests[name].row
             self._live[name].length = int(runner.inputs.progress.computed[row])

@@ -12,9 +12,9 @@ import torch
 from vllm.compilation.graph_safety.simulator.addresses import FrozenAddresses
 from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
-from vllm.compilation.graph_safety.simulator.checked_run import same_bits
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.functions import weights_of
+from vllm.compilation.graph_safety.simulator.outcomes import first_other, not_finite, run_steps
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.trace import NotReplayable
 from vllm.compilation.graph_safety.walker import Finding
@@ -79,16 +79,19 @@ def check_runner(
     runner.graphs = graphs
     addresses = FrozenAddresses([checked.trace for checked in graphs.captures], owners(runner))
     found = addresses.without_owner()
-    replayed = _run(runner, driver, steps, progress)
+    replayed = run_steps(runner, driver, steps, progress)
     found += addresses.moved()
+    first = next(graphs.captures[0].trace.launches())
+    found += [NotReplayable(15, first.spot, message) for message in not_finite(runner, driver)]
     recorder.check_growth()
     runner.graphs = StepGraphs()
     driver.restart()
-    eager = _run(runner, driver, steps, progress)
+    eager = run_steps(runner, driver, steps, progress)
     driver.restart()
-    if not recorder.findings:
-        # Else the difference is the hazard's.
-        found += _compared(graphs, replayed, eager)
+    difference = first_other(replayed, eager)
+    # With another finding the difference is that hazard's.
+    if difference is not None and not recorder.findings:
+        found.append(NotReplayable(22, first.spot, f"{difference} than without graphs"))
     for one in found:
         recorder.report_once(one.hazard, one.spot, one.message)
     return StepsReport(
@@ -121,38 +124,3 @@ def _plan(runner: ModelRunner) -> GraphPlan:
     backends = [runner.layers[g.layer_names[0]].get_attn_backend() for g in runner.groups]
     limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
     return GraphPlan(sizes, pieces, min(limits, default=None), tuple(sorted({1, runner.width})))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """After a step: the requests' newest tokens and drafts, and the state memory."""
-
-    tokens: torch.Tensor
-    state: torch.Tensor
-
-
-def _run(
-    runner: ModelRunner, driver: Driver, steps: int, progress: Callable[[str], None]
-) -> list[_Outcome]:
-    outcomes = []
-    for number in range(steps):
-        driver.step()
-        progress(f"step {number}")
-        # A sum of each page's words names what it holds well enough, in a thousandth of its size.
-        pages = runner.arena.buffer.view(torch.int32).view(runner.arena.plan.num_pages, -1)
-        weights = torch.arange(1, pages.shape[1] + 1)
-        outcomes.append(_Outcome(driver.newest_tokens(), (pages * weights).sum(1)))
-    return outcomes
-
-
-def _compared(
-    graphs: CheckedGraphs, replayed: list[_Outcome], eager: list[_Outcome]
-) -> list[NotReplayable]:
-    """The first step with graphs that did something else than without."""
-    for number, (a, b) in enumerate(zip(replayed, eager, strict=True)):
-        for what, x, y in (("tokens", a.tokens, b.tokens), ("state memory", a.state, b.state)):
-            if not same_bits(x, y):
-                first = next(graphs.captures[0].trace.launches())
-                message = f"step {number} has other {what} with graphs than without"
-                return [NotReplayable(22, first.spot, message)]
-    return []

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -25,6 +25,7 @@ from vllm.kernels import registry
 _MACHINERY = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "device") + os.sep,
     piecewise.__file__,
     graph_break.__file__,
     registry.__file__,
@@ -111,12 +112,36 @@ def _around(tree: ast.AST, region: tuple[int, int, int, int]) -> Iterator[ast.AS
             yield from _around(node, region)
 
 
+def is_machinery(path: str) -> bool:
+    """Whether a file is torch's or the machinery's, so that a caller of it is the place to name."""
+    return path.startswith(_MACHINERY)
+
+
 def here() -> Spot:
     """The innermost running call that is not the machinery's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+    return spot_of_frame(sys._getframe(1))
+
+
+def spot_of_frame(innermost: FrameType) -> Spot:
+    """The innermost call from a frame outwards that is not the machinery's."""
+    frame = innermost
+    while frame.f_back is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return Spot(frame.f_code, frame.f_lasti, str(frame.f_globals.get("__name__", "")))
+
+
+def spot_of_error(error: BaseException) -> Spot:
+    """Where an error was raised, or what called the machinery that raised it."""
+    frames = [(entry.tb_frame, entry.tb_lasti) for entry in _entries(error.__traceback__)]
+    own = [pair for pair in frames if not is_machinery(pair[0].f_code.co_filename)]
+    frame, instruction = (own or frames)[-1]
+    return Spot(frame.f_code, instruction, str(frame.f_globals.get("__name__", "")))
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
 
 
 def running_functions() -> Iterator[str]:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of steps did, step by step, to compare it with another run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.compilation.graph_safety.simulator.checked_run import same_bits
+from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.tensors import tensors_in
+from vllm.v1.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """After a step: the requests' newest tokens and drafts `[requests, width]`, and a sum of the
+    words of each page of the state memory `[pages]`, which differs where a page does."""
+
+    tokens: Tensor
+    state: Tensor
+
+
+def run_steps(
+    runner: ModelRunner, driver: Driver, steps: int, progress: Callable[[str], None]
+) -> list[Outcome]:
+    """Run steps; what each left."""
+    outcomes = []
+    pages = runner.arena.buffer.view(torch.int32).view(runner.arena.plan.num_pages, -1)
+    # Weighted, so that words that change places are seen.
+    weights = torch.arange(1, pages.shape[1] + 1, device=pages.device)
+    for number in range(steps):
+        driver.step()
+        progress(f"step {number}")
+        outcomes.append(Outcome(driver.newest_tokens(), (pages * weights).sum(1)))
+    return outcomes
+
+
+def first_other(run: list[Outcome], other: list[Outcome]) -> str | None:
+    """The first step in which two runs differ, and in what; None where there is none."""
+    for number, (a, b) in enumerate(zip(run, other, strict=True)):
+        for what, x, y in (("tokens", a.tokens, b.tokens), ("state memory", a.state, b.state)):
+            if not same_bits(x, y):
+                return f"step {number} has other {what}"
+    return None
+
+
+def not_finite(runner: ModelRunner, driver: Driver) -> list[str]:
+    """Layers whose state holds what is no finite number, of the requests that go on. Waits for the
+    device."""
+    found = []
+    for index, group in enumerate(runner.groups):
+        blocks = driver.written_blocks(index)
+        for name in group.layer_names:
+            views = [view[blocks].float() for view in tensors_in(runner.layers[name].kv_cache)]
+            if not all(bool(view.isfinite().all()) for view in views):
+                found.append(f"the state of {name} holds NaN or infinities after the steps")
+    return found
