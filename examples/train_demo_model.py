@@ -2,6 +2,10 @@
 """Train the demo checkpoint: a small Qwen3.5-architecture hybrid on the Python standard library.
 
     python examples/train_demo_model.py --output examples/models/tiny-qwen3_5-code
+    python examples/train_demo_model.py --supernet --output SUPERNET
+
+With `--supernet` it is an Apriel2 supernet of four layers with four mixers each instead, whose 256
+placements are trained together: `examples/placements.py` compares them.
 
 Needs torch, transformers, matplotlib and a few minutes on one GPU. Data: the source and
 docstrings of the Python installation that runs it, and this project's docs; nothing is downloaded.
@@ -24,6 +28,7 @@ from pathlib import Path
 import torch
 from model_card import Sample, write_card
 from python_library import is_held_out, library_files, library_root
+from supernet_model import Sizes, Supernet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
@@ -41,6 +46,9 @@ _PROMPTS = (
     'def is_prime(n):\n    """Return True if n is prime.',
     "for i, line in enumerate(",
 )
+
+
+Model = Qwen3_5ForCausalLM | Supernet
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 
 @torch.inference_mode()
-def loss_on(model: Qwen3_5ForCausalLM, stream: Tensor, context: int, batches: int | None) -> float:
+def loss_on(model: Model, stream: Tensor, context: int, batches: int | None) -> float:
     """Mean next-token loss in nats over windows of `context` tokens."""
     windows = stream[: len(stream) // context * context].view(-1, context)
     losses = []
@@ -164,7 +172,7 @@ def loss_on(model: Qwen3_5ForCausalLM, stream: Tensor, context: int, batches: in
 
 
 def train(
-    model: Qwen3_5ForCausalLM, train_ids: Tensor, held_out: Tensor, args: argparse.Namespace
+    model: Model, train_ids: Tensor, held_out: Tensor, args: argparse.Namespace
 ) -> list[tuple[int, float, float | None]]:
     """AdamW, linear warm-up and cosine decay; returns (step, training loss, held-out loss)."""
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -257,6 +265,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--minutes", type=float, default=15, help="give up after this long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--supernet", action="store_true", help="train an Apriel2 supernet")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,8 +275,11 @@ def main() -> None:
     train_ids = pack(corpus.train, tokenizer).to(device)
     held_out = pack(corpus.held_out, tokenizer).to(device)
     print(f"{len(train_ids):,} training tokens, {len(held_out):,} held out")
-    config = model_config(len(tokenizer), args.context)
-    model = Qwen3_5ForCausalLM(config).to(device)
+    model: Model
+    if args.supernet:
+        model = Supernet(Sizes(len(tokenizer), args.context), args.seed).to(device)
+    else:
+        model = Qwen3_5ForCausalLM(model_config(len(tokenizer), args.context)).to(device)
     history = train(model, train_ids, held_out, args)
     model = model.eval().to(torch.bfloat16)
     perplexity = math.exp(loss_on(model, held_out, args.context, None))
@@ -288,7 +300,11 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
     }
     (args.output / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-    write_card(args.output / "README.md", facts, draw_samples(model, tokenizer, args.seed))
+    if isinstance(model, Supernet):
+        facts["placement"] = ",".join(model.placement)
+        (args.output / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+    else:
+        write_card(args.output / "README.md", facts, draw_samples(model, tokenizer, args.seed))
     print(json.dumps(facts, indent=1))
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good and how fast are the placements of a supernet? Asks a running server and draws it.
+
+    vllm serve MODEL --placement-alias swa=all-swa gdn=all-gdn kda=all-kda
+    python examples/placements.py --output frontier.png
+
+Every request carries its placement. Quality: the mean loss per token of held-out text, from
+`prompt_logprobs`. Speed: tokens per second of requests that generate side by side, the best of
+`--repeats`. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from python_library import is_held_out, library_files, library_root
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A placement's loss in nats per token, and its tokens per second."""
+
+    placement: str
+    loss: float
+    speed: float
+
+
+class Server:
+    """The one at `url`, and the text it is measured with."""
+
+    def __init__(self, url: str, num_texts: int, num_tokens: int, concurrency: int) -> None:
+        self._http = httpx.Client(base_url=url, timeout=600)
+        self._concurrency, self._num_tokens = concurrency, num_tokens
+        self._pool = ThreadPoolExecutor(concurrency)
+        found = self._http.get("/placements").raise_for_status().json()
+        self.mixers: list[str] = found["mixers"]
+        self.num_layers = len(found["placements"])
+        card = self._http.get("/v1/models").raise_for_status().json()["data"][0]
+        self._keep = card["max_model_len"] - num_tokens
+        paths = [p for p in library_files() if is_held_out(p.relative_to(library_root()))]
+        texts = (path.read_text(encoding="utf-8", errors="replace")[:4000] for path in paths)
+        self._texts = list(itertools.islice((text for text in texts if len(text) > 500), num_texts))
+
+    def complete(self, prompt: str, placement: str, **fields: Any) -> dict[str, Any]:
+        """The reply; a refusal is an error that shows its message."""
+        body = {"prompt": prompt, "placement": placement, "temperature": 0, **fields}
+        body |= {"truncate_prompt_tokens": self._keep, "truncation_side": "right"}
+        reply = self._http.post("/v1/completions", json=body)
+        if reply.status_code != 200:
+            raise SystemExit(f"error: {reply.json()['error']['message']}")
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def loss(self, placement: str) -> float:
+        """Mean over all tokens of the texts but each first one."""
+
+        def scored(text: str) -> list[float]:
+            reply = self.complete(text, placement, max_tokens=1, prompt_logprobs=0)
+            entries = reply["choices"][0]["prompt_logprobs"][1:]
+            return [next(iter(entry.values()))["logprob"] for entry in entries]
+
+        values = list(itertools.chain(*self._pool.map(scored, self._texts)))
+        return -sum(values) / len(values)
+
+    def speed(self, placement: str) -> float:
+        """Tokens per second of `concurrency` requests, prompts included."""
+        begin = time.perf_counter()
+
+        def run(i: int) -> int:
+            text = self._texts[i % len(self._texts)]
+            reply = self.complete(
+                text, placement, max_tokens=self._num_tokens, ignore_eos=True, cache_salt=str(begin)
+            )
+            return int(reply["usage"]["completion_tokens"])
+
+        total = sum(self._pool.map(run, range(self._concurrency)))
+        return total / (time.perf_counter() - begin)
+
+
+def frontier(found: list[Measured]) -> list[Measured]:
+    """Those that none beats in both loss and speed, the fastest first."""
+    best: list[Measured] = []
+    for one in sorted(found, key=lambda m: (-m.speed, m.loss)):
+        if not best or one.loss < best[-1].loss:
+            best.append(one)
+    return best
+
+
+def draw(found: list[Measured], path: Path) -> None:
+    """All placements as points, the uniform ones named, and the frontier as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    axes.plot([m.speed for m in found], [m.loss for m in found], ".", alpha=0.5)
+    best = frontier(found)
+    axes.step([m.speed for m in best], [m.loss for m in best], where="post", label="frontier")
+    for one in found:
+        names = set(one.placement.split(","))
+        if len(names) == 1:
+            axes.annotate(f"all-{names.pop()}", (one.speed, one.loss))
+    axes.set_xlabel("tokens per second")
+    axes.set_ylabel("loss on held-out text (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://localhost:8000")
+    parser.add_argument("--output", type=Path, required=True, help="a PNG; a JSON goes beside it")
+    parser.add_argument("--placements", type=int, help="as many at random, instead of all")
+    parser.add_argument("--texts", type=int, default=8, help="held-out files to score")
+    parser.add_argument("--tokens", type=int, default=128, help="generated by each request")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    server = Server(args.url, args.texts, args.tokens, args.concurrency)
+    names = itertools.product(server.mixers, repeat=server.num_layers)
+    chosen = [",".join(one) for one in names]
+    if args.placements is not None:
+        uniform = [",".join([mixer] * server.num_layers) for mixer in server.mixers]
+        others = [one for one in chosen if one not in uniform]
+        count = min(max(args.placements - len(uniform), 0), len(others))
+        chosen = uniform + random.Random(0).sample(others, count)
+    found = []
+    for placement in tqdm(chosen, desc="measuring", unit="placement"):
+        loss = server.loss(placement)
+        speed = max(server.speed(placement) for _ in range(args.repeats))
+        found.append(Measured(placement, loss, speed))
+    draw(found, args.output)
+    best = frontier(found)
+    result = {"measured": [asdict(m) for m in found], "frontier": [m.placement for m in best]}
+    args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    for one in best:
+        print(f"{one.speed:9.1f} tokens/s  {one.loss:.4f} nats  {one.placement}")
+
+
+if __name__ == "__main__":
+    main()
