@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 
@@ -65,6 +66,16 @@ def test_refused_cache_dtype(config: VllmConfig) -> None:
     config.cache_config.cache_dtype = "bfloat16"
     with pytest.raises(ValueError, match="'bfloat16' is not supported.*supported: auto, float32"):
         Attention(4, 32, 1.0, prefix="layer")
+
+
+def test_backends_without_sinks_refuse_them(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks = torch.zeros(4)
+    assert Attention(4, 32, 1.0, prefix="layer", sinks=sinks).impl.sinks is sinks
+    monkeypatch.setattr(PagedAttentionBackend, "supports_sinks", False)
+    with pytest.raises(ValueError, match="PAGED has no attention sinks; use --attention-backend"):
+        Attention(4, 32, 1.0, prefix="layer", sinks=sinks)
 
 
 def test_tied_and_biased_llama() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -32,7 +32,6 @@ class _Packed:
     dt_bias: Tensor
     ssm_state: Tensor
     state_indices: Tensor
-    beta_scale: float = field(default=1.0, kw_only=True)
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -59,6 +58,7 @@ class GdnPrefill(_Packed):
     chunk_offsets: Tensor
     out: Tensor
     segments: ScanSegments | None = None
+    beta_scale: float = 1.0
 
     @cached_property
     def chunked(self) -> ChunkedProblem:
@@ -101,6 +101,7 @@ class GdnDecode(_Packed):
     out: Tensor
     journal: Journal | None = None
     norm: GatedNorm | None = None
+    beta_scale: float = 1.0
 
     @property
     def width(self) -> int:
