@@ -143,7 +143,7 @@ class MessageServer:
                     connection.close()
                     return
                 self._open[connection] = thread
-            thread.start()
+                thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
