@@ -29,7 +29,11 @@ def report_of(family: str) -> Report:
     return check_model(EngineArgs(model=str(tiny_model(family))).create_engine_config())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: other families walk all that these do
+PARTS_OF_OTHERS = ("nemotron_h", "granite_h_dense")
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in PARTS_OF_OTHERS])
 def test_no_family_has_a_hazard(family: str) -> None:
     report = report_of(family)
     assert report.is_clean, "\n" + as_table([report])
