@@ -148,7 +148,6 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method 
         # Blocks of one place more than is verified, and of as many.
         "dflash": lambda: dflash("qwen3_5", Block(size=5, windows=(None, 24))),
         "dflash-llama": lambda: dflash("llama", Block(size=4)),
-        "draft_model": lambda: draft_model("qwen3_5", "llama"),
         "draft_model-hybrid": lambda: draft_model("llama", "qwen3_5"),
         "draft_model-hybrid-itself": lambda: draft_model("qwen3_5", "qwen3_5"),
         "draft_model-itself": lambda: draft_model("llama", "llama"),
@@ -305,7 +304,6 @@ CASES = {
     "eagle3-window": (a_conversation,),
     "dflash": (shared_beginnings, preemptions),
     "dflash-llama": (a_conversation, aborts),
-    "draft_model": (preemptions,),
     "draft_model-hybrid": (preemptions,),
     "draft_model-hybrid-itself": (a_conversation, aborts),
     "draft_model-itself": (a_conversation, aborts),
