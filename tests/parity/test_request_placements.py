@@ -76,11 +76,12 @@ def make(path: Path, **settings: Any) -> LLM:
     given: dict[str, Any] = {
         "placement_alias": ALIASES,
         "max_request_placements": 2,
+        "max_model_len": 128,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 32,
         "kv_cache_memory_bytes": 2**22,
     }
-    return LLM(model=str(path), dtype="float32", max_model_len=128, **(given | settings))
+    return LLM(**(given | settings), model=str(path), dtype="float32")
 
 
 def params(placement: str | list[str] | None, count: int = 10) -> SamplingParams:
@@ -160,6 +161,46 @@ def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:
     supernet.assert_equals(outputs[2], "all-swa")
     assert llm.collective_rpc("get_layer_placements") == [{0: "kda", 1: "kda"}]
     llm.change_placement("all-attention")
+
+
+def test_explain_knows_the_pages(llm: LLM) -> None:
+    """Which were chosen for the aliases, too."""
+    told, plan = llm.explain(), scheduler(llm).kv_cache_config.plan
+    assert (told.page_bytes, told.num_pages) == (plan.page_bytes, plan.num_pages)
+    assert [group.layers for group in told.groups] == [LAYERS]
+
+
+def test_a_long_prompt_is_computed_again_by_few_states(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a preemption, with many times more tokens in a step than there are state slots: none
+    of them may be left out."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = make(
+        supernet.path,
+        placement="all-gdn",
+        placement_alias=[],
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks_override=4,
+        enable_prefix_caching=False,
+    )
+    try:
+        (prompt,) = prompts((1500,), seed=1)
+        (alone,) = run(engine, [None], [prompt])
+        inner = engine.llm_engine
+        inner.add_request("again", TokensPrompt(prompt_token_ids=prompt), params(None))
+        inner.step()
+        (request,) = scheduler(engine).requests.values()
+        assert inner.reset_prefix_cache(reset_running_requests=True)
+        found: list[RequestOutput] = []
+        while inner.has_unfinished_requests():
+            found += inner.step()
+        assert request.num_preemptions == 1
+        assert found[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert scheduler(engine).kv_cache_config.plan.num_blocks(0) < 1500 / 100
+    finally:
+        engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from vllm.engine.resolve import resolve
 from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name
-from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
+from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ArenaPlan,
@@ -220,11 +220,13 @@ def explain(
 
 
 def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
-    outline = outline_model(vllm_config, tp_size)
-    groups = get_kv_cache_groups(vllm_config, dict(outline.specs))
+    outlines = _outlines(vllm_config, tp_size)
+    groups = get_kv_cache_groups(vllm_config, dict(outlines[0].specs))
     if not groups:
         raise ValueError("the model keeps no state: there is nothing to plan")
-    arena = plan_arena(groups, num_pages=1)
+    placed = [("", dict(outline.specs)) for outline in outlines]
+    arena = placed_config(vllm_config, placed, num_pages=1).of_placement(0).plan
+    outline = replace(outlines[0], ring_bytes=sum(one.ring_bytes for one in outlines))
     memory = _memory(vllm_config, budget, outline, arena.page_bytes)
     arena = replace(arena, num_pages=memory.arena_bytes // arena.page_bytes)
     if arena.num_pages < 1:
@@ -233,6 +235,19 @@ def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
             f"{arena.page_bytes}"
         )
     return _Plan(vllm_config, memory, groups, arena)
+
+
+def _outlines(vllm_config: VllmConfig, tp_size: int) -> list[ModelOutline]:
+    """Of the engine's own placement, then of those with an alias that keep something else."""
+    model, found = vllm_config.model_config, [outline_model(vllm_config, tp_size)]
+    for placement in model.placement_aliases.values():
+        config = copy.copy(vllm_config)
+        config.model_config = copy.copy(model)
+        config.model_config.placement = placement
+        outline = outline_model(config, tp_size)
+        if all(outline.specs != known.specs for known in found):
+            found.append(outline)
+    return found
 
 
 def _memory(
