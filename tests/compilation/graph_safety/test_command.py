@@ -14,10 +14,15 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
+from vllm.compilation.graph_safety import model_steps
 from vllm.compilation.graph_safety.hazards import HAZARDS
-from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report
+from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report, join_report
+from vllm.compilation.graph_safety.simulator.models import StepsReport
+from vllm.compilation.graph_safety.walker import Finding
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 
 pytest_plugins = ["vllm.testing.graph_safety"]
 SAMPLES = Path(__file__).parent / "samples"
@@ -71,12 +76,55 @@ def _region(result: dict[str, Any]) -> dict[str, int]:
 def test_a_clean_model_and_a_clean_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sarif = tmp_path / "out.sarif"
     targets = [str(tiny_model("llama")), str(SAMPLES / "clean.py")]
-    assert main(["graph-check", *targets, "--sarif", str(sarif)]) == 0
-    assert capsys.readouterr().out.count("no hazard") == 2
+    assert main(["graph-check", *targets, "--steps", "0", "--sarif", str(sarif)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no hazard") == 2 and "steps were not run: --steps 0" in out
     (run,) = json.loads(sarif.read_text())["runs"]
     # What is allowed is shown as suppressed, with the reason.
     assert run["results"]
     assert all(result["suppressions"][0]["justification"] for result in run["results"])
+
+
+needs_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels")
+
+
+@needs_cpu
+def test_the_steps_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Beside its source; what they find is in the same report."""
+    out = tmp_path / "out.json"
+    model = str(tiny_model("llama"))
+    assert main(["graph-check", model, "--steps", "4", "--json", str(out)]) == 0
+    assert "4 replays in 4 decode, verify and mixed steps" in capsys.readouterr().out
+    (target,) = json.loads(out.read_text())["targets"]
+    assert len(target["checks_run"]) == 2 and target["checks_left"] == [CHECKS_LEFT]
+
+
+def _found(*args: object) -> StepsReport:
+    finding = Finding(str(SAMPLE), 3, 1, 26, "handed on", "m.f", "self.last = x")
+    return StepsReport((finding,), 1, 1, {}, ())
+
+
+@needs_cpu
+def test_findings_of_steps_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_steps, "check_steps", _found)
+    sarif = tmp_path / "out.sarif"
+    assert main(["graph-check", str(tiny_model("llama")), "--sarif", str(sarif)]) == 1
+    table = capsys.readouterr().out
+    assert "upstream_style.py:3:1  #26" in table and "handed on (in a replayed step, m.f)" in table
+    (run,) = json.loads(sarif.read_text())["runs"]
+    (result,) = (r for r in run["results"] if "suppressions" not in r)
+    assert result["ruleId"] == "graph-26" and _region(result)["startLine"] == 3
+
+
+@needs_cpu
+def test_weights_that_are_too_large_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_steps, "_MOST_BYTES", 1)
+    args = EngineArgs(model=str(tiny_model("llama")))
+    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    assert report.is_clean and report.left[0].startswith("steps were not run: 0.0 GiB of weights")
+    assert report.checks == (CHECKS_RUN,)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +132,7 @@ def test_a_clean_model_and_a_clean_file(capsys: pytest.CaptureFixture[str], tmp_
     [
         (["absent.py"], "there is no file absent.py"),
         (["x.py", "--model", "m"], "not as --model"),
+        (["m", "--steps", "-1"], "--steps -1: give 0 or more"),
     ],
 )
 def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
