@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.transformers_utils.speculators import SpeculatorsCheckpoint
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+#: the dataset of the training, where the trainer says it: `{"layers": ids of its columns}`
+_TRAINED_ON = "trained_on"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_MODELS = ("llama", "qwen3")
 
@@ -98,11 +100,13 @@ class Eagle3Settings(DraftSettings):
         if absent:
             why = "the draft's config does not say, and this is the format's default"
             decisions.record(", ".join(absent), False, why)
+        ids = self._layer_ids(raw.get(_LAYER_IDS), target.get_num_layers())
+        self._check_training(raw.get(_TRAINED_ON), ids, target.get_num_layers())
         return Eagle3Config(
             self._layer_config(layers),
             draft_vocab_size=raw.get("draft_vocab_size", 32000),
             target_hidden_size=width,
-            aux_layer_ids=self._layer_ids(raw.get(_LAYER_IDS), target.get_num_layers()),
+            aux_layer_ids=ids,
             **flags,
         )
 
@@ -131,6 +135,20 @@ class Eagle3Settings(DraftSettings):
                 f"(embeddings) to {num_layers}, the target's layers"
             )
         return tuple(sorted(ids))
+
+    def _check_training(self, data: Any, ids: tuple[int, ...], num_layers: int) -> None:
+        """The last column of a dataset is the target's output, the others are what is read."""
+        if data is None:
+            return
+        layers = data.get("layers") if isinstance(data, dict) else None
+        if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
+            self._refuse(f"says {_TRAINED_ON} {data}: it must have the dataset's layer ids, layers")
+        if layers != [*ids, num_layers]:
+            self._refuse(
+                f"was trained on hidden states {layers} (the last one the target's output), but "
+                f"would get {[*ids, num_layers]} here; train it on a dataset extracted with these "
+                "layers, or serve the target that the dataset was extracted from"
+            )
 
     def _refuse(self, what: str) -> None:
         refuse("model", f": the draft checkpoint {self.model} {what}", self.model)
