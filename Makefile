@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo   serve a small hybrid checkpoint, chat with it, extract its hidden states
-# make test   run the test suite
-# Both make the virtual environment and build the package on first use.
+# make demo     serve a small hybrid checkpoint, chat with it, extract its hidden states
+# make drafter  train a drafter on the hidden states of that checkpoint, and serve with it
+# make test     run the test suite
+# All make the virtual environment and build the package on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= $(shell nproc)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build clients demo test lint test-unit test-parity test-e2e test-extraction test-gpu \
+.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-e2e test-extraction test-gpu \
 	wheel docs clean
 
 help: ## list the targets
@@ -64,6 +65,10 @@ clients: $(CLIENTS)/.installed ## install the clients that have an environment o
 
 demo: build ## serve, chat, extract, compare with transformers
 	$(PY) examples/demo.py
+
+drafter: build ## hidden states, a drafter trained on them, how much of it is accepted
+	rm -rf build/drafter
+	$(PY) examples/train_drafter.py --output build/drafter
 
 test: lint test-unit test-parity test-e2e test-extraction ## everything that needs no GPU
 

@@ -38,7 +38,7 @@ from training_text import Sample
 class Settings:
     """What decides the content of a dataset; a run can be continued only with the same ones.
 
-    `layers` is None where a server chose them.
+    `layers` is None where a server chose them and the user did not say which.
     """
 
     model: str
@@ -110,12 +110,22 @@ class DrafterDataset:
             raise SystemExit(f"error: {self.path} is not a dataset of this example")
         return datasets.load_from_disk(str(self.path)).with_format(None)
 
+    @cached_property
+    def layers(self) -> list[int] | None:
+        """Ids of the columns; None where nobody said them."""
+        stored: list[int] | None = json.loads(self._settings_file.read_text())["layers"]
+        return stored
+
     def __len__(self) -> int:
         return len(self._rows)
 
     def token_ids(self, index: int) -> list[int]:
         ids: list[int] = self._rows[index]["input_ids"]
         return ids
+
+    def loss_mask(self, index: int) -> list[int]:
+        mask: list[int] = self._rows[index]["loss_mask"]
+        return mask
 
     def file_of(self, index: int) -> Path:
         return self.path / "hidden_states" / f"hs_{index}.safetensors"
@@ -131,7 +141,7 @@ class DrafterDataset:
 
     def adopt(self, index: int, path: Path) -> None:
         """Check a finished file and move it to its place, atomically."""
-        problem = problem_in(path, self.token_ids(index))
+        problem = problem_in(path, self.token_ids(index), self.layers)
         if problem:
             raise SystemExit(f"error: the engine's rows of sample {index} are bad: {problem}")
         target = self.file_of(index)
@@ -148,11 +158,11 @@ class DrafterDataset:
     def problems(self) -> Iterator[tuple[int, str | None]]:
         """`(index, problem or None)` of every sample, all values read."""
         for index in range(len(self)):
-            yield index, problem_in(self.file_of(index), self.token_ids(index))
+            yield index, problem_in(self.file_of(index), self.token_ids(index), self.layers)
 
 
-def problem_in(path: Path, token_ids: list[int]) -> str | None:
-    """What is wrong with a sample's file, if anything."""
+def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> str | None:
+    """What is wrong with a sample's file, if anything; it has a column for each of `layers`."""
     try:
         tensors = load_file(path)
     except FileNotFoundError:
@@ -164,6 +174,8 @@ def problem_in(path: Path, token_ids: list[int]) -> str | None:
     hidden = tensors["hidden_states"]
     if hidden.dim() != 3 or len(hidden) != len(token_ids):
         return f"rows of shape {list(hidden.shape)} for {len(token_ids)} tokens"
+    if layers is not None and hidden.shape[1] != len(layers):
+        return f"{hidden.shape[1]} columns for the layers {layers}"
     if tensors["token_ids"].tolist() != token_ids:
         return "token ids differ from the sample's"
     if not torch.isfinite(hidden).all():

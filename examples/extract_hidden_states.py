@@ -58,7 +58,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         nargs="+",
         help="ids of the layers to store, ascending; the last one is the model's number of layers "
-        "(default: 2, half, three before the last, and the last; not with --server)",
+        "(default: 2, half, three before the last, and the last); with --server, which chooses, "
+        "what it stores: training a drafter needs to know",
     )
     parser.add_argument("--dtype", help="of the engine (default: the checkpoint's)")
     parser.add_argument("--in-flight", type=int, default=32, help="requests at a time")
@@ -68,8 +69,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if min(args.samples, args.seq_length, args.in_flight) < 1:
         parser.error("--samples, --seq-length and --in-flight must be at least 1")
-    if args.server and (args.layers or args.dtype or args.kv_cache_memory_bytes):
-        parser.error("--layers, --dtype and --kv-cache-memory-bytes are flags of the server then")
+    if args.server and (args.dtype or args.kv_cache_memory_bytes):
+        parser.error("--dtype and --kv-cache-memory-bytes are flags of the server then")
     return args
 
 
@@ -87,10 +88,11 @@ def choose_layers(model: str, wanted: list[int] | None) -> list[int]:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
+    unknown = args.server and args.layers is None
     return Settings(
         model=args.model,
         dtype="server" if args.server else args.dtype or "auto",
-        layers=None if args.server else choose_layers(args.model, args.layers),
+        layers=None if unknown else choose_layers(args.model, args.layers),
         seq_length=args.seq_length,
         samples=args.samples,
         inputs=[str(path.resolve()) for path in args.inputs],

@@ -108,6 +108,19 @@ class CacheConfig:
         help="Who keeps it: `native` is OffloadingConnector, `lmcache` LMCacheMPConnector, whose "
         "own server has the memory. Takes effect with --kv-offloading-size.",
     )
+    capture_live: Annotated[float, Field(gt=0, le=1)] | None = option(
+        default=None,
+        help="Share of the requests whose hidden states are stored for drafter training, of those "
+        'that agree: `"kv_transfer_params": {"capture": true}` (docs/extraction.md).',
+    )
+    capture_live_path: str | None = option(
+        default=None, help="Directory of what --capture-live stores; required with it."
+    )
+    capture_live_bytes: PositiveInt = option(
+        default=10 * 2**30,
+        kind=FlagKind.HUMAN_INT,
+        help="Bytes that --capture-live may fill, those of earlier runs included.",
+    )
     sliding_window: int | None = option(
         default=None, flag=False, help="The model's window in tokens, when all layers share it."
     )
@@ -156,6 +169,10 @@ class CacheConfig:
                 "--kv-offloading-size",
                 "kv_offloading_backend",
                 self.kv_offloading_backend,
+            )
+        if (self.capture_live is None) != (self.capture_live_path is None):
+            raise VLLMValidationError(
+                "--capture-live and --capture-live-path go together", "capture_live"
             )
         if self.cpu_kvcache_space_bytes < 1:
             raise VLLMValidationError("the variable VLLM_CPU_KVCACHE_SPACE must be positive")

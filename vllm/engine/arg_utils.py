@@ -28,6 +28,7 @@ from vllm.config import (
 )
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
+from vllm.engine.capture_flags import capture_connector, capture_extraction
 from vllm.engine.offload_flags import offload_connector
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
 from vllm.exceptions import VLLMValidationError
@@ -158,7 +159,6 @@ class EngineArgs(_Fields):
     def _unresolved_config(self, usage_context: UsageContext) -> VllmConfig:
         model = self.create_model_config()
         parallel = self._make(ParallelConfig)
-        speculative = self._speculative_config(model, parallel)
         values = self._values(VllmConfig)
         for name, cls in _OBJECTS.items():
             if name in values:
@@ -166,6 +166,10 @@ class EngineArgs(_Fields):
         cache = self._cache_config(model)
         # A connector first: later choices depend on what it can do.
         transfer = offload_connector(cache, values.get("kv_transfer_config"))
+        transfer = capture_connector(cache, transfer)
+        speculative = capture_extraction(
+            cache, self._speculative_config(model, parallel), model, parallel
+        )
         values.update(
             model_config=model,
             cache_config=cache,

@@ -278,6 +278,12 @@ def test_a_head_without_tensors(target_path: Path, tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be distinct numbers from 0"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 5]}, "reads hidden states .1, 5."),
         ({"eagle_aux_hidden_state_layer_ids": None}, r"reads hidden states \[2, 2, 1\]"),
+        (
+            {"trained_on": {"layers": [0, 2, 3, 4]}},
+            r"trained on hidden states \[0, 2, 3, 4\].*would get \[1, 2, 3, 4\]",
+        ),
+        ({"trained_on": {"layers": [1, 2, 3, 8]}}, r"would get \[1, 2, 3, 4\]"),
+        ({"trained_on": {"layers": None}}, "must have the dataset's layer ids"),
         ({"speculators_model_type": "dflash2"}, "of type dflash2, which is not supported"),
         ({"speculators_model_type": None}, "must be a speculators checkpoint of type eagle3"),
         ({"speculators_config": {}}, "lacks speculators_config.proposal_methods"),

@@ -56,6 +56,11 @@ class DraftSettings:
         return None
 
     @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The residual streams of the target that the drafter reads, ascending."""
+        return ()
+
+    @property
     def lookahead_tokens(self) -> int:
         """Slots that the drafter's own layers write past those of the tokens a step verifies."""
         return 0

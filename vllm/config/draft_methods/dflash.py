@@ -68,13 +68,14 @@ class DFlashSettings(SpeculatorsHeadSettings):
         mask_id = raw["mask_token_id"]
         if not isinstance(mask_id, int) or not 0 <= mask_id < layers.vocab_size:
             self._refuse(f"has mask_token_id {mask_id!r}, no token of the target")
+        num_layers = target.get_num_layers()
+        ids = self._checked_layer_ids(_LAYER_IDS, raw[_LAYER_IDS], num_layers)
+        self._check_training(raw, ids, num_layers)
         return DFlashConfig(
             layers,
             draft_vocab_size=raw.get("draft_vocab_size", 32000),
             target_hidden_size=width,
-            aux_layer_ids=self._checked_layer_ids(
-                _LAYER_IDS, raw[_LAYER_IDS], target.get_num_layers()
-            ),
+            aux_layer_ids=ids,
             mask_token_id=mask_id,
             block_size=self._block_size(raw.get("block_size", 8)),
             sample_from_anchor=bool(raw.get("sample_from_anchor", found.kind == "dspark")),

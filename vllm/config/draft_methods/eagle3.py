@@ -44,11 +44,13 @@ class Eagle3Settings(SpeculatorsHeadSettings):
         if absent:
             why = "the draft's config does not say, and this is the format's default"
             decisions.record(", ".join(absent), False, why)
+        ids = self._layer_ids(raw.get(_LAYER_IDS), target.get_num_layers())
+        self._check_training(raw, ids, target.get_num_layers())
         return Eagle3Config(
             layers,
             draft_vocab_size=raw.get("draft_vocab_size", 32000),
             target_hidden_size=width,
-            aux_layer_ids=self._layer_ids(raw.get(_LAYER_IDS), target.get_num_layers()),
+            aux_layer_ids=ids,
             **flags,
         )
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.transformers_utils.speculators import SpeculatorsCheckpoint
 
+#: the dataset of the training, where the trainer says it: `{"layers": ids of its columns}`
+_TRAINED_ON = "trained_on"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorsHeadSettings(DraftSettings):
@@ -116,6 +119,21 @@ class SpeculatorsHeadSettings(DraftSettings):
                 f"{num_layers}, the target's layers"
             )
         return tuple(sorted(ids))
+
+    def _check_training(self, raw: dict[str, Any], ids: tuple[int, ...], num_layers: int) -> None:
+        """The last column of a dataset is the target's output, the others are what is read."""
+        data = raw.get(_TRAINED_ON)
+        if data is None:
+            return
+        layers = data.get("layers") if isinstance(data, dict) else None
+        if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
+            self._refuse(f"says {_TRAINED_ON} {data}: it must have the dataset's layer ids, layers")
+        if layers != [*ids, num_layers]:
+            self._refuse(
+                f"was trained on hidden states {layers} (the last one the target's output), but "
+                f"would get {[*ids, num_layers]} here; train it on a dataset extracted with these "
+                "layers, or serve the target that the dataset was extracted from"
+            )
 
     def _refuse(self, what: str) -> NoReturn:
         refuse("model", f": the draft checkpoint {self.model} {what}", self.model)

@@ -137,6 +137,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 for _name, _module in (
     ("ExampleConnector", "example_connector"),
     ("ExampleHiddenStatesConnector", "example_hidden_states_connector"),
+    ("LiveCaptureConnector", "live_capture_connector"),
     ("MultiConnector", "multi_connector"),
     ("NixlConnector", "nixl_connector"),
     ("OffloadingConnector", "offloading_connector"),

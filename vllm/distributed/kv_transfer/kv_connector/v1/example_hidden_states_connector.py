@@ -165,6 +165,18 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         if get_tensor_model_parallel_rank() != 0:
             return
+        cache = self._own_cache(kv_caches)
+        remove_leftovers(self._storage_path)
+        self._saver = HiddenStatesSaver(
+            RowCopier(cache),
+            self._write_tensors,
+            Storage(self._storage_path, self._use_lock),
+            num_writer_threads=self._num_writer_threads,
+            reserve_space=choose_reservation(self._storage_path),
+        )
+
+    def _own_cache(self, kv_caches: dict[str, Tensor]) -> Tensor:
+        """The rows' cache, `(num_blocks, block_size, columns, hidden)`."""
         name = self._group.layer_name
         if name is None:
             [name] = [n for n in kv_caches if LAYER_NAME_MARKER in n]
@@ -174,14 +186,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"cache of {name} has shape {tuple(cache.shape)}, expected (num_blocks, "
                 f"{self._group.block_size}, columns, hidden)"
             )
-        remove_leftovers(self._storage_path)
-        self._saver = HiddenStatesSaver(
-            RowCopier(cache),
-            self._write_tensors,
-            Storage(self._storage_path, self._use_lock),
-            num_writer_threads=self._num_writer_threads,
-            reserve_space=choose_reservation(self._storage_path),
-        )
+        return cache
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Store-only."""

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What live capture took and what it dropped, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAMPLES, _BYTES, _DROPPED = "samples", "bytes", "dropped_"
+#: why a request that was sampled is not in the dataset: its bytes are used up, all writers are
+#: busy, or the disk failed
+BUDGET, BUSY, FAILED = "budget", "busy", "failed"
+REASONS = (BUDGET, BUSY, FAILED)
+
+
+class LiveCaptureStats(KVConnectorStats):
+    """Counts since the last report."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def take(self, num_bytes: int) -> None:
+        """A sample goes to a writer."""
+        self._add(_SAMPLES, 1)
+        self._add(_BYTES, num_bytes)
+
+    def drop(self, reason: str) -> None:
+        """A sample does not become one, for one of `REASONS`."""
+        self._add(_DROPPED + reason, 1)
+
+    def _add(self, key: str, count: int) -> None:
+        self.data[key] = self.data.get(key, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> LiveCaptureStats:
+        for key, count in other.data.items():
+            self._add(key, count)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class LiveCapturePromMetrics(KVConnectorPromMetrics):
+    """`vllm:live_capture_samples`, `_bytes` and `_dropped{reason}`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        name = "vllm:live_capture"
+        self._plain = {
+            _SAMPLES: self._counter_cls(
+                f"{name}_samples", "Live requests given to the writers.", labelnames
+            ),
+            _BYTES: self._counter_cls(f"{name}_bytes", "Bytes of these.", labelnames),
+        }
+        self._dropped = self._counter_cls(
+            f"{name}_dropped",
+            "Live requests that were sampled and are not in the dataset.",
+            [*labelnames, "reason"],
+        )
+        for values in per_engine_labelvalues.values():
+            for metric in self._plain.values():
+                metric.labels(*values)
+            for reason in REASONS:
+                self._dropped.labels(*values, reason)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for key, count in transfer_stats_data.items():
+            if key in self._plain:
+                self._plain[key].labels(*values).inc(count)
+            else:
+                self._dropped.labels(*values, key.removeprefix(_DROPPED)).inc(count)

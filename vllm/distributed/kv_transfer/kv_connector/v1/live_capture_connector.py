@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores hidden states of some live requests, as a dataset to go on training a drafter with.
+
+`--capture-live RATE` is its short form (docs/extraction.md). A request is captured if its sender
+agreed (`kv_transfer_params: {"capture": true}`), if it is among the sampled ones, if the dataset's
+bytes are not used up, and if a writer has room when it ends. Nothing ever waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_dataset import LiveDataset
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_sampling import (
+    LiveCaptureMetadata,
+    LiveScheduler,
+    check_consent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving import LiveSaver
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_stats import (
+    LiveCapturePromMetrics,
+    LiveCaptureStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+DEFAULT_BYTES = 10 * 2**30
+
+
+class LiveCaptureConnector(ExampleHiddenStatesConnector):
+    """Store-only. Settings (`kv_connector_extra_config`):
+
+    - `shared_storage_path`: the dataset's directory, made on demand; required;
+    - `capture_rate`: share of the requests, above 0 and at most 1; required;
+    - `capture_bytes` (10 GiB): of the dataset, what is there already included;
+    - `num_writer_threads` (8): files written at a time; twice as many may wait for it.
+
+    Raises ValueError without extraction or for settings of a wrong type or range.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        if not extra.get("shared_storage_path"):
+            raise ValueError("LiveCaptureConnector needs shared_storage_path")
+        rate, budget = extra.get("capture_rate"), extra.get("capture_bytes", DEFAULT_BYTES)
+        if not isinstance(rate, int | float) or not 0 < rate <= 1:
+            raise ValueError(f"capture_rate must be above 0 and at most 1, got {rate!r}")
+        if not isinstance(budget, int) or budget < 1:
+            raise ValueError(f"capture_bytes must be a positive number of bytes, got {budget!r}")
+        self._budget = budget
+        self._live_scheduling = LiveScheduler(rate, self._group.block_size)
+        self._live: LiveSaver | None = None
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        self._layers = sorted(speculative.extraction_layer_ids)
+        self._model = "" if vllm_config.model_config is None else vllm_config.model_config.model
+
+    @classmethod
+    def check_request(
+        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
+    ) -> None:
+        check_consent(params)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LiveCaptureStats:
+        return LiveCaptureStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LiveCapturePromMetrics:
+        return LiveCapturePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        cache = self._own_cache(kv_caches)
+        dtype = str(cache.dtype).removeprefix("torch.")
+        settings = {"model": self._model, "dtype": dtype, "layers": self._layers}
+        self._live = LiveSaver(
+            RowCopier(cache),
+            LiveDataset(Path(self._storage_path), settings),
+            budget=self._budget,
+            num_writer_threads=self._num_writer_threads,
+        )
+
+    def wait_for_save(self) -> None:
+        """Nothing is claimed before a request ends."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LiveCaptureMetadata)
+        if self._live is None:
+            # Another rank writes; this one only confirms that it will not touch the blocks.
+            return {save.req_id for save in metadata.saves} or None, None
+        return self._live.step(metadata.saves) or None, None
+
+    def get_kv_connector_stats(self) -> LiveCaptureStats | None:
+        stats = None if self._live is None else self._live.take_stats()
+        return None if stats is None or stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        if self._live is not None:
+            self._live.shutdown()
+            self._live = None
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._live_scheduling.build_meta()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._live_scheduling.request_finished(request, block_ids), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[self._group.index])
+
+    def has_pending_push_work(self) -> bool:
+        return self._live_scheduling.has_pending

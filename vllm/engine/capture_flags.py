@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--capture-live` as the extraction and the connector that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm import decisions
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from vllm.config.speculative import EXTRACT, FILLED_BY_ENGINE, LAYER_IDS_KEY, SpeculativeConfig
+from vllm.exceptions import VLLMValidationError
+
+_CONNECTOR = "LiveCaptureConnector"
+
+
+def capture_connector(
+    cache: CacheConfig, transfer: KVTransferConfig | None
+) -> KVTransferConfig | None:
+    """The engine's connector: `transfer`, or the one that captures live requests.
+
+    Raises `VLLMValidationError` when both are asked for.
+    """
+    rate = cache.capture_live
+    if rate is None:
+        return transfer
+    if transfer is not None and transfer.kv_connector is not None:
+        raise _error(
+            f"--capture-live and {transfer.kv_connector} (--kv-transfer-config or "
+            "--kv-offloading-size) both need a connector; leave the flag out, list "
+            f"{_CONNECTOR} with the other one as children of a MultiConnector, and ask for "
+            f"{EXTRACT} in --speculative-config",
+            rate,
+        )
+    decisions.record("kv connector", _CONNECTOR, f"--capture-live {rate:g}")
+    extra: dict[str, Any] = {
+        "shared_storage_path": cache.capture_live_path,
+        "capture_rate": rate,
+        "capture_bytes": cache.capture_live_bytes,
+    }
+    return KVTransferConfig(
+        kv_connector=_CONNECTOR, kv_role="kv_producer", kv_connector_extra_config=extra
+    )
+
+
+def capture_extraction(
+    cache: CacheConfig,
+    speculative: SpeculativeConfig | None,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+) -> SpeculativeConfig | None:
+    """`speculative`, or extraction with it as the drafter beside it.
+
+    What a drafter reads is stored, and the target's output after it; without one that reads
+    anything, what drafters usually read. Raises `VLLMValidationError` where extraction is
+    configured already, or where several engines would write into one directory.
+    """
+    if cache.capture_live is None:
+        return speculative
+    if speculative is not None and speculative.uses_extract_hidden_states():
+        raise _error(
+            f"--capture-live extracts hidden states itself; leave {EXTRACT} out of "
+            "--speculative-config, and write its drafter there",
+            cache.capture_live,
+        )
+    if parallel.data_parallel_size > 1:
+        raise _error(
+            "--capture-live and --data-parallel-size: engines cannot share a dataset; start a "
+            "server for each, with its own --capture-live-path",
+            cache.capture_live,
+        )
+    num_layers = model.get_num_layers()
+    read = speculative.draft_settings.layer_ids if speculative is not None else ()
+    if not read:
+        usual = (2, num_layers // 2, num_layers - 3)
+        read = tuple(sorted({i for i in usual if 0 <= i < num_layers}))
+        decisions.record("captured layers", [*read, num_layers], "what EAGLE-3 drafters read")
+    given: dict[str, Any] = {"hf_config": {LAYER_IDS_KEY: [*read, num_layers]}}
+    return SpeculativeConfig(
+        method=EXTRACT,
+        num_speculative_tokens=1,
+        draft_model_config=given,
+        drafter=None if speculative is None else _given(speculative),
+        target_model_config=model,
+        target_parallel_config=parallel,
+    )
+
+
+def _given(speculative: SpeculativeConfig) -> dict[str, Any]:
+    """What says all of it again."""
+    names = [f.name for f in dataclasses.fields(speculative) if f.name not in FILLED_BY_ENGINE]
+    values = {name: getattr(speculative, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, False)}
+
+
+def _error(message: str, value: float) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter="capture_live", value=value)
