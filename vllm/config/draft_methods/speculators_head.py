@@ -13,6 +13,8 @@ from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PretrainedConfig
 
     from vllm.config.model import ModelConfig
@@ -120,7 +122,7 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         return tuple(sorted(ids))
 
-    def _check_training(self, raw: dict[str, Any], ids: tuple[int, ...], num_layers: int) -> None:
+    def _check_training(self, raw: Mapping[str, Any], ids: tuple[int, ...], num_layers: int) -> None:
         """The last column of a dataset is the target's output, the others are what is read."""
         data = raw.get(_TRAINED_ON)
         if data is None:
