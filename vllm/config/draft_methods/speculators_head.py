@@ -122,7 +122,9 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         return tuple(sorted(ids))
 
-    def _check_training(self, raw: Mapping[str, Any], ids: tuple[int, ...], num_layers: int) -> None:
+    def _check_training(
+        self, raw: Mapping[str, Any], ids: tuple[int, ...], num_layers: int
+    ) -> None:
         """The last column of a dataset is the target's output, the others are what is read."""
         data = raw.get(_TRAINED_ON)
         if data is None:
