@@ -8,7 +8,7 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +111,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._launches = True
         self._prompts: dict[str, Prompt] = {}
         #: every layer that keeps state, by name
-        self.layers: Mapping[str, AttentionLayerBase] = {}
+        self.layers: dict[str, AttentionLayerBase] = {}
         self.groups: list[StateGroup] = []
         self.graphs = StepGraphs()
         self.model: nn.Module
@@ -208,7 +208,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def _add_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
         """Make what steps of a placement need, in the arena if there is one, and use it."""
-        layers: Mapping[str, AttentionLayerBase] = self.layers
+        layers = self.layers
         if placement:
             layers = collect_layers(self.vllm_config, *self.models, placement=placement)
         buffer = next((placed.arena.buffer for placed in self.placed.values()), None)

@@ -8,7 +8,6 @@ its blocks have another layout in each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -27,7 +26,7 @@ class PlacedState:
 
     placement: str
     config: KVCacheConfig
-    layers: Mapping[str, AttentionLayerBase]
+    layers: dict[str, AttentionLayerBase]
     arena: Arena
     block_tables: BlockTables
     journals: StateJournals | None

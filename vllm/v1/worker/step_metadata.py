@@ -62,7 +62,7 @@ class StepMetadata:
         self,
         groups: list[StateGroup],
         tables: BlockTables,
-        layers: Mapping[str, AttentionLayerBase],
+        layers: dict[str, AttentionLayerBase],
         max_model_len: int,
     ) -> None:
         self._groups = groups
