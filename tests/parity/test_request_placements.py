@@ -15,6 +15,7 @@ from parity_checks import in_this_process, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -114,22 +115,29 @@ def test_mixed_requests_get_their_placements_tokens(supernet: Supernet, llm: LLM
     assert scheduler(llm).kv_cache_manager.usage == 0
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 def test_placements_come_and_go_at_random(
-    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+    deferred: bool, supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of random placements, some aborted, some started again, while there is memory for
-    few of them; placements without an alias wait for each other's place."""
+    """Requests of random placements, some aborted, some started again, some continued, while there
+    is memory for few of them; placements without an alias wait for each other's place. Also where
+    recurrent states wait in journals, which every placement has for itself."""
+    monkeypatch.setattr(type(current_platform), "defers_commit", deferred)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm = make(supernet.path, num_gpu_blocks_override=5)
     rng, engine = random.Random(1), llm.llm_engine
     asked: dict[str, Any] = {}
+    turns: list[tuple[Any, list[int]]] = []
     left, ended, preempted, retired = 24, 0, False, set()
     while left or engine.has_unfinished_requests():
         if left and rng.random() < 0.8:
             left -= 1
             name, one = f"random-{left}", rng.choice(list(ASKED))
+            ids = rng.choice(PROMPTS)
+            if turns and rng.random() < 0.5:
+                one, ids = turns.pop()
             asked[name] = one
-            prompt = TokensPrompt(prompt_token_ids=rng.choice(PROMPTS))
+            prompt = TokensPrompt(prompt_token_ids=ids)
             engine.add_request(name, prompt, params(one, rng.randint(1, 16)))
         if asked and rng.random() < 0.05:
             engine.abort_request(rng.choice(list(asked)))
@@ -140,9 +148,12 @@ def test_placements_come_and_go_at_random(
                 assert output.outputs[0].finish_reason == "length"
                 supernet.assert_equals(output, asked[output.request_id])
                 ended += 1
+                ids = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids, 7]
+                turns.append((asked[output.request_id], ids))
         preempted |= any(one.num_preemptions for one in scheduler(llm).requests.values())
         retired |= {placed.placement for placed in scheduler(llm).kv_cache_config.placements}
     assert ended > 15
+    assert deferred == (llm.llm_engine.vllm_config.cache_config.commit_interval > 1)
     assert len(retired) == 6
     assert preempted
     pool = scheduler(llm).kv_cache_manager.block_pool
