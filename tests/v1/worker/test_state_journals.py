@@ -218,3 +218,22 @@ def test_a_rehearsed_flush_names_the_null_block(journals: StateJournals, flushes
     journals.rehearse()
     assert flushes.take() == [(1, [[0, 0]]), (2, [[0, 0]])]
     assert np.array_equal(journals.waiting, waiting) and waiting.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_drafts_need_a_journal(tokens: int) -> None:
+    """A recurrent layer of a plug-in may have none."""
+    cache = SimpleNamespace(commit_interval=1)
+    scheduler = SimpleNamespace(max_num_seqs=ROWS)
+    config: Any = SimpleNamespace(
+        cache_config=cache, scheduler_config=scheduler, tokens_to_verify=tokens
+    )
+    group = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=SPEC)
+    groups: Any = SimpleNamespace(kv_cache_groups=[group])
+    layers: Any = {"a": SimpleNamespace(), "b": Layer()}
+    progress = Progress.create(ROWS, tokens, torch.device("cpu"))
+    if tokens == 1:
+        assert StateJournals.create(config, layers, groups, progress, 2) is None
+        return
+    with pytest.raises(ValueError, match="a: SimpleNamespace layers keep no journal"):
+        StateJournals.create(config, layers, groups, progress, 2)

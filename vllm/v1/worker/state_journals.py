@@ -85,13 +85,21 @@ class StateJournals:
         progress: Progress,
         depth: int,
     ) -> StateJournals | None:
-        """None where there is nothing to keep (see `JournalSize.of`)."""
+        """None where there is nothing to keep (see `JournalSize.of`). ValueError for drafts beside
+        a recurrent layer without a journal, whose state could not take back a rejected one."""
         interval = vllm_config.cache_config.commit_interval
         size = JournalSize.of(interval, vllm_config.tokens_to_verify)
         groups = []
         for group_id, group in enumerate(config.kv_cache_groups):
             members = [layers[name] for name in group.layer_names]
             keeping = [layer for layer in members if isinstance(layer, KeepsJournal)]
+            recurrent = group.kv_cache_spec.is_recurrent
+            if recurrent and len(keeping) < len(members) and vllm_config.tokens_to_verify > 1:
+                kind = type(members[0]).__name__
+                raise ValueError(
+                    f"{group.layer_names[0]}: {kind} layers keep no journal, so drafts cannot be "
+                    "verified; leave --speculative-config out"
+                )
             if keeping:
                 groups.append((group_id, keeping, MambaSpec.expect(group.kv_cache_spec)))
         if size is None or not groups:
