@@ -24,6 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.model_executor.placements import Placement
+from vllm.v1.core.placed_arena import PlacementSpecs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -108,6 +110,9 @@ class TokenExecutor(Executor):
             block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32
         )
         return [{"layers.0": spec}]
+
+    def get_placed_specs(self, placement: Placement | None = None) -> list[list[PlacementSpecs]]:
+        return [[]]
 
     def determine_available_memory(self) -> list[int]:
         return [1 << 30]

@@ -31,7 +31,7 @@ def test_definition() -> None:
     """Weights are exponentials over their sum with the sink's; a low sink changes nothing."""
     query, key, value = torch.randn(3, 5, 2, 4, dtype=torch.float64)
     sinks = torch.tensor([0.5, -1e9], dtype=torch.float64)
-    found = attend(query, key, value, 0.5, None, sinks)
+    found = attend(query, key, value, 0.5, None, sinks=sinks)
     plain = attend(query, key, value, 0.5, None)
     assert torch.equal(found[:, 1], plain[:, 1])
     for t in range(5):

@@ -40,7 +40,7 @@ def latent_case(
     heads, nope, shared, value, latent = size
     case = attention_case(lengths, (heads, 1, latent + shared), dtype, device, **options)
     tokens = len(case["query"])
-    for name in ("gate", "sliding_window"):
+    for name in ("gate", "sliding_window", "rows"):
         del case[name]
     return case | dict(
         query=randn(tokens, heads, nope + shared, dtype=dtype, device=device),
