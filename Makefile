@@ -10,21 +10,22 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-PYTEST := $(PY) -m pytest -q
+PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 # Every test belongs to one of these. A lane imports only the folders that hold its tests.
-UNIT := not gpu and not parity and not e2e and not extraction
-PARITY := parity and not gpu and not e2e and not extraction
-E2E := e2e and not gpu
-EXTRACTION := extraction and not gpu and not e2e
+UNIT := not gpu and not nightly and not parity and not e2e and not extraction
+PARITY := parity and not gpu and not nightly and not e2e and not extraction
+E2E := e2e and not gpu and not nightly
+EXTRACTION := extraction and not gpu and not nightly and not e2e
+NIGHTLY := nightly and not gpu
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
 # The suite starts a hundred processes, which would all compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-e2e test-extraction test-gpu \
+.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-e2e test-extraction test-nightly test-gpu \
 	wheel docs clean
 
 help: ## list the targets
@@ -88,6 +89,9 @@ test-e2e: build clients ## real server, real clients; every use of state memory 
 
 test-extraction: build ## hidden-state extraction, end to end but for servers (test-e2e)
 	$(PARALLEL) --no-loadscope-reorder tests/examples tests/e2e -m "$(EXTRACTION)"
+
+test-nightly: build clients ## further cases of what the others test
+	$(PARALLEL) tests --ignore=tests/gpu -m "$(NIGHTLY)"
 
 test-gpu: build ## what needs a GPU
 	$(PYTEST) tests -m gpu

@@ -6,8 +6,8 @@
     pipeline.py run     run the CPU steps here, in order, stopping at the first failure
 
 A test area has `group`, and `steps` with `label`, `commands`, `timeout_in_minutes`,
-`source_file_dependencies` (path prefixes; none: always) and `device` (absent: CPU; `h200`: a GPU
-queue).
+`source_file_dependencies` (path prefixes; none: always), `device` (absent: CPU; `h200`: a GPU
+queue) and `nightly` (true: in builds that a schedule starts, env BUILDKITE_SOURCE, alone).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import yaml
 
 _ROOT = Path(__file__).resolve().parent.parent
 _AREAS = _ROOT / ".buildkite" / "test_areas"
-_KEYS = {"label", "commands", "timeout_in_minutes", "source_file_dependencies", "device"}
+_KEYS = {"label", "commands", "timeout_in_minutes", "source_file_dependencies", "device", "nightly"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Step:
     timeout_in_minutes: int
     source_file_dependencies: list[str]
     device: str | None
+    nightly: bool
 
     def touched_by(self, changed: list[str] | None) -> bool:
         """Whether any changed path (None: unknown) lies under a dependency."""
@@ -65,6 +66,7 @@ def load_steps() -> list[Step]:
                     timeout_in_minutes=raw["timeout_in_minutes"],
                     source_file_dependencies=raw.get("source_file_dependencies", []),
                     device=raw.get("device"),
+                    nightly=raw.get("nightly", False),
                 )
             )
     return steps
@@ -83,9 +85,10 @@ def _changed_files() -> list[str] | None:
 def emit() -> None:
     """Print the pipeline as YAML."""
     changed = _changed_files()
+    scheduled = os.environ.get("BUILDKITE_SOURCE") == "schedule"
     groups: dict[str, list[dict[str, Any]]] = {}
     for step in load_steps():
-        if step.touched_by(changed):
+        if step.touched_by(changed) and (scheduled or not step.nightly):
             groups.setdefault(step.group, []).append(
                 {
                     "label": step.label,
@@ -103,6 +106,9 @@ def run() -> int:
     for step in load_steps():
         if step.device is not None:
             print(f"--- skipped, needs {step.device}: {step.group} / {step.label}", flush=True)
+            continue
+        if step.nightly:
+            print(f"--- skipped, runs every night: {step.group} / {step.label}", flush=True)
             continue
         print(f"--- {step.group} / {step.label}", flush=True)
         started = time.monotonic()

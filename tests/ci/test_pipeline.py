@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = frozenset({"gpu", "parity", "e2e", "extraction"})
+MARKS = frozenset({"gpu", "nightly", "parity", "e2e", "extraction"})
 
 
 @pytest.fixture
@@ -42,8 +42,10 @@ def test_every_command_is_a_make_target(pipeline: ModuleType) -> None:
 def test_the_cpu_steps_are_what_make_test_runs(pipeline: ModuleType) -> None:
     line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if x.startswith("test:"))
     wanted = line.split("##")[0].split()[1:]
-    cpu = [c.split()[1] for s in pipeline.load_steps() if s.device is None for c in s.commands]
+    steps = [s for s in pipeline.load_steps() if s.device is None]
+    cpu = [c.split()[1] for s in steps if not s.nightly for c in s.commands]
     assert cpu == wanted
+    assert [s.commands for s in steps if s.nightly] == [["make test-nightly"]]
 
 
 def test_dependencies_exist(pipeline: ModuleType) -> None:
@@ -74,19 +76,33 @@ def test_the_emitted_pipeline_names_queues() -> None:
     assert {s["agents"]["queue"] for s in steps} == {"cpu", "gpu-h200"}
 
 
+@pytest.mark.parametrize(("source", "runs"), [("schedule", True), ("webhook", False)])
+def test_nightly_steps_run_in_scheduled_builds(
+    source: str,
+    runs: bool,
+    pipeline: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("BUILDKITE_SOURCE", source)
+    pipeline.emit()
+    assert ("make test-nightly" in capsys.readouterr().out) == runs
+
+
 def test_a_failing_step_stops_the_run(
     pipeline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.yaml").write_text(
         "group: A\nsteps:\n"
         "  - {label: skipped, timeout_in_minutes: 1, device: h200, commands: ['touch gpu']}\n"
+        "  - {label: later, timeout_in_minutes: 1, nightly: true, commands: ['touch later']}\n"
         "  - {label: bad, timeout_in_minutes: 1, commands: ['exit 7']}\n"
         "  - {label: never, timeout_in_minutes: 1, commands: ['touch never']}\n"
     )
     monkeypatch.setattr(pipeline, "_AREAS", tmp_path)
     monkeypatch.setattr(pipeline, "_ROOT", tmp_path)
     assert pipeline.run() == 7
-    assert not (tmp_path / "never").exists() and not (tmp_path / "gpu").exists()
+    assert not any((tmp_path / name).exists() for name in ("never", "gpu", "later"))
 
 
 def test_test_modules_have_unique_names() -> None:
@@ -133,7 +149,7 @@ def is_collected(file: Path, folders: list[str]) -> bool:
 
 
 def test_every_test_runs_in_one_lane() -> None:
-    assert len(lanes()) == 4
+    assert len(lanes()) == 5
     for count in range(len(MARKS) + 1):
         for marks in map(frozenset, itertools.combinations(MARKS, count)):
             assert len(lanes_of(marks)) == ("gpu" not in marks), marks

@@ -158,9 +158,9 @@ def arguments(command: Command, tmp_path: Path) -> list[str]:
 
 
 def smoke_commands() -> list[Command]:
-    return [
-        command for command in COMMANDS if covered_by(command, SMOKE) and not is_mention(command)
-    ]
+    """Each once, wherever it is written."""
+    found = (c for c in COMMANDS if covered_by(c, SMOKE) and not is_mention(c))
+    return list({command.words: command for command in found}.values())
 
 
 @pytest.mark.parametrize("command", smoke_commands(), ids=lambda command: str(command)[:70])

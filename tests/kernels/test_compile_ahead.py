@@ -20,6 +20,7 @@ from draft_models import Shape, mtp_tensors, with_mtp
 from tiny_models import tiny_model
 from triton import knobs
 
+from tests.nightly import nightly
 from vllm.kernels.triton import compile_log, compiler_start
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prepare
 from vllm.kernels.triton.compile_log import begin_launcher
@@ -187,7 +188,7 @@ def test_no_batch_needs_a_kernel_that_warm_up_does_not_foresee(
     assert found["unforeseen"] == []
 
 
-@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+@pytest.mark.parametrize("method", ["mtp", *nightly("draft_model")])
 def test_a_drafter_is_noted_before_anything_is_sampled(tmp_path: Path, method: str) -> None:
     """Kernels that do not run leave what was in memory: no token id may come from there."""
     settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}

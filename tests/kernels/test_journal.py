@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import error_ratio, gdn_decode_case, randn, strided, widen
+from tests.nightly import nightly
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
@@ -151,7 +152,7 @@ def both_ways(kernels: Kernels, layers: Layers, heads: Any, steps: int, seed: in
 
 
 @BOTH
-@pytest.mark.parametrize("heads", [SMALL, (1, 4, 40, 8)])
+@pytest.mark.parametrize("heads", [SMALL, pytest.param((1, 4, 40, 8), marks=pytest.mark.nightly)])
 def test_the_same_bits_over_a_random_schedule(kernels, heads, device):
     layers = two_layers(3, heads, torch.float32, device, padding=1)
     assert both_ways(kernels, layers, heads, STEPS, SEED)
@@ -347,7 +348,7 @@ def rounding(kernels: Kernels) -> float:
     return 1e-6 if isinstance(kernels, NaiveKernels) else 0.0
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("width", [4, *nightly(2, 8)])
 def test_rejected_drafts_leave_nothing(any_kernels, width, device):
     layers = two_layers(2, SMALL, torch.float32, device)
     assert verified(any_kernels, layers, SMALL, width, 6, seed=width) <= rounding(any_kernels)

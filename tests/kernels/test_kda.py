@@ -12,6 +12,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 
 from tests.kernels.cases import arena_cache, error_ratio, ragged, randn, strided, widen
 from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
+from tests.nightly import nightly
 from vllm import decisions
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
@@ -184,7 +185,7 @@ def rounding(kernels: Kernels) -> float:
     return 0.0 if isinstance(kernels, CudaKernels) else 1e-6
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [4, *nightly(1, 2, 8)])
 def test_rejected_drafts_leave_nothing(kernels, width, device):
     decoder = Decoder(kernels, 2, SIZES[0], device)
     assert difference(decoder, width) <= rounding(kernels)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from tests.nightly import nightly
 from vllm.kernels.sampling.draw import gumbel_sample
 from vllm.kernels.sampling.filter import TILE, kept_tokens
 from vllm.kernels.sampling.naive import apply_min_p, apply_top_k_top_p
@@ -36,9 +37,8 @@ def filters(vocab, device):
 @pytest.mark.parametrize(
     "vocab, spread, dtype",
     [
-        (50, 1.0, torch.bfloat16),
+        *nightly((50, 1.0, torch.bfloat16), (TILE + 904, 3.0, torch.float32)),
         (TILE + 904, 3.0, torch.bfloat16),
-        (TILE + 904, 3.0, torch.float32),
     ],
 )
 def test_every_combination_keeps_what_sorting_keeps(vocab, spread, dtype, device):

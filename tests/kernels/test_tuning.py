@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nightly import nightly
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.tune import describe
 from vllm.kernels.cuda import CudaKernels
@@ -98,7 +99,7 @@ def test_every_space_is_a_tile_of_the_shipped_files() -> None:
         lambda w: w.attention(64, [(20, 40), (3, 3)]),
         lambda w: w.delta_rule(64, [70, 3]),
         lambda w: w.delta_rule_decode(64, 3),
-        lambda w: w.convolution([5, 66]),
+        *nightly(lambda w: w.convolution([5, 66])),
     ],
     ids=["decode", "prefill", "delta rule", "delta rule decode", "convolution"],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
 from tests.tiny_models import hf_reference_generate, tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -95,7 +96,7 @@ def run(site: Path, checkpoint: Path, method: str, **env: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", *nightly("fork")])
 def test_it_serves_its_model_in_every_process(
     installed: Path, checkpoint: Path, method: str
 ) -> None:
