@@ -11,13 +11,17 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import hf_reference_logits
+from tiny_models import hf_reference_logits, hf_residual_streams, tiny_model
 from transformers import PreTrainedModel
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
 
 MakeEngine = Callable[..., LLM]
 
@@ -74,3 +78,31 @@ def assert_equals(output: RequestOutput, reference: PreTrainedModel) -> None:
     expected = logits.log_softmax(-1)
     for i, (token, entry) in enumerate(zip(tokens, one.logprobs or [], strict=True)):
         assert abs(entry[token].logprob - float(expected[i, token])) < 1e-4
+
+
+def assert_extracted(make_engine: MakeEngine, family: str, storage: Path) -> None:
+    """Captured streams are transformers'."""
+    llm = make_engine(
+        family,
+        max_num_batched_tokens=64,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+        },
+    )
+    params = SamplingParams(temperature=0, max_tokens=1)
+    (ids,) = prompts((90,))
+    (output,) = llm.generate([TokensPrompt(prompt_token_ids=ids)], params, use_tqdm=False)
+    assert output.kv_transfer_params is not None
+    found: Any = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+    streams = hf_residual_streams(tiny_model(family), ids)
+    for i, layer in enumerate((0, 2, 4)):
+        expected = streams[layer]
+        difference = (found["hidden_states"][:90, i] - expected).abs().max()
+        assert float(difference) < 5e-5 * float(expected.std())

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
-from tiny_models import hf_reference_logits, hf_residual_streams, tiny_model
+from parity_checks import MakeEngine, assert_equals_reference, assert_extracted, generate, prompts
+from tiny_models import hf_reference_logits, tiny_model
 from torch import Tensor
 
-from vllm import RequestOutput, SamplingParams, TokensPrompt
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    load_hidden_states,
-)
+from vllm import RequestOutput
 
 pytestmark = [
     pytest.mark.parity,
@@ -65,31 +61,7 @@ def test_prefix_cached(family: str, make_engine: MakeEngine) -> None:
 
 
 def test_extracted(family: str, make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Captured streams are transformers'."""
-    llm = make_engine(
-        family,
-        max_num_batched_tokens=64,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
-    )
-    params = SamplingParams(temperature=0, max_tokens=1)
-    (ids,) = prompts((90,))
-    (output,) = llm.generate([TokensPrompt(prompt_token_ids=ids)], params, use_tqdm=False)
-    assert output.kv_transfer_params is not None
-    found: Any = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
-    streams = hf_residual_streams(tiny_model(family), ids)
-    for i, layer in enumerate((0, 2, 4)):
-        expected = streams[layer]
-        difference = (found["hidden_states"][:90, i] - expected).abs().max()
-        assert float(difference) < 5e-5 * float(expected.std())
+    assert_extracted(make_engine, family, tmp_path)
 
 
 def test_bf16_is_as_exact_as_transformers(family: str, make_engine: MakeEngine) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +37,27 @@ class KVConnectorStats(ABC):
     def is_empty(self) -> bool: ...
 
 
+class CounterStats(KVConnectorStats):
+    """Counts since the last report, which add up over intervals and ranks."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def add(self, **counts: float) -> None:
+        for key, count in counts.items():
+            self.data[key] = self.data.get(key, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> Self:
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
 class KVConnectorPromMetrics(ABC):
     """A connector's own Prometheus metrics, made in the front end by `build_prom_metrics`.
 
@@ -60,3 +82,31 @@ class KVConnectorPromMetrics(ABC):
     @abstractmethod
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take the `data` of the connector's statistics since the last call."""
+
+
+class CounterPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter per key of `CounterStats`."""
+
+    #: key of the statistics -> metric without `vllm:`, its help
+    counters: ClassVar[dict[str, tuple[str, str]]]
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            key: self._counter_cls(f"vllm:{name}", text, labelnames)
+            for key, (name, text) in self.counters.items()
+        }
+        for values in per_engine_labelvalues.values():
+            for metric in self._counters.values():
+                metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for key, value in transfer_stats_data.items():
+            self._counters[key].labels(*values).inc(value)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    CounterStats,
     KVConnectorPromMetrics,
-    KVConnectorStats,
 )
 
 if TYPE_CHECKING:
@@ -21,34 +21,16 @@ BUDGET, BUSY, FAILED = "budget", "busy", "failed"
 REASONS = (BUDGET, BUSY, FAILED)
 
 
-class LiveCaptureStats(KVConnectorStats):
+class LiveCaptureStats(CounterStats):
     """Counts since the last report."""
-
-    def reset(self) -> None:
-        self.data = {}
 
     def take(self, num_bytes: int) -> None:
         """A sample goes to a writer."""
-        self._add(_SAMPLES, 1)
-        self._add(_BYTES, num_bytes)
+        self.add(**{_SAMPLES: 1, _BYTES: num_bytes})
 
     def drop(self, reason: str) -> None:
         """A sample does not become one, for one of `REASONS`."""
-        self._add(_DROPPED + reason, 1)
-
-    def _add(self, key: str, count: int) -> None:
-        self.data[key] = self.data.get(key, 0) + count
-
-    def aggregate(self, other: KVConnectorStats) -> LiveCaptureStats:
-        for key, count in other.data.items():
-            self._add(key, count)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
+        self.add(**{_DROPPED + reason: 1})
 
 
 class LiveCapturePromMetrics(KVConnectorPromMetrics):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
+    CounterPromMetrics,
+    CounterStats,
     KVConnectorStats,
 )
 
@@ -47,30 +48,19 @@ GAUGES = {
 }
 
 
-class OffloadingStats(KVConnectorStats):
+class OffloadingStats(CounterStats):
     """Counts since the last report; gauges as last seen."""
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def add(self, **counts: float) -> None:
-        for key, count in counts.items():
-            self.data[key] = self.data.get(key, 0) + count
 
     def aggregate(self, other: KVConnectorStats) -> OffloadingStats:
         self.add(**{key: value for key, value in other.data.items() if key in COUNTERS})
         self.data.update({key: value for key, value in other.data.items() if key in GAUGES})
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
 
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class OffloadingPromMetrics(KVConnectorPromMetrics):
+class OffloadingPromMetrics(CounterPromMetrics):
     """One Prometheus metric per key."""
+
+    counters = COUNTERS
 
     def __init__(
         self,
@@ -80,22 +70,15 @@ class OffloadingPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            key: self._counter_cls(f"vllm:{name}", text, labelnames)
-            for key, (name, text) in COUNTERS.items()
-        }
         self._gauges = {
             key: self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="mostrecent")
             for key, (name, text) in GAUGES.items()
         }
-        for values in per_engine_labelvalues.values():
-            for metric in self._counters.values():
-                metric.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        counts = {key: value for key, value in transfer_stats_data.items() if key in COUNTERS}
+        super().observe(counts, engine_idx)
         values = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
-            if key in self._counters:
-                self._counters[key].labels(*values).inc(value)
-            elif key in self._gauges:
+            if key in self._gauges:
                 self._gauges[key].labels(*values).set(value)
