@@ -320,6 +320,33 @@ def test_a_wake_up_calls_off_a_sleep_that_waits() -> None:
 
 
 @pytest.mark.usefixtures("forking")
+def test_a_front_end_rests_once_its_core_knows_of_the_aborts() -> None:
+    """Another front end then tells the core to sleep, and may be faster than the aborts."""
+
+    async def run(engine: AsyncLLM) -> None:
+        async def stream() -> None:
+            async for _ in engine.generate([5, 6], SamplingParams(max_tokens=300), "long"):
+                pass
+
+        running = asyncio.create_task(stream())
+        await until(engine.output_processor.has_unfinished_requests)
+        core = psutil.Process(engine.engine_core.process_id)
+        rest = engine.resting("abort")
+        core.suspend()
+        try:
+            resting = asyncio.create_task(rest.__aenter__())
+            await running
+            await asyncio.sleep(0.2)
+            assert not resting.done()
+        finally:
+            core.resume()
+        await resting
+        await rest.__aexit__(None, None, None)
+
+    with_sleepy_engine(run)
+
+
+@pytest.mark.usefixtures("forking")
 def test_sleeps_and_wake_ups_at_once_leave_both_ends_agreed() -> None:
     async def run(engine: AsyncLLM) -> None:
         rng = random.Random(0)

@@ -446,6 +446,8 @@ class AsyncLLM:
         runs, and new ones are refused, while the block lasts. A wake-up calls it off."""
         with self._front_end.sleep.waiting() as check:
             await self._come_to_rest(mode, check)
+            # The order comes by another way than the aborts: this answer comes after them.
+            await self.engine_core.call_utility("check_health")
             yield
 
     def call_off_rest(self) -> None:
