@@ -59,6 +59,8 @@ class Quantised:
 
 
 def _is_linear(name: str, tensor: Tensor) -> bool:
+    if ".experts." in name:
+        return tensor.dim() == 2
     return name.endswith("_proj.weight") or ("in_proj" in name and tensor.dim() == 2)
 
 

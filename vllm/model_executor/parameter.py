@@ -24,6 +24,16 @@ WeightLoader = Callable[..., None]
 SHARED_EXPERT = "shared"
 
 
+def num_routed(experts: Sequence[ShardId]) -> int:
+    """How many of a stack's experts have numbers."""
+    return len(experts) - (SHARED_EXPERT in experts[-1:])
+
+
+def place_in_stack(expert: ShardId, experts: Sequence[ShardId]) -> int:
+    """Where in the stack an expert's matrix is: the shared one is the last."""
+    return num_routed(experts) if expert == SHARED_EXPERT else int(expert)
+
+
 class WeightShapeError(ValueError):
     """A checkpoint tensor does not fit its parameter."""
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vllm.exceptions import VLLMValidationError
+from vllm.kernels.fp8 import FP8, GROUP
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers import moe
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
 from vllm.model_executor.model_loader.dummy_loader import initialize_dummy_weights
-from vllm.model_executor.parameter import SHARED_EXPERT, WeightShapeError
+from vllm.model_executor.parameter import SHARED_EXPERT, WeightDtypeError, WeightShapeError
 from vllm.model_executor.utils import get_weight_attr
 
 HIDDEN, INNER, EXPERTS = 16, 12, 5
@@ -156,12 +158,82 @@ def test_wrong_shapes_say_what_was_expected() -> None:
         load(layer.router.weight, torch.zeros(6, 16), 0)
 
 
-@pytest.mark.parametrize("config", [fp8_at_load(), Fp8Config("block")])
-def test_quantised_experts_are_refused(config: Fp8Config) -> None:
-    with pytest.raises(ValueError, match="serve the 16-bit checkpoint without --quantization"):
-        MixtureOfExperts(PLAIN, "model.layers.0.mlp", config)
-    kept = Fp8Config("block", excluded=["model.layers.0.mlp.experts"])
-    MixtureOfExperts(PLAIN, "model.layers.0.mlp", kept)
+def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+    """Of a float8 stack, with scales by rows or by blocks."""
+    if scale.dim() == 2:
+        return values.float() * scale[:, :, None]
+    return values.float() * scale.mT.repeat_interleave(GROUP, 2)[..., : values.shape[2]]
+
+
+def test_experts_quantised_here_are_what_was_loaded() -> None:
+    """Whole and by ranks, stacked and one by one, within float8's half unit of the last place."""
+    tensors, name = checkpoint(PLAIN), "model.layers.0.mlp"
+    for rank, size in ((0, 1), (1, 2)):
+        layer = MixtureOfExperts(PLAIN, name, fp8_at_load(), tp_rank=rank, tp_size=size)
+        other = MixtureOfExperts(PLAIN, name, fp8_at_load(), tp_rank=rank, tp_size=size)
+        load(layer.experts.gate_up_proj, tensors["gate_up"])
+        load(layer.experts.down_proj, tensors["down"])
+        for expert in range(EXPERTS):
+            for i, half in enumerate(tensors["gate_up"][expert].chunk(2)):
+                load(other.experts.gate_up_proj, half, (expert, i))
+            load(other.experts.down_proj, tensors["down"][expert], (expert, 0))
+        scales = layer.experts.method.scales(layer.experts)
+        assert scales is not None
+        whole = MixtureOfExperts(PLAIN, name, tp_rank=rank, tp_size=size)
+        load(whole.experts.gate_up_proj, tensors["gate_up"])
+        load(whole.experts.down_proj, tensors["down"])
+        for param, scale in (("gate_up_proj", scales.gate_up), ("down_proj", scales.down)):
+            values = layer.experts.get_parameter(param)
+            expected = whole.experts.get_parameter(param)
+            assert torch.equal(
+                values.view(torch.uint8), other.experts.get_parameter(param).view(torch.uint8)
+            )
+            torch.testing.assert_close(
+                dequantised(values, scale), expected.data, rtol=2**-4, atol=float(scale.max())
+            )
+    with pytest.raises(WeightShapeError, match=r"shape \[5, 24, 16\], found \[4, 24, 16\]"):
+        load(layer.experts.gate_up_proj, torch.zeros(4, 24, 16))
+
+
+def test_block_scales_are_cut_with_their_experts() -> None:
+    """Ranks hold whole blocks of the intermediate size."""
+    shape = replace(PLAIN, intermediate_size=256, num_experts=3)
+    blocks = torch.rand(3, 1, 2)
+    values = torch.randn(3, HIDDEN, 256).to(FP8)
+    for rank in range(2):
+        layer = MixtureOfExperts(shape, "mlp", Fp8Config("block"), tp_rank=rank, tp_size=2)
+        load(layer.experts.down_proj, values)
+        load(layer.experts.down_proj_scale_inv, blocks)
+        part = layer.experts.down_proj_scale_inv
+        assert torch.equal(part, blocks[:, :, rank : rank + 1].expand(3, 1, HIDDEN))
+        assert torch.equal(
+            layer.experts.down_proj.float(), values.float()[..., 128 * rank : 128 * rank + 128]
+        )
+    with pytest.raises(WeightDtypeError, match="expected float8_e4m3fn, found torch.float32"):
+        load(layer.experts.down_proj, values.float())
+    with pytest.raises(ValueError, match="cuts the 128-wide scale blocks"):
+        MixtureOfExperts(PLAIN, "mlp", Fp8Config("block"), tp_rank=0, tp_size=2)
+
+
+def test_what_a_checkpoint_leaves_in_16_bits() -> None:
+    """All experts, or the shared one alone, which then cannot lie among the others."""
+    shape = replace(PLAIN, shared_intermediate_size=INNER)
+    assert shape.stacks_shared
+    prefix = "model.layers.0.mlp"
+    kept = MixtureOfExperts(shape, prefix, Fp8Config("block", excluded=[f"{prefix}.experts"]))
+    assert kept.experts.gate_up_proj.dtype == torch.float32
+    assert kept.shared_expert is not None
+    assert kept.shared_expert.down_proj.weight.dtype == FP8
+    apart = MixtureOfExperts(shape, prefix, Fp8Config(excluded=["mlp.shared_expert"]))
+    assert apart.shared_expert is not None and len(apart.experts.gate_up_proj) == EXPERTS
+    assert apart.shared_expert.down_proj.weight.dtype == torch.float32
+    together = MixtureOfExperts(shape, prefix, Fp8Config())
+    assert together.shared_expert is None and len(together.experts.gate_up_proj) == EXPERTS + 1
+
+
+def test_fixed_activation_scales_are_refused() -> None:
+    with pytest.raises(VLLMValidationError, match=r"mlp.experts: experts with fixed activation"):
+        MixtureOfExperts(PLAIN, "mlp", Fp8Config(static=True))
 
 
 def test_what_cannot_be_routed_or_activated_is_refused() -> None:
@@ -172,7 +244,12 @@ def test_what_cannot_be_routed_or_activated_is_refused() -> None:
 
 
 def test_dummy_weights_keep_a_signals_scale() -> None:
-    layer = MixtureOfExperts(replace(PLAIN, num_experts=64), "mlp")
-    initialize_dummy_weights(layer)
-    for param in (layer.experts.gate_up_proj, layer.experts.down_proj):
-        assert float(param.std()) == pytest.approx(param.shape[-1] ** -0.5, rel=0.1)
+    for config in (None, Fp8Config(), Fp8Config("block")):
+        layer = MixtureOfExperts(replace(PLAIN, num_experts=64), "mlp", config)
+        initialize_dummy_weights(layer)
+        stacks = [layer.experts.gate_up_proj.data, layer.experts.down_proj.data]
+        if (scales := layer.experts.method.scales(layer.experts)) is not None:
+            pairs = zip(stacks, (scales.gate_up, scales.down), strict=True)
+            stacks = [dequantised(*pair) for pair in pairs]
+        for stack in stacks:
+            assert float(stack.std()) == pytest.approx(stack.shape[-1] ** -0.5, rel=0.1)

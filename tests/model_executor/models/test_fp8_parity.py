@@ -56,9 +56,17 @@ ROUNDINGS: dict[Format, Rounding] = {
 
 
 @torch.no_grad()
-def reference(path: Path, rounding: Rounding | None, keep: tuple[str, ...] = GATES) -> Tensor:
-    """transformers' logits, the inputs of quantised projections rounded first."""
+def reference(
+    path: Path,
+    rounding: Rounding | None,
+    keep: tuple[str, ...] = GATES,
+    prepare: Callable[[nn.Module, Rounding], None] | None = None,
+) -> Tensor:
+    """transformers' logits, the inputs of quantised projections rounded first; `prepare` does so
+    where the model has no module per projection."""
     model = hf_model(path)
+    if rounding is not None and prepare is not None:
+        prepare(model, rounding)
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         assert rounding is not None

@@ -92,6 +92,35 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class ExpertScales:
+    """Of float8 stacks, fp32: one per row, `gate_up [experts, rows]` and `down [experts, hidden]`,
+    or one per row and 128 channels, `[experts, ceil(channels / 128), rows]`. What is multiplied
+    by a stack is made float8 likewise: `vllm.kernels.fp8`."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    @property
+    def grouped(self) -> bool:
+        """Whether channels have scales of their own."""
+        return self.gate_up.dim() == 3
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """One product of one expert: `weight [rows, channels]`, `bias [rows]`, and of a float8 weight
+    `scale [rows]` or `[ceil(channels / 128), rows]`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
 class ExpertsProblem:
     """`x [tokens, hidden]`; experts are stacked: `gate_up [experts, 2 * intermediate, hidden]`,
     the gate's rows first, and `down [experts, hidden, intermediate]`, both contiguous. Experts that
@@ -100,7 +129,8 @@ class ExpertsProblem:
 
     `gate_up_bias [experts, 2 * intermediate]` and `down_bias [experts, hidden]`, contiguous, both
     or neither. The activation is SwiGLU, clamped if `clamp` is given. `shared [tokens, hidden]` is
-    the output of the last slot's expert where that is not one of the stack.
+    the output of the last slot's expert where that is not one of the stack. Both stacks are e4m3 if
+    `scales` are given, else of the dtype of `x`.
     """
 
     x: Tensor
@@ -112,6 +142,7 @@ class ExpertsProblem:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     clamp: ClampedSwiglu | None = None
+    scales: ExpertScales | None = None
 
     @property
     def num_experts(self) -> int:
@@ -127,8 +158,18 @@ class ExpertsProblem:
         experts = self.routing.experts
         return experts if self.shared is None else experts[:, :-1]
 
-    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+    def matrices(self, expert: int) -> tuple[ExpertMatrix, ExpertMatrix]:
         """Those of one expert's two products."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return None, None
-        return self.gate_up_bias[expert], self.down_bias[expert]
+        inner, outer = (None, None) if self.scales is None else self.scales.both
+        return (
+            _matrix(expert, self.gate_up, self.gate_up_bias, inner),
+            _matrix(expert, self.down, self.down_bias, outer),
+        )
+
+
+def _matrix(expert: int, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> ExpertMatrix:
+    return ExpertMatrix(
+        weight[expert],
+        None if bias is None else bias[expert],
+        None if scale is None else scale[expert],
+    )

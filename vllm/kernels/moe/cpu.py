@@ -7,8 +7,9 @@ from torch import Tensor
 from vllm import decisions
 from vllm.kernels.activation.cpu import clamped_swiglu, silu_and_mul
 from vllm.kernels.activation.naive import relu_squared
+from vllm.kernels.fp8.cpu import linear_fp8, linear_fp8_block
 from vllm.kernels.linear.cpu import linear, skinny_linear
-from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe import ExpertMatrix, ExpertsProblem
 from vllm.kernels.moe.naive import add_slots, route_experts
 
 __all__ = ["route_experts", "run_experts"]
@@ -22,8 +23,6 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         "no kernel of the CPU takes several experts at once",
     )
     x, experts = problem.x, problem.experts
-    # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
-    multiply = skinny_linear if x.dtype == torch.float32 else linear
     outputs = x.new_empty(*experts.shape, x.shape[1])
     rows = outputs.view(-1, x.shape[1])
     order = experts.flatten().sort(dim=0, stable=True)
@@ -31,13 +30,22 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     pairs = order.indices.split(counts.tolist())
     for expert, pair in zip(hit.tolist(), pairs, strict=True):
         token = pair // experts.shape[1]
-        inner_bias, outer_bias = problem.biases(expert)
-        hidden = multiply(x[token], problem.gate_up[expert], inner_bias)
+        inner, outer = problem.matrices(expert)
+        hidden = _product(x[token], inner)
         if not problem.gated:
             active = relu_squared(hidden)
         elif problem.clamp is None:
             active = silu_and_mul(hidden)
         else:
             active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
-        rows[pair] = multiply(active, problem.down[expert], outer_bias)
+        rows[pair] = _product(active, outer)
     return add_slots(problem, outputs)
+
+
+def _product(x: Tensor, matrix: ExpertMatrix) -> Tensor:
+    if matrix.scale is not None:
+        multiply = linear_fp8 if matrix.scale.dim() == 1 else linear_fp8_block
+        return multiply(x, matrix.weight, matrix.scale, matrix.bias)
+    # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
+    plain = skinny_linear if x.dtype == torch.float32 else linear
+    return plain(x, matrix.weight, matrix.bias)

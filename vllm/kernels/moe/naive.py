@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.activation.naive import clamped_swiglu, relu_squared, silu_and_mul
-from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
+from vllm.kernels.fp8.naive import linear_fp8, linear_fp8_block
+from vllm.kernels.moe import ExpertMatrix, ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
 
@@ -63,29 +64,32 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     `[tokens, hidden]`.
 
     Each product, with its bias if it has one, and the activation are rounded to the dtype of `x`;
-    the sum runs in fp32 in the order of the slots and is rounded once.
+    the sum runs in fp32 in the order of the slots and is rounded once. What float8 experts are
+    given is made float8 before each product.
     """
-    x, wide = problem.x, accumulation_dtype(problem.x)
-    outputs = x.new_zeros(*problem.experts.shape, x.shape[1])
+    outputs = problem.x.new_zeros(*problem.experts.shape, problem.x.shape[1])
     for expert in problem.experts.unique().tolist():
         token, slot = torch.where(problem.experts == expert)
-        inner_bias, outer_bias = problem.biases(expert)
-        hidden = _product(x[token].to(wide), problem.gate_up[expert], inner_bias).to(x.dtype)
+        inner, outer = problem.matrices(expert)
+        hidden = _product(problem.x[token], inner)
         if not problem.gated:
             active = relu_squared(hidden)
         elif problem.clamp is None:
             active = silu_and_mul(hidden)
         else:
             active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
-        out = _product(active.to(wide), problem.down[expert], outer_bias)
-        outputs[token, slot] = out.to(x.dtype)
+        outputs[token, slot] = _product(active, outer)
     return add_slots(problem, outputs)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the dtype of `x`."""
-    out = x @ weight.to(x.dtype).t()
-    return out if bias is None else out + bias.to(x.dtype)
+def _product(x: Tensor, matrix: ExpertMatrix) -> Tensor:
+    """In the dtype of `x`, rounded once."""
+    if matrix.scale is not None:
+        multiply = linear_fp8 if matrix.scale.dim() == 1 else linear_fp8_block
+        return multiply(x, matrix.weight, matrix.scale, matrix.bias)
+    wide = accumulation_dtype(x)
+    out = x.to(wide) @ matrix.weight.to(wide).t()
+    return (out if matrix.bias is None else out + matrix.bias.to(wide)).to(x.dtype)
 
 
 def add_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:

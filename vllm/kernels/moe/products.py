@@ -4,6 +4,9 @@
 
 Weights are the left operand, so blocks may be as narrow as 16 rows: at few tokens a product is
 bound by the bytes of the experts that are hit. Blocks that are not used leave at once.
+
+Float8 operands (SCALED) have scales: per row of activations and per row of weights, applied to the
+whole sum, or with GROUP_K > 0 also per GROUP_K channels, applied to each group's.
 """
 
 import triton
@@ -43,12 +46,21 @@ def _load(at, exists, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(at, mask=exists & (k < K), other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
+def _scale_at(scale_ptr, expert, rows: tl.constexpr, K: tl.constexpr, GROUP_K: tl.constexpr):
+    """Where an expert's scales of weights begin: `[rows]`, or `[groups, rows]` with GROUP_K."""
+    groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K if GROUP_K > 0 else 1
+    return scale_ptr + expert.to(tl.int64) * (groups * rows)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "stride_xs_group"])
 def _gate_up_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
-    stride_x,
+    x_ptr, xs_ptr, weight_ptr, ws_ptr, bias_ptr, out_ptr,
+    pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
+    stride_x, stride_xs_row, stride_xs_group,
     K: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr, GROUP_K: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,19 +80,39 @@ def _gate_up_kernel(
     exists = (column < N)[:, None]
     token = (pair // SLOTS).to(tl.int64)
     x_at = x_ptr + token[None, :] * stride_x + kk[:, None]
-    size: tl.constexpr = (2 * N if GATED else N) * K
-    up_at = weight_ptr + expert.to(tl.int64) * size + column[:, None] * K + kk[None, :]
+    rows: tl.constexpr = 2 * N if GATED else N
+    up_at = weight_ptr + expert.to(tl.int64) * (rows * K) + column[:, None] * K + kk[None, :]
+    if SCALED:
+        xs_at = xs_ptr + token[None, :] * stride_xs_row
+        ws_at = _scale_at(ws_ptr, expert, rows, K, GROUP_K) + column[:, None]
     gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + kk
         x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
         w = _load(up_at + start, exists, k[None, :], K, BLOCK_K)
+        if GROUP_K > 0:
+            group = start // GROUP_K
+            xs = tl.load(xs_at + group * stride_xs_group)
+            ws = tl.load(ws_at + group * rows, mask=exists, other=0.0)
         if GATED:
             # The gate's rows come first.
-            gate = tl.dot(w, x, gate, input_precision="ieee")
+            if GROUP_K > 0:
+                gate += tl.dot(w, x) * (ws * xs)
+                ws = tl.load(ws_at + group * rows + N, mask=exists, other=0.0)
+            else:
+                gate = tl.dot(w, x, gate, input_precision="ieee")
             w = _load(up_at + N * K + start, exists, k[None, :], K, BLOCK_K)
-        up = tl.dot(w, x, up, input_precision="ieee")
+        if GROUP_K > 0:
+            up += tl.dot(w, x) * (ws * xs)
+        else:
+            up = tl.dot(w, x, up, input_precision="ieee")
+    if SCALED and GROUP_K == 0:
+        xs = tl.load(xs_at)
+        if GATED:
+            gate *= tl.load(ws_at, mask=exists, other=0.0) * xs
+            ws_at += N
+        up *= tl.load(ws_at, mask=exists, other=0.0) * xs
     if BIAS:
         bias_at = bias_ptr + expert.to(tl.int64) * (2 * N) + column[:, None]
         gate += tl.load(bias_at, mask=exists, other=0.0).to(tl.float32)
@@ -100,10 +132,12 @@ def _gate_up_kernel(
     tl.store(out_at, active.to(dtype), mask=exists & used[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "stride_xs_group"])
 def _down_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, pairs_ptr, block_experts_ptr, ends_ptr, num_pairs,
+    x_ptr, xs_ptr, weight_ptr, ws_ptr, bias_ptr, out_ptr,
+    pairs_ptr, block_experts_ptr, ends_ptr, num_pairs, stride_xs_row, stride_xs_group,
     K: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, GROUP_K: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -122,12 +156,22 @@ def _down_kernel(
     exists = (column < N)[:, None]
     x_at = x_ptr + place[None, :].to(tl.int64) * K + kk[:, None]
     w_at = weight_ptr + expert.to(tl.int64) * (N * K) + column[:, None] * K + kk[None, :]
+    if SCALED:
+        xs_at = xs_ptr + place[None, :].to(tl.int64) * stride_xs_row
+        ws_at = _scale_at(ws_ptr, expert, N, K, GROUP_K) + column[:, None]
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + kk
         x = _load(x_at + start, used[None, :], k[:, None], K, BLOCK_K)
         w = _load(w_at + start, exists, k[None, :], K, BLOCK_K)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GROUP_K > 0:
+            group = start // GROUP_K
+            xs = tl.load(xs_at + group * stride_xs_group)
+            acc += tl.dot(w, x) * (tl.load(ws_at + group * N, mask=exists, other=0.0) * xs)
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    if SCALED and GROUP_K == 0:
+        acc *= tl.load(ws_at, mask=exists, other=0.0) * tl.load(xs_at)
     if BIAS:
         bias_at = bias_ptr + expert.to(tl.int64) * N + column[:, None]
         acc += tl.load(bias_at, mask=exists, other=0.0).to(tl.float32)

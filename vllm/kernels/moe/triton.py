@@ -7,10 +7,14 @@ pairs that do not exist are skipped. A row's bits follow from that row, the weig
 tokens there are.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.fp8 import GROUP
+from vllm.kernels.fp8.quantize import quantize_groups, quantize_rows
+from vllm.kernels.moe import ExpertScales, ExpertsProblem
 from vllm.kernels.moe.blocks import Blocks, sort_into_blocks
 from vllm.kernels.moe.products import add_slots, down, gate_up
 from vllm.kernels.moe.route import route_experts
@@ -49,20 +53,29 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     place = (blocks.pairs, blocks.experts, blocks.ends, num_pairs)
     constants = {"EXPERTS": problem.num_experts, "SORTED": tokens > 1, "ROWS": rows, **pdl}
 
-    wide = x.dtype == torch.float32
+    scales = problem.scales
+    inner_scale, outer_scale = (None, None) if scales is None else scales.both
+    constants |= {"SCALED": scales is not None, "GROUP_K": GROUP if _grouped(scales) else 0}
+
+    wide = x.dtype == torch.float32 and scales is None
     tile = configs.moe_fp32 if wide else configs.moe_gate_up[rows]
     gated = torch.empty(blocks.count * rows, inner, dtype=x.dtype, device=x.device)
+    operand = _operand(x, scales)
     gate_up[(blocks.count * cdiv(inner, tile.columns),)](
-        x, problem.gate_up, problem.gate_up_bias, gated, *place, x.stride(0),
+        operand.values, operand.scale, problem.gate_up, inner_scale,
+        problem.gate_up_bias, gated, *place, operand.values.stride(0), *operand.scale_strides,
         K=hidden, N=inner, SLOTS=slots, GATED=problem.gated, **_activation(problem),
-        **_launch(tile), **constants,
+        **_launch(tile, scales), **constants,
     )  # fmt: skip
 
     tile = configs.moe_fp32 if wide else configs.moe_down[rows]
     outputs = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
+    operand = _operand(gated, scales)
     down[(blocks.count * cdiv(hidden, tile.columns),)](
-        gated, problem.down, problem.down_bias, outputs, *place,
-        K=inner, N=hidden, BIAS=problem.down_bias is not None, **_launch(tile), **constants,
+        operand.values, operand.scale, problem.down, outer_scale,
+        problem.down_bias, outputs, *place, *operand.scale_strides,
+        K=inner, N=hidden, BIAS=problem.down_bias is not None,
+        **_launch(tile, scales), **constants,
     )  # fmt: skip
 
     shared = problem.shared
@@ -72,6 +85,29 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         SLOTS=slots, SHARED=shared is not None, N=hidden, BLOCK=_SUM_COLUMNS, **pdl,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """What is multiplied by experts: `values [rows, channels]` and, if float8, their scales, one
+    per row or `[rows, groups]`."""
+
+    values: Tensor
+    scale: Tensor | None
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
+
+
+def _operand(x: Tensor, scales: ExpertScales | None) -> _Operand:
+    if scales is None:
+        return _Operand(x, None)
+    return _Operand(*(quantize_groups if scales.grouped else quantize_rows)(x))
+
+
+def _grouped(scales: ExpertScales | None) -> bool:
+    return scales is not None and scales.grouped
 
 
 def _activation(problem: ExpertsProblem) -> dict[str, bool | float]:
@@ -84,9 +120,10 @@ def _activation(problem: ExpertsProblem) -> dict[str, bool | float]:
     }
 
 
-def _launch(tile: Tile) -> dict[str, int]:
+def _launch(tile: Tile, scales: ExpertScales | None) -> dict[str, int]:
     return {
-        "BLOCK_K": tile.rows,
+        # A group's channels have one scale; and 128 of them are the bytes of 64 in 16 bits.
+        "BLOCK_K": tile.rows if scales is None else GROUP,
         "BLOCK_N": tile.columns,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
-from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear, resolve_tp
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
-from vllm.model_executor.layers.quantization.base import QuantizationConfig
+from vllm.model_executor.layers.quantization.base import ExpertsMethod, QuantizationConfig
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedExpertsMethod
 from vllm.model_executor.parameter import (
     SHARED_EXPERT,
     Section,
     ShardId,
+    WeightLayout,
     default_weight_loader,
     empty_parameter,
     load_sections,
@@ -50,6 +51,7 @@ class MixtureShape:
     write, between projections from and to `hidden_size`; 0 for no projections. `router_bias`:
     whether the router has a bias of its logits. `expert_biases`: whether the experts' products have
     biases. `clamp`: of the experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
+    `may_stack_shared`: whether the shared expert's weights are of the kind of the others'.
     """
 
     hidden_size: int
@@ -66,6 +68,7 @@ class MixtureShape:
     router_bias: bool = False
     expert_biases: bool = False
     clamp: ClampedSwiglu | None = None
+    may_stack_shared: bool = True
 
     @property
     def expert_width(self) -> int:
@@ -83,7 +86,7 @@ class MixtureShape:
     def stacks_shared(self) -> bool:
         """Whether the shared expert has the others' size, and so is one more of the stack."""
         same_size = self.shared_intermediate_size == self.intermediate_size
-        return same_size and not self.latent_size
+        return self.may_stack_shared and same_size and not self.latent_size
 
 
 class Router(nn.Module):
@@ -136,7 +139,7 @@ class Experts(nn.Module):
     A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
     `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
     `down_proj_bias [experts, hidden]`, which is zero on all ranks but the first, for it is added
-    once.
+    once. Float8 stacks have scales beside them (`Fp8ExpertsMethod`).
     """
 
     #: names of tensors expert by expert, for `stacked_names`
@@ -155,55 +158,31 @@ class Experts(nn.Module):
         ("experts.down_proj", "shared_expert.down_proj.weight", 0),
     )
 
-    def __init__(self, shape: MixtureShape, tp_rank: int, tp_size: int) -> None:
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(
+        self, shape: MixtureShape, method: ExpertsMethod, tp_rank: int, tp_size: int
+    ) -> None:
         super().__init__()
         inner = per_rank("rows of an expert", shape.intermediate_size, tp_size)
-        count = shape.num_experts + shape.stacks_shared
+        experts = (*range(shape.num_experts), *([SHARED_EXPERT] if shape.stacks_shared else []))
         sections = tuple(
             Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(1 + shape.gated)
         )
-        self.gate_up_proj = empty_parameter(count, len(sections) * inner, shape.expert_width)
-        self._attach_loader(self.gate_up_proj, shape, sections, dim=0)
-        self.down_proj = empty_parameter(count, shape.expert_width, inner)
-        self._attach_loader(self.down_proj, shape, sections[:1], dim=1)
+        width = Section(0, shape.expert_width)
+        self.method = method
+        method.create_weights(self, "gate_up_proj", WeightLayout(sections, width), experts)
+        method.create_weights(self, "down_proj", WeightLayout((width,), sections[0]), experts)
         self.gate_up_proj_bias: nn.Parameter | None = None
         self.down_proj_bias: nn.Parameter | None = None
         if shape.expert_biases:
-            self.gate_up_proj_bias = empty_parameter(count, 2 * inner)
+            self.gate_up_proj_bias = empty_parameter(len(experts), 2 * inner)
             load = sections_loader(sections, dim=1)
             set_weight_attrs(self.gate_up_proj_bias, {"weight_loader": load})
-            self.down_proj_bias = empty_parameter(count, shape.hidden_size)
+            self.down_proj_bias = empty_parameter(len(experts), shape.hidden_size)
             if tp_rank > 0:
                 set_weight_attrs(self.down_proj_bias, {"weight_loader": _load_zeros})
-
-    @staticmethod
-    def _attach_loader(
-        param: nn.Parameter, shape: MixtureShape, sections: tuple[Section, ...], dim: int
-    ) -> None:
-        experts = (*range(shape.num_experts), *([SHARED_EXPERT] if shape.stacks_shared else []))
-        load = partial(_load_experts, num_experts=shape.num_experts, sections=sections, dim=dim)
-        set_weight_attrs(param, {"weight_loader": load, "stacked": experts})
-
-
-def _load_experts(
-    param: Tensor,
-    loaded: Tensor,
-    shard_id: tuple[ShardId, ShardId | tuple[ShardId, ...]] | None = None,
-    *,
-    num_experts: int,
-    sections: tuple[Section, ...],
-    dim: int,
-) -> None:
-    """Copy this rank's part of all routed experts, or of one section of one expert.
-
-    `dim`: which dimension of an expert's matrix the sections cut. Raises WeightShapeError.
-    """
-    if shard_id is None:
-        load_sections(param[:num_experts], loaded, sections=sections, dim=dim + 1)
-        return
-    expert, section = shard_id
-    place = num_experts if expert == SHARED_EXPERT else int(expert)
-    load_sections(param[place], loaded, section, sections=sections, dim=dim)
 
 
 def _load_zeros(param: Tensor, loaded: Tensor) -> None:
@@ -235,12 +214,24 @@ def forget_counts(model: nn.Module) -> None:
             mixture.counts.zero_()
 
 
+def _is_kept(quant_config: QuantizationConfig | None, prefix: str) -> bool:
+    """Whether what is called `prefix` has 16-bit weights."""
+    return quant_config is None or quant_config.is_excluded(prefix)
+
+
+def _experts_method(quant_config: QuantizationConfig | None, prefix: str) -> ExpertsMethod:
+    if quant_config is None:
+        return UnquantizedExpertsMethod()
+    return quant_config.get_experts_method(f"{prefix}.experts")
+
+
 class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
-    A shared expert of the same size lies in the experts' stack; another is a network of its own,
-    `shared_expert`. With a latent size the routed experts' sum goes through `fc2_latent_proj`, and
-    then the shared expert's output is added. Raises VLLMValidationError for quantised experts.
+    A shared expert of the same size, quantised or not as the others are, lies in the experts'
+    stack; another is a network of its own, `shared_expert`. With a latent size the routed experts'
+    sum goes through `fc2_latent_proj`, and then the shared expert's output is added. Raises
+    ValueError for experts that are quantised in a way that is not supported.
     """
 
     def __init__(
@@ -265,13 +256,11 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(
                 f"experts: hidden_act {shape.hidden_act!r} is not supported; supported: 'silu'"
             )
-        if quant_config is not None and not quant_config.is_excluded(f"{prefix}.experts"):
-            raise VLLMValidationError(
-                f"{prefix}.experts: quantised experts ({quant_config.name}) are not supported; "
-                "serve the 16-bit checkpoint without --quantization",
-                "quantization",
-                quant_config.name,
-            )
+        method = _experts_method(quant_config, prefix)
+        if _is_kept(quant_config, f"{prefix}.shared_expert.down_proj") != _is_kept(
+            quant_config, f"{prefix}.experts"
+        ):
+            shape = replace(shape, may_stack_shared=False)
         rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape
         self.layer_name = prefix
@@ -281,7 +270,7 @@ class MixtureOfExperts(nn.Module):
         #: for it is read while the others sleep
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
-        self.experts = Experts(shape, rank, self.tp_size)
+        self.experts = Experts(shape, method, rank, self.tp_size)
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if shape.latent_size:
@@ -332,6 +321,7 @@ class MixtureOfExperts(nn.Module):
                 gate_up_bias=self.experts.gate_up_proj_bias,
                 down_bias=self.experts.down_proj_bias,
                 clamp=shape.clamp,
+                scales=self.experts.method.scales(self.experts),
             )
         )
         if self.fc2_latent_proj is not None:

@@ -17,16 +17,23 @@ StackedShard = tuple[ShardId, ShardId | tuple[ShardId, ...]]
 #: `(expert, section)`, where expert is the number or `SHARED_EXPERT`; several sections that are one
 #: tensor are a tuple.
 StackedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
+#: of the weights themselves, and of their scales by rows and by blocks
+_SUFFIXES = ("", "_scale", "_scale_inv")
 
 
 class StackedNames:
     """Finds the parameter and shard of one expert's tensor.
 
-    A stacked parameter has the attribute `stacked`: the experts that may come on their own.
+    A stacked parameter has the attribute `stacked`: the experts that may come on their own. Scales
+    of float8 weights are named like the weights, with a suffix.
     """
 
     def __init__(self, names: Sequence[StackedName], params: Mapping[str, Tensor]) -> None:
-        self._names = [(param, tuple(name.split(".")), section) for param, name, section in names]
+        self._names = [
+            (f"{param}{suffix}", tuple(f"{name}{suffix}".split(".")), section)
+            for param, name, section in names
+            for suffix in _SUFFIXES
+        ]
         self._heads = {pattern[0] for _, pattern, _ in self._names}
         self._params = params
 

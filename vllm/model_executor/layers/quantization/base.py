@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.moe import ExpertScales
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.parameter import ShardId, WeightLayout
 from vllm.platforms import current_platform
@@ -60,6 +61,24 @@ class LinearMethod(ABC):
         return ResidualStream(residual, self.apply(layer, x, bias))
 
 
+class ExpertsMethod(ABC):
+    """Makes and loads stacks of matrices `[experts, rows, columns]`.
+
+    `experts` names those of the stack in order: numbers, then maybe `SHARED_EXPERT`. A checkpoint
+    has the matrices one by one, or those of all routed experts as one tensor.
+    """
+
+    @abstractmethod
+    def create_weights(
+        self, layer: Layer, name: str, layout: WeightLayout, experts: Sequence[ShardId]
+    ) -> None:
+        """Register the stack `name`, each matrix of this `layout`, and what belongs to it."""
+
+    @abstractmethod
+    def scales(self, layer: Layer) -> ExpertScales | None:
+        """Of the layer's stacks `gate_up_proj` and `down_proj`; None for 16-bit ones."""
+
+
 class QuantizationConfig(ABC):
     """What a checkpoint, or the user, says about the weights of a whole model.
 
@@ -92,6 +111,10 @@ class QuantizationConfig(ABC):
     @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod:
         """The method of the linear layer called `prefix`; ValueError where it cannot have one."""
+
+    @abstractmethod
+    def get_experts_method(self, prefix: str) -> ExpertsMethod:
+        """The method of the experts called `prefix`; ValueError where they cannot have one."""
 
     def is_excluded(self, prefix: str) -> bool:
         """Whether the checkpoint keeps the linear layer called `prefix` in the model's dtype.

@@ -40,16 +40,10 @@ class Fp8BlockMethod(LinearMethod):
         self, layer: Layer, layout: WeightLayout, params_dtype: torch.dtype | None
     ) -> None:
         rows, columns = layout.shape
-        if layout.columns.parts > 1 and columns % GROUP:
-            raise ValueError(
-                f"tensor parallelism over {layout.columns.parts} ranks cuts the {GROUP}-wide scale "
-                f"blocks of an input of {layout.columns.size}; choose a size that leaves each "
-                f"rank a multiple of {GROUP}"
-            )
         weight = empty_parameter(rows, columns, dtype=fp8.FP8)
-        scale = empty_parameter(_blocks(columns), rows, dtype=torch.float32)
+        scale = empty_parameter(*block_scale_shape(layout), dtype=torch.float32)
         unit_gain = (3 / layout.columns.size) ** 0.5 / fp8.FP8_MAX
-        loader = partial(_load_block_scales, layout=layout)
+        loader = partial(load_block_scales, layout=layout)
         set_weight_attrs(scale, {"weight_loader": loader, "dummy_range": (unit_gain, unit_gain)})
         dummy_range = (-fp8.FP8_MAX, fp8.FP8_MAX)
         attrs = {"weight_loader": fp8_loader(layout.loader()), "dummy_range": dummy_range}
@@ -71,7 +65,19 @@ class Fp8BlockMethod(LinearMethod):
         )
 
 
-def _load_block_scales(
+def block_scale_shape(layout: WeightLayout) -> tuple[int, int]:
+    """Of `weight_scale_inv`; ValueError where a shard along the input is not whole blocks."""
+    rows, columns = layout.shape
+    if layout.columns.parts > 1 and columns % GROUP:
+        raise ValueError(
+            f"tensor parallelism over {layout.columns.parts} ranks cuts the {GROUP}-wide scale "
+            f"blocks of an input of {layout.columns.size}; choose a size that leaves each "
+            f"rank a multiple of {GROUP}"
+        )
+    return _blocks(columns), rows
+
+
+def load_block_scales(
     param: Tensor, loaded: Tensor, shard_id: AnyShard = None, *, layout: WeightLayout
 ) -> None:
     """`loaded [ceil(rows / 128), ceil(in / 128)]`, blocks counted from the stored tensor's start.

@@ -9,11 +9,20 @@ from typing import Any, Literal
 from torch import nn
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import GROUP
-from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
+from vllm.model_executor.layers.quantization.base import (
+    ExpertsMethod,
+    LinearMethod,
+    QuantizationConfig,
+)
 from vllm.model_executor.layers.quantization.fp8_block import Fp8BlockMethod
+from vllm.model_executor.layers.quantization.fp8_experts import Fp8ExpertsMethod
 from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
-from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.unquantized import (
+    UnquantizedExpertsMethod,
+    UnquantizedLinearMethod,
+)
 
 #: projections narrower than this stay as they are when a 16-bit checkpoint is quantised
 _SMALL_ROWS = 128
@@ -46,6 +55,18 @@ class Fp8Config(QuantizationConfig):
         if self.weights == "block":
             return Fp8BlockMethod()
         return Fp8RowsMethod(static=self.static, from_16_bit=self.from_16_bit)
+
+    def get_experts_method(self, prefix: str) -> ExpertsMethod:
+        if self.is_excluded(prefix):
+            return UnquantizedExpertsMethod()
+        if self.static:
+            raise VLLMValidationError(
+                f"{prefix}: experts with fixed activation scales are not supported; supported: "
+                "activations scaled per token (activation_scheme 'dynamic')",
+                "quantization",
+                self.name,
+            )
+        return Fp8ExpertsMethod(self.weights, from_16_bit=self.from_16_bit)
 
     def leaves_small(self, rows: int) -> bool:
         """When quantising here: what is too small to gain from it."""

@@ -57,11 +57,11 @@ class Fp8RowsMethod(LinearMethod):
         unit_gain = (3 / layout.columns.size) ** 0.5 / fp8.FP8_MAX
         set_weight_attrs(scale, {"dummy_range": (unit_gain, unit_gain)})
         if self.from_16_bit:
-            loader: WeightLoader = partial(_load_quantizing, scale=scale, layout=layout)
+            loader: WeightLoader = partial(load_quantizing, scale=scale, layout=layout)
             set_weight_attrs(scale, {"optional": True})
         else:
             loader = fp8_loader(layout.loader())
-            scale_loader = partial(_load_row_scales, rows=layout.rows)
+            scale_loader = partial(load_row_scales, rows=layout.rows)
             set_weight_attrs(scale, {"weight_loader": scale_loader})
         dummy_range = (-fp8.FP8_MAX, fp8.FP8_MAX)
         set_weight_attrs(weight, {"weight_loader": loader, "dummy_range": dummy_range})
@@ -99,7 +99,7 @@ def fp8_loader(loader: WeightLoader) -> WeightLoader:
     return load
 
 
-def _load_quantizing(
+def load_quantizing(
     param: Tensor, loaded: Tensor, shard_id: AnyShard = None, *, scale: Tensor, layout: WeightLayout
 ) -> None:
     """Quantise this process's part of 16-bit rows, on the parameter's device."""
@@ -113,7 +113,7 @@ def _load_quantizing(
         scale.data[rows].copy_(row_scale.squeeze(-1))
 
 
-def _load_row_scales(
+def load_row_scales(
     param: Tensor, loaded: Tensor, shard_id: AnyShard = None, *, rows: tuple[Section, ...]
 ) -> None:
     """One scale per matrix (one element) or per row (`[rows]` or `[rows, 1]`)."""

@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.model_executor.layers.quantization.base import Layer, LinearMethod
-from vllm.model_executor.parameter import WeightLayout, empty_parameter
+from vllm.model_executor.layers.quantization.base import ExpertsMethod, Layer, LinearMethod
+from vllm.model_executor.parameter import (
+    ShardId,
+    WeightLayout,
+    empty_parameter,
+    load_sections,
+    num_routed,
+    place_in_stack,
+)
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
@@ -38,3 +48,40 @@ class UnquantizedLinearMethod(LinearMethod):
     ) -> ResidualStream:
         assert isinstance(x, Tensor)
         return current_platform.kernels.linear_add(x, layer.weight, bias, residual)
+
+
+class UnquantizedExpertsMethod(ExpertsMethod):
+    """In the model's dtype, as in the checkpoint."""
+
+    def create_weights(
+        self, layer: Layer, name: str, layout: WeightLayout, experts: Sequence[ShardId]
+    ) -> None:
+        weight = empty_parameter(len(experts), *layout.shape)
+        load = partial(_load_16_bit, experts=experts, layout=layout)
+        set_weight_attrs(weight, {"weight_loader": load, "stacked": experts})
+        layer.register_parameter(name, weight)
+
+    def scales(self, layer: Layer) -> None:
+        return None
+
+
+def _load_16_bit(
+    param: Tensor,
+    loaded: Tensor,
+    shard_id: tuple[ShardId, ShardId | tuple[ShardId, ...] | None] | None = None,
+    *,
+    experts: Sequence[ShardId],
+    layout: WeightLayout,
+) -> None:
+    """Copy this rank's part of all routed experts, or of some sections of one expert.
+
+    Raises WeightShapeError.
+    """
+    sections, dim = layout.split
+    if shard_id is None:
+        load_sections(param[: num_routed(experts)], loaded, sections=sections, dim=dim + 1)
+    else:
+        expert, section = shard_id
+        load_sections(
+            param[place_in_stack(expert, experts)], loaded, section, sections=sections, dim=dim
+        )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with float8 experts: what is loaded, exactly, and what it computes, against
+transformers on the dequantised weights. The arithmetic is that of tests/kernels/test_fp8_experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_models import Format, Quantised, quantise_checkpoint
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from tests.model_executor.harness import Chunk, Harness
+from tests.model_executor.layers.test_mixture_layer import dequantised
+from tests.model_executor.models.test_fp8_parity import (
+    EXPLAINED,
+    ROUNDINGS,
+    Rounding,
+    quantised_at_load,
+    reference,
+)
+from vllm.model_executor.layers.moe import mixtures_of
+
+pytestmark = pytest.mark.parity
+GATES = ("in_proj_a", "in_proj_b")
+IDS = list(range(5, 60))
+
+
+def round_activations(model: nn.Module, rounding: Rounding) -> None:
+    """Let the experts of a model of transformers see what the engine's see."""
+
+    def forward(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+        out, x = torch.zeros_like(x), rounding(x)
+        for expert in chosen.unique().tolist():
+            token, slot = torch.where(chosen == expert)
+            gate, up = (x[token] @ gate_up[expert].t()).chunk(2, -1)
+            active = rounding(nn.functional.silu(gate) * up)
+            out.index_add_(0, token, active @ down[expert].t() * weights[token, slot, None])
+        return out
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.forward = partial(forward, module)  # type: ignore[method-assign]
+
+
+def checkpoint(family: str, form: Format, path: Path) -> Quantised:
+    return quantise_checkpoint(tiny_model(family), path, form, GATES)
+
+
+def stacks(harness: Harness) -> list[Tensor]:
+    """All experts' matrices, dequantised."""
+    found: list[Tensor] = []
+    for mixture in mixtures_of(harness.model):
+        experts = mixture.experts
+        both = [experts.gate_up_proj.data, experts.down_proj.data]
+        scales = experts.method.scales(experts)
+        if scales is not None:
+            pairs = zip(both, (scales.gate_up, scales.down), strict=True)
+            both = [dequantised(*pair) for pair in pairs]
+        found += both
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3_5_moe", "block"), ("qwen3_5_moe", "tensor"), ("mixtral", "compressed")],
+)
+def test_experts_are_those_of_the_checkpoint(family: str, form: Format, tmp_path: Path) -> None:
+    made = checkpoint(family, form, tmp_path)
+    engine, plain = Harness(made.path), Harness(made.dequantised)
+    found, expected = stacks(engine), stacks(plain)
+    assert len(found) > 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    logits = engine.logits([Chunk(0, 0, IDS)])
+    exact = reference(made.dequantised, None)
+    emulated = reference(made.dequantised, ROUNDINGS[form], GATES, prepare=round_activations)
+    assert (logits - emulated).norm() < (1 - EXPLAINED) * (logits - exact).norm()
+
+
+def test_chunks_and_decodes_compute_the_same(tmp_path: Path) -> None:
+    made = checkpoint("qwen3_5_moe", "block", tmp_path)
+    whole = Harness(made.path).generate(IDS, 6)
+    assert Harness(made.path).generate(IDS, 6, chunk_size=7) == whole
+    assert len(set(whole)) > 1
+
+
+def test_quantising_at_load_is_the_channel_format(tmp_path: Path) -> None:
+    """The same bits as a checkpoint quantised per channel, but for the small gates."""
+    source = tiny_model("qwen3_5_moe")
+    expected = Harness(checkpoint("qwen3_5_moe", "compressed", tmp_path).path)
+    found = Harness(source, config=quantised_at_load(source))
+    assert torch.equal(*(model.logits([Chunk(0, 0, IDS)]) for model in (found, expected)))
