@@ -32,6 +32,7 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.models.stacked_weights import StackedName
 from vllm.model_executor.models.utils import LayerFactory, make_layers, maybe_prefix
 from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
+from vllm.model_executor.models.widened_weights import widened
 from vllm.sequence import IntermediateTensors
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
     )
     #: tensors of single experts: see `StackedNames`
     stacked_names: ClassVar[tuple[StackedName, ...]] = ()
+    #: layers whose weights are never float8 here, whatever the checkpoint has
+    widened_names: ClassVar[tuple[str, ...]] = ()
     weights_mapper: WeightsMapper = WeightsMapper()
     #: checkpoint prefixes (after mapping) that are not loaded -> why
     unused_weights: ClassVar[Mapping[str, str]] = {}
@@ -162,6 +165,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
+        self.dtype = vllm_config.model_config.dtype
         self.uses_fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
         self.quant_config = vllm_config.quant_config
         if self.quant_config is not None:
@@ -213,7 +217,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
             unused["lm_head."] = "the output head is tied to the embedding"
         if self.quant_config is not None:
             names = WeightsMapper(orig_to_new_suffix=self.quant_config.suffixes)
-            weights = names.apply(weights)
+            weights = widened(names.apply(weights), self.widened_names, self.dtype)
         weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
         loader = AutoWeightsLoader(
             self, fused=self.fused_names, stacked=self.stacked_names, skip_prefixes=unused

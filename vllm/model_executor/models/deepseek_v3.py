@@ -175,6 +175,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
 
     fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
+    widened_names = ("kv_b_proj",)
     weights_mapper = WeightsMapper(orig_to_new_substr={".shared_experts.": ".shared_expert."})
 
     def _init_model(

@@ -103,7 +103,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> DecoderModel:
-        self.dtype = vllm_config.model_config.dtype
         return GptOssModel(
             vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or GptOssDecoderLayer
         )

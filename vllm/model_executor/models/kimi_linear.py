@@ -118,6 +118,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
         ("experts.gate_up_proj", "shared_expert.up_proj.weight", 1),
         ("experts.down_proj", "shared_expert.down_proj.weight", 0),
     )
+    widened_names = ("kv_b_proj",)
     weights_mapper = WeightsMapper(
         orig_to_new_substr={
             ".block_sparse_moe.": ".mlp.",
