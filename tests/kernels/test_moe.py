@@ -292,15 +292,34 @@ def test_rows_of_the_cpu_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_experts_that_do_not_exist_are_skipped(tokens: int, device: str) -> None:
-    """Outputs of such rows are unspecified; the others are right and no memory is touched."""
+def test_experts_that_are_not_here_add_nothing(kernels: Kernels, tokens: int, device: str) -> None:
+    """Whatever their numbers: no memory is touched."""
     problem = experts_problem(tokens, device, torch.float32)
-    problem.routing.experts[0] = torch.tensor([-7, 6, 2**31 - 1], dtype=torch.int32)
-    found = CudaKernels().run_experts(problem)
+    elsewhere = torch.tensor([-7, 6, 2**31 - 1], dtype=torch.int32)
+    problem.routing.experts[0] = elsewhere
+    found = kernels.run_experts(problem)
+    assert (found[0] == 0).all()
     problem.routing.experts[0] = 0
     expected = naive.run_experts(wide(problem))
     if tokens > 1:
         assert error_ratio(found[1:], expected[1:]) < 5e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_parts_of_a_stack_add_up(kernels: Kernels, tokens: int, device: str) -> None:
+    """As ranks have them that have whole experts, not equally many."""
+    whole = experts_problem(tokens, device, torch.float32)
+    expected = naive.run_experts(wide(whole))
+    logits = randn(tokens, 6, dtype=torch.float32, device=device)
+    total = torch.zeros_like(whole.x)
+    for first, end in ((0, 1), (1, 4), (4, 6)):
+        routing = RoutingProblem(logits, 6, RULES["softmax"])
+        part = kernels.route_experts(replace(routing, first=first)).experts
+        assert torch.equal(part, kernels.route_experts(routing).experts - first)
+        own = Routing(whole.routing.weights, whole.routing.experts - first)
+        stack = {"gate_up": whole.gate_up[first:end], "down": whole.down[first:end]}
+        total += kernels.run_experts(replace(whole, routing=own, ranks=3, **stack))
+    assert error_ratio(total, expected) < 5e-6
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

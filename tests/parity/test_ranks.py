@@ -80,6 +80,18 @@ def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -
     assert preempted == 3
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_ranks_with_whole_experts(family: str, make_engine: MakeEngine) -> None:
+    llm = make_engine(family, tensor_parallel_size=2, enable_expert_parallel=True)
+    for output in generate(llm, prompts((1, 17, 63)), 32):
+        assert_equals_reference(output, tiny_model(family), 32)
+
+
+def test_a_model_without_experts_has_none_to_spread(make_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
+        make_engine("llama", tensor_parallel_size=2, enable_expert_parallel=True)
+
+
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
 def test_ranks_share_key_value_heads(
     ranks: int, kv_heads: int, make_engine: MakeEngine, tmp_path: Path

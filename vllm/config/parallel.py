@@ -36,6 +36,12 @@ class ParallelConfig:
     decode_context_parallel_size: PositiveInt = option(
         default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
     )
+    enable_expert_parallel: bool = option(
+        default=False,
+        aliases=("-ep",),
+        help="Among the tensor-parallel workers, give each whole experts of a mixture instead of a "
+        "part of each expert.",
+    )
     distributed_executor_backend: str | None = option(
         default=None,
         help="How workers run: `uni` is one worker in the engine's process, `mp` a process per "

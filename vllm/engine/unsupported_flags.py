@@ -29,7 +29,7 @@ class UnsupportedFlag:
 
 _LORA = ("LoRA adapters", "merge the adapter into the checkpoint")
 _DP = ("data parallelism", "start one server per replica")
-_EP = ("expert parallelism", "serve a dense model")
+_EP = ("expert parallelism over replicas", "use --enable-expert-parallel alone")
 _CP = ("context parallelism", "leave it out")
 _DBO = ("dual-batch overlap", "leave it out")
 _MEDIA = ("image, audio and video input", "send text")
@@ -73,7 +73,6 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "data_parallel_hybrid_lb": UnsupportedFlag(False, *_DP, aliases=("-dph",)),
     "data_parallel_external_lb": UnsupportedFlag(False, *_DP, aliases=("-dpe",)),
     "prefill_context_parallel_size": UnsupportedFlag(1, *_CP, aliases=("-pcp",)),
-    "enable_expert_parallel": UnsupportedFlag(False, *_EP, aliases=("-ep",)),
     "all2all_backend": UnsupportedFlag(None, *_EP),
     "enable_eplb": UnsupportedFlag(False, *_EP),
     "eplb_config": UnsupportedFlag({}, *_EP),

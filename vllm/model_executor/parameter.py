@@ -24,14 +24,40 @@ WeightLoader = Callable[..., None]
 SHARED_EXPERT = "shared"
 
 
-def num_routed(experts: Sequence[ShardId]) -> int:
-    """How many of a stack's experts have numbers."""
-    return len(experts) - (SHARED_EXPERT in experts[-1:])
+@dataclass(frozen=True)
+class ExpertStack:
+    """Which matrices lie in this process's stack: those of `count` of the `num_experts` routed
+    experts, from number `first` on, and then, if `shared`, that of the shared one."""
 
+    num_experts: int
+    first: int
+    count: int
+    shared: bool
 
-def place_in_stack(expert: ShardId, experts: Sequence[ShardId]) -> int:
-    """Where in the stack an expert's matrix is: the shared one is the last."""
-    return num_routed(experts) if expert == SHARED_EXPERT else int(expert)
+    @property
+    def size(self) -> int:
+        return self.count + self.shared
+
+    @property
+    def names(self) -> tuple[ShardId, ...]:
+        """Of the experts that a checkpoint may have one by one, other processes' too."""
+        return (*range(self.num_experts), *([SHARED_EXPERT] if self.shared else []))
+
+    def place(self, expert: ShardId) -> int | None:
+        """Where an expert's matrix lies, None in another process."""
+        if expert == SHARED_EXPERT:
+            return self.count
+        place = int(expert) - self.first
+        return place if 0 <= place < self.count else None
+
+    def part(self, loaded: Tensor) -> Tensor:
+        """Of all routed experts' `loaded [experts, ...]`, those in this process.
+
+        Raises WeightShapeError.
+        """
+        if len(loaded) != self.num_experts:
+            raise WeightShapeError((self.num_experts, *loaded.shape[1:]), loaded.shape)
+        return loaded[self.first : self.first + self.count]
 
 
 class WeightShapeError(ValueError):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.config.current import set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import FP8, GROUP
 from vllm.kernels.moe import RoutingRule
@@ -72,13 +74,14 @@ def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
     if layer.fc1_latent_proj is not None and layer.fc2_latent_proj is not None:
         load(layer.fc1_latent_proj.weight, tensors["to_latent"])
         load(layer.fc2_latent_proj.weight, tensors["from_latent"])
-    if shape.stacks_shared:
+    if layer.shape.stacks_shared:
         for i, half in enumerate(halves):
             load(layer.experts.gate_up_proj, half, (SHARED_EXPERT, i))
         load(layer.experts.down_proj, tensors["shared_down"], (SHARED_EXPERT, 0))
     elif layer.shared_expert is not None:
         for i, half in enumerate(halves):
-            load(layer.shared_expert.gate_up_proj.weight, half, i)
+            up = layer.shared_expert.get_submodule("gate_up_proj" if shape.gated else "up_proj")
+            load(up.get_parameter("weight"), half, *([i] if shape.gated else []))
         load(layer.shared_expert.down_proj.weight, tensors["shared_down"])
     return layer
 
@@ -135,6 +138,34 @@ def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.Monk
     if shape.shared is None:
         assert not torch.allclose(halves[0], halves[1], atol=1e-2)
     torch.testing.assert_close(sum(halves), make(shape)(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_whole_experts_add_up(
+    shape: MixtureShape, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not divide the five experts, too; the shared network is whole on each here."""
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x: x)
+    config = VllmConfig(parallel_config=ParallelConfig(enable_expert_parallel=True))
+    x = torch.randn(9, HIDDEN)
+    with set_current_vllm_config(config):
+        ranks = [make(shape, rank, size) for rank in range(size)]
+    counts = [len(rank.experts.gate_up_proj) for rank in ranks]
+    assert sum(counts) == EXPERTS and max(counts) - min(counts) <= 1
+    for rank in ranks:
+        assert rank.experts.gate_up_proj.shape[1:] == (
+            (1 + shape.gated) * INNER,
+            shape.expert_width,
+        )
+        assert (rank.shared_expert is None) == (shape.shared is None)
+    total = sum(rank(x) for rank in ranks)
+    if (shared := ranks[0].shared_expert) is not None:
+        gate = 1.0
+        if shape.shared_gate:
+            gate = (x @ checkpoint(shape)["shared_gate"].t()).sigmoid()
+        total -= (size - 1) * gate * shared(x)
+    torch.testing.assert_close(total, make(shape)(x), rtol=1e-4, atol=1e-5)
 
 
 def test_experts_one_by_one_are_experts_stacked() -> None:

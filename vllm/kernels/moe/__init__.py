@@ -58,7 +58,8 @@ class RoutingProblem:
     `shared`: "added" and "gated" append a slot for expert number `num_experts`, with weight 1 or
     the sigmoid of its logit. `counts [experts]` int64 is incremented for every routed slot of every
     token, but for those with a negative one of `cache_slots [tokens]` int64, which are padding;
-    None: nothing is counted.
+    None: nothing is counted. The result counts experts from `first` on: these are their places in
+    the stack of a rank that has those from there.
     """
 
     logits: Tensor
@@ -68,6 +69,7 @@ class RoutingProblem:
     shared: Literal["added", "gated"] | None = None
     counts: Tensor | None = None
     cache_slots: Tensor | None = None
+    first: int = 0
 
     @property
     def slots(self) -> int:
@@ -131,6 +133,9 @@ class ExpertsProblem:
     or neither. The activation is SwiGLU, clamped if `clamp` is given. `shared [tokens, hidden]` is
     the output of the last slot's expert where that is not one of the stack. Both stacks are e4m3 if
     `scales` are given, else of the dtype of `x`.
+
+    Slots whose expert is not in the stack add nothing: other ranks have it. `ranks`: among how many
+    the routed slots are spread.
     """
 
     x: Tensor
@@ -143,6 +148,7 @@ class ExpertsProblem:
     down_bias: Tensor | None = None
     clamp: ClampedSwiglu | None = None
     scales: ExpertScales | None = None
+    ranks: int = 1
 
     @property
     def num_experts(self) -> int:
@@ -157,6 +163,10 @@ class ExpertsProblem:
         """`[tokens, slots]` int32 of the slots that the stack computes."""
         experts = self.routing.experts
         return experts if self.shared is None else experts[:, :-1]
+
+    def has(self, expert: int) -> bool:
+        """Whether an expert is in the stack."""
+        return 0 <= expert < self.num_experts
 
     def matrices(self, expert: int) -> tuple[ExpertMatrix, ExpertMatrix]:
         """Those of one expert's two products."""

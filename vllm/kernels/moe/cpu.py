@@ -23,12 +23,14 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         "no kernel of the CPU takes several experts at once",
     )
     x, experts = problem.x, problem.experts
-    outputs = x.new_empty(*experts.shape, x.shape[1])
+    outputs = x.new_zeros(*experts.shape, x.shape[1])
     rows = outputs.view(-1, x.shape[1])
     order = experts.flatten().sort(dim=0, stable=True)
     hit, counts = order.values.unique_consecutive(return_counts=True)
     pairs = order.indices.split(counts.tolist())
     for expert, pair in zip(hit.tolist(), pairs, strict=True):
+        if not problem.has(expert):
+            continue
         token = pair // experts.shape[1]
         inner, outer = problem.matrices(expert)
         hidden = _product(x[token], inner)

@@ -37,7 +37,7 @@ def route_experts(problem: RoutingProblem) -> Routing:
         weights = torch.cat([weights, gate], 1)
         number = chosen.new_full((tokens, 1), problem.num_experts)
         chosen = torch.cat([chosen, number], 1)
-    return Routing(weights, chosen.int())
+    return Routing(weights, (chosen - problem.first).int())
 
 
 def _in_best_groups(choice: Tensor, problem: RoutingProblem) -> Tensor:
@@ -68,7 +68,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     given is made float8 before each product.
     """
     outputs = problem.x.new_zeros(*problem.experts.shape, problem.x.shape[1])
-    for expert in problem.experts.unique().tolist():
+    for expert in filter(problem.has, problem.experts.unique().tolist()):
         token, slot = torch.where(problem.experts == expert)
         inner, outer = problem.matrices(expert)
         hidden = _product(problem.x[token], inner)

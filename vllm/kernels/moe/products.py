@@ -181,11 +181,12 @@ def _down_kernel(
 
 @triton.jit
 def _add_slots_kernel(
-    outputs_ptr, weights_ptr, shared_ptr, out_ptr, stride_shared,
-    SLOTS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    outputs_ptr, weights_ptr, experts_ptr, shared_ptr, out_ptr, stride_experts, stride_shared,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, columns): the weighted sum over a token's slots, in order."""
+    """Grid (tokens, columns): the weighted sum over a token's slots, in order, but for those whose
+    expert is not here."""
     start_next(PDL)
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -194,8 +195,10 @@ def _add_slots_kernel(
     weights = weights_ptr + token * (SLOTS + SHARED)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
+        expert = tl.load(experts_ptr + token * stride_experts + slot)
+        here = exists & (expert >= 0) & (expert < EXPERTS)
         at = outputs_ptr + (token * SLOTS + slot) * N + column
-        total += tl.load(weights + slot) * tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(weights + slot) * tl.load(at, mask=here, other=0.0).to(tl.float32)
     if SHARED:
         at = shared_ptr + token * stride_shared + column
         total += tl.load(weights + SLOTS) * tl.load(at, mask=exists, other=0.0).to(tl.float32)

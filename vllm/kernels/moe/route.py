@@ -35,7 +35,7 @@ def _route_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    COUNT: tl.constexpr, PADDED: tl.constexpr,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores lie in a tile of groups by members; both are padded to powers of two."""
@@ -87,7 +87,7 @@ def _route_kernel(
         weights = tl.where(slot == TOP_K, gate, weights)
         experts = tl.where(slot == TOP_K, GROUPS * MEMBERS, experts)
     tl.store(weights_ptr + token * SLOTS + slot, weights, mask=slot < SLOTS)
-    tl.store(experts_ptr + token * SLOTS + slot, experts, mask=slot < SLOTS)
+    tl.store(experts_ptr + token * SLOTS + slot, experts - FIRST, mask=slot < SLOTS)
 
 
 _route = Launcher(_route_kernel)
@@ -118,6 +118,7 @@ def route_experts(problem: RoutingProblem) -> Routing:
         GATED=problem.shared == "gated",
         COUNT=problem.counts is not None,
         PADDED=problem.cache_slots is not None,
+        FIRST=problem.first,
         BLOCK_G=next_power_of_2(rule.num_groups),
         BLOCK_M=columns,
         BLOCK_S=next_power_of_2(slots),

@@ -44,7 +44,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         return out
     configs, pdl = device_configs(x.device), dependent_launch(x.device)
     num_pairs = tokens * slots
-    rows = block_rows(num_pairs, problem.num_experts, configs)
+    rows = block_rows(num_pairs, problem.num_experts * problem.ranks, configs)
     if tokens == 1:
         # Its experts differ: they are the blocks.
         blocks = Blocks(rows, slots, experts, experts, experts)
@@ -80,9 +80,10 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
 
     shared = problem.shared
     add_slots[(tokens, cdiv(hidden, _SUM_COLUMNS))](
-        outputs, problem.routing.weights, shared, out,
-        0 if shared is None else shared.stride(0),
-        SLOTS=slots, SHARED=shared is not None, N=hidden, BLOCK=_SUM_COLUMNS, **pdl,
+        outputs, problem.routing.weights, experts, shared, out,
+        experts.stride(0), 0 if shared is None else shared.stride(0),
+        SLOTS=slots, EXPERTS=problem.num_experts, SHARED=shared is not None, N=hidden,
+        BLOCK=_SUM_COLUMNS, **pdl,
     )  # fmt: skip
     return out
 

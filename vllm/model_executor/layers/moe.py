@@ -10,9 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vllm import decisions
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
@@ -21,10 +24,11 @@ from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
 from vllm.model_executor.layers.quantization.base import ExpertsMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedExpertsMethod
 from vllm.model_executor.parameter import (
-    SHARED_EXPERT,
+    ExpertStack,
     Section,
     ShardId,
     WeightLayout,
+    WeightLoader,
     default_weight_loader,
     empty_parameter,
     load_sections,
@@ -51,7 +55,8 @@ class MixtureShape:
     write, between projections from and to `hidden_size`; 0 for no projections. `router_bias`:
     whether the router has a bias of its logits. `expert_biases`: whether the experts' products have
     biases. `clamp`: of the experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
-    `may_stack_shared`: whether the shared expert's weights are of the kind of the others'.
+    `may_stack_shared`: whether the shared expert is quantised as the others are, and every rank has
+    a part of each.
     """
 
     hidden_size: int
@@ -133,8 +138,9 @@ class Experts(nn.Module):
     """The experts' stacked weights.
 
     Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
-    down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size.
-    Without gate the first are the up projections alone.
+    down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size,
+    or with `expert_parallel` whole, but those of the rank's own experts alone: equal runs, as far
+    as the ranks divide the experts. Without gate the first are the up projections alone.
 
     A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
     `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
@@ -162,27 +168,43 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
 
     def __init__(
-        self, shape: MixtureShape, method: ExpertsMethod, tp_rank: int, tp_size: int
+        self,
+        shape: MixtureShape,
+        method: ExpertsMethod,
+        tp_rank: int,
+        tp_size: int,
+        expert_parallel: bool,
     ) -> None:
         super().__init__()
+        first, end = 0, shape.num_experts
+        if expert_parallel:
+            first, end = (shape.num_experts * (tp_rank + i) // tp_size for i in range(2))
+            tp_rank, tp_size = 0, 1
+        stack = ExpertStack(shape.num_experts, first, end - first, shape.stacks_shared)
+        self.first = first
         inner = per_rank("rows of an expert", shape.intermediate_size, tp_size)
-        experts = (*range(shape.num_experts), *([SHARED_EXPERT] if shape.stacks_shared else []))
         sections = tuple(
             Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(1 + shape.gated)
         )
         width = Section(0, shape.expert_width)
         self.method = method
-        method.create_weights(self, "gate_up_proj", WeightLayout(sections, width), experts)
-        method.create_weights(self, "down_proj", WeightLayout((width,), sections[0]), experts)
+        method.create_weights(self, "gate_up_proj", WeightLayout(sections, width), stack)
+        method.create_weights(self, "down_proj", WeightLayout((width,), sections[0]), stack)
         self.gate_up_proj_bias: nn.Parameter | None = None
         self.down_proj_bias: nn.Parameter | None = None
         if shape.expert_biases:
-            self.gate_up_proj_bias = empty_parameter(len(experts), 2 * inner)
-            load = sections_loader(sections, dim=1)
+            self.gate_up_proj_bias = empty_parameter(stack.size, 2 * inner)
+            load = partial(_load_bias, stack=stack, load=sections_loader(sections, dim=1))
             set_weight_attrs(self.gate_up_proj_bias, {"weight_loader": load})
-            self.down_proj_bias = empty_parameter(len(experts), shape.hidden_size)
-            if tp_rank > 0:
-                set_weight_attrs(self.down_proj_bias, {"weight_loader": _load_zeros})
+            self.down_proj_bias = empty_parameter(stack.size, shape.hidden_size)
+            once = _load_zeros if tp_rank > 0 else default_weight_loader
+            load = partial(_load_bias, stack=stack, load=once)
+            set_weight_attrs(self.down_proj_bias, {"weight_loader": load})
+
+
+def _load_bias(param: Tensor, loaded: Tensor, *, stack: ExpertStack, load: WeightLoader) -> None:
+    """Of all routed experts, which are all there are; raises WeightShapeError."""
+    load(param, stack.part(loaded))
 
 
 def _load_zeros(param: Tensor, loaded: Tensor) -> None:
@@ -225,6 +247,23 @@ def _experts_method(quant_config: QuantizationConfig | None, prefix: str) -> Exp
     return quant_config.get_experts_method(f"{prefix}.experts")
 
 
+def _spreads_experts(config: VllmConfig, ranks: int) -> bool:
+    """Whether ranks have whole experts."""
+    wanted = config.parallel_config.enable_expert_parallel
+    if wanted and ranks == 1:
+        decisions.record("expert parallelism", "off", "one rank has all experts")
+    return wanted and ranks > 1
+
+
+def check_expert_parallel(model: nn.Module, config: ParallelConfig) -> None:
+    """Raises VLLMValidationError where experts are to be spread and there are none."""
+    if config.enable_expert_parallel and not has_mixtures(model):
+        raise VLLMValidationError(
+            "--enable-expert-parallel: the model has no experts; leave it out",
+            "enable_expert_parallel",
+        )
+
+
 class MixtureOfExperts(nn.Module):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
@@ -262,15 +301,20 @@ class MixtureOfExperts(nn.Module):
         ):
             shape = replace(shape, may_stack_shared=False)
         rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        config = get_current_vllm_config_or_none()
+        expert_parallel = config is not None and _spreads_experts(config, self.tp_size)
+        if expert_parallel:
+            # Every token's, so its columns are shared.
+            shape = replace(shape, may_stack_shared=False)
+        self.expert_ranks = self.tp_size if expert_parallel else 1
         self.shape = shape
         self.layer_name = prefix
-        config = get_current_vllm_config_or_none()
         counted = config is not None and config.observability_config.expert_counts
         #: `[experts]` int64: tokens that each got, where the configuration asks for it; no buffer,
         #: for it is read while the others sleep
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
-        self.experts = Experts(shape, method, rank, self.tp_size)
+        self.experts = Experts(shape, method, rank, self.tp_size, expert_parallel)
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if shape.latent_size:
@@ -306,7 +350,16 @@ class MixtureOfExperts(nn.Module):
             slots = next(iter(get_forward_context().slot_mapping.values()), None)
         added = None if shape.latent_size else shape.shared
         routing = kernels.route_experts(
-            RoutingProblem(logits, shape.num_experts, shape.rule, bias, added, self.counts, slots)
+            RoutingProblem(
+                logits,
+                shape.num_experts,
+                shape.rule,
+                bias,
+                added,
+                self.counts,
+                slots,
+                self.experts.first,
+            )
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)[0]
@@ -322,6 +375,7 @@ class MixtureOfExperts(nn.Module):
                 down_bias=self.experts.down_proj_bias,
                 clamp=shape.clamp,
                 scales=self.experts.method.scales(self.experts),
+                ranks=self.expert_ranks,
             )
         )
         if self.fc2_latent_proj is not None:

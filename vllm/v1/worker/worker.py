@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.layers.moe import expert_counts
+from vllm.model_executor.layers.moe import check_expert_parallel, expert_counts
 from vllm.model_executor.placements import Placement
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -137,6 +137,7 @@ class Worker:
         with self.at_work():
             with startup_phase("build model"):
                 self.model_runner.build_model()
+            check_expert_parallel(self.model_runner.model, self.vllm_config.parallel_config)
             self.compilation = self._compile_ahead()
             if self.vllm_config.quant_config is not None:
                 # Quantising weights launches kernels, which must not be half loaded by a thread.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.moe import ExpertScales
 from vllm.kernels.residual_stream import Norm, ResidualStream
-from vllm.model_executor.parameter import ShardId, WeightLayout
+from vllm.model_executor.parameter import ExpertStack, ShardId, WeightLayout
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -64,13 +64,12 @@ class LinearMethod(ABC):
 class ExpertsMethod(ABC):
     """Makes and loads stacks of matrices `[experts, rows, columns]`.
 
-    `experts` names those of the stack in order: numbers, then maybe `SHARED_EXPERT`. A checkpoint
-    has the matrices one by one, or those of all routed experts as one tensor.
+    A checkpoint has the matrices one by one, or those of all routed experts as one tensor.
     """
 
     @abstractmethod
     def create_weights(
-        self, layer: Layer, name: str, layout: WeightLayout, experts: Sequence[ShardId]
+        self, layer: Layer, name: str, layout: WeightLayout, stack: ExpertStack
     ) -> None:
         """Register the stack `name`, each matrix of this `layout`, and what belongs to it."""
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -21,12 +21,10 @@ from vllm.model_executor.layers.quantization.fp8_rows import (
     load_row_scales,
 )
 from vllm.model_executor.parameter import (
+    ExpertStack,
     ShardId,
     WeightLayout,
-    WeightShapeError,
     empty_parameter,
-    num_routed,
-    place_in_stack,
 )
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -47,11 +45,11 @@ class Fp8ExpertsMethod(ExpertsMethod):
         self._from_16_bit = from_16_bit
 
     def create_weights(
-        self, layer: Layer, name: str, layout: WeightLayout, experts: Sequence[ShardId]
+        self, layer: Layer, name: str, layout: WeightLayout, stack: ExpertStack
     ) -> None:
         shape = block_scale_shape(layout) if self._blocks else layout.shape[:1]
-        weight = empty_parameter(len(experts), *layout.shape, dtype=fp8.FP8)
-        scale = empty_parameter(len(experts), *shape, dtype=torch.float32)
+        weight = empty_parameter(stack.size, *layout.shape, dtype=fp8.FP8)
+        scale = empty_parameter(stack.size, *shape, dtype=torch.float32)
 
         def load_weight(place: int, loaded: Tensor, shard_id: AnyShard) -> None:
             if self._from_16_bit:
@@ -69,8 +67,8 @@ class Fp8ExpertsMethod(ExpertsMethod):
         ranges = ((-fp8.FP8_MAX, fp8.FP8_MAX), (unit_gain, unit_gain))
         loaders = (load_weight, load_scale)
         for param, load, dummy_range in zip((weight, scale), loaders, ranges, strict=True):
-            loader = partial(_load_stack, experts=experts, load=load)
-            attrs = {"weight_loader": loader, "stacked": experts, "dummy_range": dummy_range}
+            loader = partial(_load_stack, stack=stack, load=load)
+            attrs = {"weight_loader": loader, "stacked": stack.names, "dummy_range": dummy_range}
             set_weight_attrs(param, attrs)
         if self._from_16_bit:
             set_weight_attrs(scale, {"optional": True})
@@ -88,7 +86,7 @@ def _load_stack(
     loaded: Tensor,
     shard_id: tuple[ShardId, AnyShard] | None = None,
     *,
-    experts: Sequence[ShardId],
+    stack: ExpertStack,
     load: MatrixLoader,
 ) -> None:
     """`load` one expert's tensor, or one by one those of all routed experts.
@@ -97,10 +95,8 @@ def _load_stack(
     """
     if shard_id is not None:
         expert, section = shard_id
-        load(place_in_stack(expert, experts), loaded, section)
+        if (place := stack.place(expert)) is not None:
+            load(place, loaded, section)
         return
-    routed = num_routed(experts)
-    if len(loaded) != routed:
-        raise WeightShapeError((routed, *loaded.shape[1:]), loaded.shape)
-    for place, matrix in enumerate(loaded):
+    for place, matrix in enumerate(stack.part(loaded)):
         load(place, matrix, None)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,12 +12,11 @@ from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.layers.quantization.base import ExpertsMethod, Layer, LinearMethod
 from vllm.model_executor.parameter import (
+    ExpertStack,
     ShardId,
     WeightLayout,
     empty_parameter,
     load_sections,
-    num_routed,
-    place_in_stack,
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -54,11 +52,11 @@ class UnquantizedExpertsMethod(ExpertsMethod):
     """In the model's dtype, as in the checkpoint."""
 
     def create_weights(
-        self, layer: Layer, name: str, layout: WeightLayout, experts: Sequence[ShardId]
+        self, layer: Layer, name: str, layout: WeightLayout, stack: ExpertStack
     ) -> None:
-        weight = empty_parameter(len(experts), *layout.shape)
-        load = partial(_load_16_bit, experts=experts, layout=layout)
-        set_weight_attrs(weight, {"weight_loader": load, "stacked": experts})
+        weight = empty_parameter(stack.size, *layout.shape)
+        load = partial(_load_16_bit, stack=stack, layout=layout)
+        set_weight_attrs(weight, {"weight_loader": load, "stacked": stack.names})
         layer.register_parameter(name, weight)
 
     def scales(self, layer: Layer) -> None:
@@ -70,7 +68,7 @@ def _load_16_bit(
     loaded: Tensor,
     shard_id: tuple[ShardId, ShardId | tuple[ShardId, ...] | None] | None = None,
     *,
-    experts: Sequence[ShardId],
+    stack: ExpertStack,
     layout: WeightLayout,
 ) -> None:
     """Copy this rank's part of all routed experts, or of some sections of one expert.
@@ -79,9 +77,9 @@ def _load_16_bit(
     """
     sections, dim = layout.split
     if shard_id is None:
-        load_sections(param[: num_routed(experts)], loaded, sections=sections, dim=dim + 1)
-    else:
-        expert, section = shard_id
-        load_sections(
-            param[place_in_stack(expert, experts)], loaded, section, sections=sections, dim=dim
-        )
+        whole = stack.part(loaded)
+        load_sections(param[: stack.count], whole, sections=sections, dim=dim + 1)
+        return
+    expert, section = shard_id
+    if (place := stack.place(expert)) is not None:
+        load_sections(param[place], loaded, section, sections=sections, dim=dim)
