@@ -18,7 +18,11 @@ import httpx
 import openai
 import psutil
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
+
+#: the `vllm` command
+MAIN = "vllm.entrypoints.cli.main"
 
 #: seconds until a tiny model must be ready, on a busy machine
 _START_TIMEOUT_S = 240.0
@@ -28,11 +32,17 @@ _STOP_TIMEOUT_S = 90.0
 class RemoteServer:
     """`vllm serve MODEL FLAGS`, ready on entering the context and gone, children too, on leaving.
 
-    `http` is a client for its paths, one connection per request. Raises `RuntimeError` with the
-    server's log when it does not start.
+    `http` is a client for its paths, one connection per request. A `fresh` one imports everything
+    itself, which takes seconds. Raises `RuntimeError` with the server's log when it does not start.
     """
 
-    def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+    ) -> None:
         self.port = free_port()
         self.model = str(model)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -40,14 +50,19 @@ class RemoteServer:
         one_request = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=self.url, verify=False, timeout=120, limits=one_request)
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-server-", suffix=".log")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
-            + ["--host", "127.0.0.1", "--port", str(self.port), *flags],
-            env={"VLLM_CPU_KVCACHE_SPACE": "0.05", **os.environ, **(env or {})},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        arguments = ["serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *flags]
+        env = {"VLLM_CPU_KVCACHE_SPACE": "0.05", **os.environ, **(env or {})}
+        self.process: subprocess.Popen[bytes] | ForkedPython
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", MAIN, *arguments],
+                env=env,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            self.process = ForkedPython(MAIN, arguments, self._log, env=env, session=True)
 
     def __enter__(self) -> RemoteServer:
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -57,7 +72,7 @@ class RemoteServer:
             with contextlib.suppress(httpx.TransportError):
                 if self.http.get("/health").status_code == 200:
                     return self
-            time.sleep(0.1)
+            time.sleep(0.05)
         self._kill_group()
         raise RuntimeError(f"the server was not ready in {_START_TIMEOUT_S} s\n{self.log()}")
 

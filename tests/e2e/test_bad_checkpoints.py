@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.e2e.remote_server import MAIN
+from tests.forked_python import run_python
 from tests.tiny_models import tiny_model
 from vllm import LLM
 
@@ -132,13 +132,8 @@ def test_offline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_served(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", damaged(name, tmp_path)]
-        + ["--dtype", "float32", "--port", "0", "--kv-cache-memory-bytes", "32M"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    flags = ["--dtype", "float32", "--port", "0", "--kv-cache-memory-bytes", "32M"]
+    done = run_python(MAIN, "serve", damaged(name, tmp_path), *flags)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("vllm serve: error: ") and CASES[name][1] in last

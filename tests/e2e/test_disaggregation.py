@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import MAIN, RemoteServer
+from tests.forked_python import CapturedPython
 from tests.ports import free_port
 from tests.tiny_models import hf_reference_generate, tiny_model
 
@@ -49,10 +48,8 @@ def server(role: str) -> RemoteServer:
 @contextmanager
 def proxy(prefill: RemoteServer, decode: RemoteServer) -> Iterator[httpx.Client]:
     port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "proxy", "--port", str(port)]
-        + ["--prefill", prefill.url, "--decode", decode.url]
-    )
+    servers = ["--prefill", prefill.url, "--decode", decode.url]
+    process = CapturedPython(MAIN, "proxy", "--port", str(port), *servers)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             deadline = time.monotonic() + 120
@@ -65,8 +62,8 @@ def proxy(prefill: RemoteServer, decode: RemoteServer) -> Iterator[httpx.Client]
                     time.sleep(0.05)
             yield client
     finally:
-        process.terminate()
-        process.wait(60)
+        process.send_signal(signal.SIGTERM)
+        print(process.communicate(60)[1])
 
 
 def received(running: RemoteServer) -> float:

@@ -35,7 +35,8 @@ LIBRARY_BLOCKS = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[RemoteServer]:
     flags = ["--dtype", "float32", "--enforce-eager", "--served-model-name", MODEL]
-    with RemoteServer(ROOT / MODEL, *flags) as running:
+    # As its user starts it: with an interpreter of its own.
+    with RemoteServer(ROOT / MODEL, *flags, fresh=True) as running:
         yield running
 
 

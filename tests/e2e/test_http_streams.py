@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import ROOT
+from tests.forked_python import run_python
 
 pytestmark = pytest.mark.e2e
 
 
 def run(path: Path, *words: str) -> tuple[str, list[dict]]:
-    command = [sys.executable, "-m", "benchmarks.http_streams", "--json", str(path), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = run_python("benchmarks.http_streams", "--json", str(path), *words)
     # 3: other tests keep the machine busy, which is not what is tested.
     assert done.returncode in (0, 3), done.stderr
     points = json.loads(path.read_text())["points"]

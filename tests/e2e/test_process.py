@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import MAIN, RemoteServer
+from tests.forked_python import run_python
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 
@@ -91,13 +90,7 @@ def test_killed_server_takes_its_children_along() -> None:
 
 
 def run_to_failure(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
-        + ["--port", str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_python(MAIN, "serve", *arguments, "--port", str(free_port()))
     print(done.stderr)
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
@@ -133,12 +126,7 @@ def test_failing_engine_start_names_its_cause(tmp_path: Path) -> None:
 
 
 def test_server_module_is_the_same_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        + ["--model", str(tmp_path / "nothing"), "--port", str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    arguments = ["--model", str(tmp_path / "nothing"), "--port", str(free_port())]
+    done = run_python("vllm.entrypoints.openai.api_server", *arguments)
     assert done.returncode == 1
     assert str(tmp_path / "nothing") in done.stderr.strip().splitlines()[-1]

@@ -21,10 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 hs_connectors = pytest.importorskip("hs_connectors")
-vllm_client = pytest.importorskip("speculators.data_generation.vllm_client")
-offline = pytest.importorskip("speculators.data_generation.offline")
 
 pytestmark = [pytest.mark.extraction, pytest.mark.e2e]
+
+
+def vllm_client() -> Any:
+    """speculators takes seconds to import: tests do that, not the collection."""
+    return pytest.importorskip("speculators.data_generation.vllm_client")
+
+
+def offline() -> Any:
+    return pytest.importorskip("speculators.data_generation.offline")
+
 
 NUM_LAYERS = 4
 #: what speculators' launcher makes of a model with four layers and `--target-layer-ids 0 2 3`
@@ -79,7 +87,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def check(family: str, token_ids: list[int], data: dict[str, torch.Tensor]) -> None:
     """speculators' own check, then the values."""
-    offline.check_hidden_states(data, token_ids)
+    offline().check_hidden_states(data, token_ids)
     assert data["hidden_states"].shape == (len(token_ids), len(LAYER_IDS), 64)
     streams = hf_residual_streams(tiny_model(family), token_ids)
     for column, layer_id in enumerate(LAYER_IDS):
@@ -93,7 +101,7 @@ def test_file_transfer(server: RemoteServer, family: str, storage: Path) -> None
     transfer = hs_connectors.FileTransfer(storage)
     client = server.client()
     for token_ids in [*prompts(6), [7] * (MAX_MODEL_LEN - 1)]:
-        handle, params = vllm_client.generate_hidden_states(
+        handle, params = vllm_client().generate_hidden_states(
             client, server.model, {"input_ids": token_ids}, max_retries=0
         )
         assert Path(handle).parent == storage
@@ -109,12 +117,12 @@ def test_many_at_once(server: RemoteServer, family: str, storage: Path) -> None:
     wanted = prompts(40)
 
     async def one(client: Any, token_ids: list[int]) -> str:
-        handle, _ = await vllm_client.generate_hidden_states_async(
+        handle, _ = await vllm_client().generate_hidden_states_async(
             client, server.model, {"input_ids": token_ids}, max_retries=0
         )
         lock = f"{handle}.lock"
         if Path(lock).exists():
-            await vllm_client.wait_for_lock_async(lock)
+            await vllm_client().wait_for_lock_async(lock)
         return handle
 
     async def run() -> list[str]:
@@ -143,7 +151,7 @@ def test_chat_prompts(server: RemoteServer, family: str) -> None:
         add_generation_prompt=False,
         return_token_ids=True,
     )["prompt_token_ids"]
-    handle, _ = vllm_client.generate_hidden_states(
+    handle, _ = vllm_client().generate_hidden_states(
         server.client(),
         server.model,
         {"input_ids": rendered, "messages": messages},
@@ -164,7 +172,7 @@ def test_client_that_goes_away(server: RemoteServer, family: str, storage: Path)
             extra_body={"ignore_eos": True},
         )
     token_ids = [9] * 30
-    handle, _ = vllm_client.generate_hidden_states(
+    handle, _ = vllm_client().generate_hidden_states(
         server.client(), server.model, {"input_ids": token_ids}, max_retries=0
     )
     check(family, token_ids, load_hidden_states(handle))
@@ -175,12 +183,12 @@ def test_fp8_transfer(tmp_path: Path) -> None:
     """hs_connectors' subclass stores rows in eight bits; its reader undoes it."""
     with RemoteServer(tiny_model("llama"), *launch_flags(tmp_path, "fp8")) as server:
         token_ids = [11] * 50
-        handle, params = vllm_client.generate_hidden_states(
+        handle, params = vllm_client().generate_hidden_states(
             server.client(), server.model, {"input_ids": token_ids}, max_retries=0
         )
         data = hs_connectors.FP8Transfer(tmp_path, torch.float32).get_generated(params)
         assert data is not None
-        offline.check_hidden_states(data, token_ids)
+        offline().check_hidden_states(data, token_ids)
         expected = torch.stack(hf_residual_streams(tiny_model("llama"), token_ids), dim=1)
         expected = expected[:, LAYER_IDS]
         # Three bits of mantissa and one scale per token.

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 from vllm.config import VllmConfig
 from vllm.decisions import DecisionLog
@@ -43,11 +42,11 @@ class Server:
         self.log = log
         self.uds = uds
         with log.open("w") as out:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tests.entrypoints.many_processes", *where, *flags],
+            self.popen = ForkedPython(
+                "tests.entrypoints.many_processes",
+                [*where, *flags],
+                out,
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "STEP_MS": "20"},
-                stdout=out,
-                stderr=subprocess.STDOUT,
             )
         self.process = psutil.Process(self.popen.pid)
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 from vllm.entrypoints.launcher import bind, check_certificates
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
@@ -40,18 +41,17 @@ class Process:
         # connections, which `--max-connections` would count.
         one_request = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=self.url, verify=False, timeout=120, limits=one_request)
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.entrypoints.fake_server", "--host", "127.0.0.1"]
-            + ["--port", str(self.port), *flags],
+        self.log = tempfile.TemporaryFile()
+        self.popen = ForkedPython(
+            "tests.entrypoints.fake_server",
+            ["--host", "127.0.0.1", "--port", str(self.port), *flags],
+            self.log,
             env={**os.environ, "FAKE_ENGINE": behaviour},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
 
     def ready(self) -> Process:
         for _ in range(2400):
-            assert self.popen.poll() is None, self.popen.communicate()[0]
+            assert self.popen.poll() is None, self.output()
             try:
                 if self.http.get("/health").status_code == 200:
                     return self
@@ -59,20 +59,22 @@ class Process:
                 time.sleep(0.05)
         raise AssertionError("the server did not become ready")
 
+    def output(self) -> str:
+        """Everything that it has printed."""
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode()
+
     def printed(self, text: str) -> None:
         """Wait for a line with `text`."""
-        assert self.popen.stdout is not None
-        lines = []
-        while text not in (line := self.popen.stdout.readline()):
-            assert line, f"the server ended without it: {lines}"
-            lines.append(line)
+        while text not in self.output():
+            if self.popen.poll() is not None:
+                assert text in self.output(), f"the server ended without it: {self.output()}"
+            time.sleep(0.01)
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
     def wait(self, timeout_s: float = 120) -> tuple[int, str]:
-        output, _ = self.popen.communicate(timeout=timeout_s)
-        return self.popen.returncode, output
+        return self.popen.wait(timeout_s), self.output()
 
 
 @pytest.fixture
@@ -86,8 +88,9 @@ def start() -> Iterator[Start]:
     yield make
     for process in processes:
         process.popen.kill()
-        process.popen.communicate()
+        process.popen.wait()
         process.http.close()
+        process.log.close()
 
 
 def open_stream(process: Process, seen: list[str]) -> threading.Thread:

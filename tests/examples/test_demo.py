@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from example_process import TRAINED, assert_gone, children, run, start, wait_for
+
+from tests.forked_python import CapturedPython
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,7 @@ def test_works_and_is_tidy() -> None:
     assert all(re.fullmatch(r"(starting the server: \d+:\d+)?", line) for line in shown), shown
 
 
-def server_of(demo: subprocess.Popen[str]) -> bool:
+def server_of(demo: CapturedPython) -> bool:
     return any("serve" in child.cmdline() for child in children(demo))
 
 
