@@ -5,9 +5,10 @@
 
 Decode: a batch of 8 prompts of 32 tokens, `--tokens` new tokens, greedy. A step's time is
 (time for N tokens - time for 1 token) / (N - 1), so prefill drops out on both sides. Prefill: one
-prompt of 2,048 tokens (`--prefill`), one new token. Both engines use the same weights and thread
-count; their turns alternate and the median is kept. The result names the instruction set of our
-kernels: the machine's best, or what VLLM_CPU_ISA narrows them to.
+prompt of 2,048 tokens (`--prefill`), one new token. The model has 16 layers (`--layers`). Both
+engines use the same weights and thread count; their turns alternate and the median is kept. The
+result names the instruction set of our kernels: the machine's best, or what VLLM_CPU_ISA narrows
+them to.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from vllm.kernels.cpu import CpuKernels
 _VOCAB = 32_000
 
 
-def make_checkpoint(path: Path, dtype: torch.dtype) -> None:
-    """16 layers (12 gated delta net, 4 attention), hidden 640, tied embeddings."""
+def make_checkpoint(path: Path, dtype: torch.dtype, layers: int) -> None:
+    """Of four layers three are gated delta nets, the last is attention; hidden 640, tied
+    embeddings."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
         vocab_size=_VOCAB,
         hidden_size=640,
         intermediate_size=2048,
-        num_hidden_layers=16,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        num_hidden_layers=layers,
+        layer_types=[
+            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
+        ],
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=128,
@@ -83,11 +87,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=33)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the long prompt")
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     with tempfile.TemporaryDirectory() as directory:
-        make_checkpoint(Path(directory), dtype)
+        make_checkpoint(Path(directory), dtype, args.layers)
         llm = LLM(
             directory,
             dtype=args.dtype,
@@ -129,6 +134,7 @@ def main() -> None:
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "instruction_set": CpuKernels().isa,
+        "layers": args.layers,
         "decode_step_ms": {"ours": decode[0], "transformers": decode[1]},
         "decode_ratio": decode[1] / decode[0],
         "prefill_tokens": args.prefill,

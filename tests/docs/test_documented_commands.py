@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from tests.apriel2_models import make_tensors, save, stochastic
 from tests.docs.commands import ROOT, Command, commands_of, documented_commands
+from tests.forked_python import run_python
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.main import SUBCOMMANDS, find_command
 from vllm.entrypoints.cli.main import main as vllm
@@ -59,7 +59,8 @@ SMOKE: dict[str, list[str]] = {
     "vllm explain MODEL": [],
     "vllm explain SUPERNET": [],
     "vllm explain Qwen3.5-4B": [],
-    "vllm graph-check MODEL": [],
+    # without, 64 steps of the same kinds
+    "vllm graph-check MODEL": ["--steps", "4"],
     "vllm tune --list": [],
 }
 #: begins a command -> why it is not run here
@@ -241,10 +242,8 @@ def test_the_comparison_with_transformers_runs_as_a_script(tmp_path: Path) -> No
     """As documented: its folder comes first on the path of its process."""
     (command, *_) = (c for c in COMMANDS if "cpu_vs_transformers.py --dtype bfloat16" in c.text)
     words = arguments(command, tmp_path)[1:]
-    small = ["--rounds", "1", "--tokens", "2", "--prefill", "16"]
-    done = subprocess.run(
-        [sys.executable, *words, *small], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    small = ["--layers", "4", "--rounds", "1", "--tokens", "2", "--prefill", "16"]
+    done = run_python(str(ROOT / words[0]), *words[1:], *small)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"instruction_set"' in (tmp_path / "out.json").read_text()
 

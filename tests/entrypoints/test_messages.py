@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pydantic
 import pytest
 import pytest_asyncio
-from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
@@ -21,6 +19,9 @@ from tests.entrypoints.server_events import Events, in_process, named_events
 from vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.anthropic.translate import to_chat
 from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    import anthropic
 
 HI: Any = [{"role": "user", "content": "hi"}]
 SCHEMA: dict[str, Any] = {
@@ -31,7 +32,8 @@ SCHEMA: dict[str, Any] = {
 TOOL: Any = {"name": "weather", "description": "In a city.", "input_schema": SCHEMA}
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
 
-MakeApi = Callable[..., anthropic.AsyncAnthropic]
+# The official client takes seconds to import: the tests that use it do that.
+MakeApi = Callable[..., "anthropic.AsyncAnthropic"]
 
 
 @pytest.fixture
@@ -42,6 +44,8 @@ def engine() -> ScriptedEngine:
 @pytest_asyncio.fixture
 async def make_api(engine: ScriptedEngine) -> AsyncIterator[MakeApi]:
     """Makes official clients of servers with the given `FrontEndArgs`."""
+    import anthropic
+
     clients = []
 
     def make(sent_key: str = "k", **args: Any) -> anthropic.AsyncAnthropic:
@@ -249,6 +253,8 @@ def test_refusals_name_the_field_and_what_to_do_instead(
 
 def test_every_field_that_the_client_knows_is_known_here() -> None:
     """The rest is about Anthropic's own accounts, tiers and cache."""
+    from anthropic.types.message_create_params import MessageCreateParamsStreaming
+
     known = set(MessageCreateParamsStreaming.__annotations__)
     assert known - MessagesRequest.model_fields.keys() == {
         *("cache_control", "diagnostics", "inference_geo", "service_tier"),
@@ -418,6 +424,8 @@ async def test_structured_output(make_api: MakeApi, engine: ScriptedEngine) -> N
 
 @pytest.mark.asyncio
 async def test_errors_are_anthropics(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    import anthropic
+
     api = make_api()
     body: Any = {"model": "fake", "max_tokens": 5, "messages": HI}
     with pytest.raises(anthropic.BadRequestError) as bad:
@@ -462,6 +470,8 @@ async def test_refusals_before_the_route_are_anthropics_too(make_client: MakeCli
 
 @pytest.mark.asyncio
 async def test_the_clients_key_header_is_a_key(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    import anthropic
+
     engine.script = "Hello"
     body: Any = {"model": "fake", "max_tokens": 5, "messages": HI}
     assert (await make_api("secret", api_key=["secret"]).messages.create(**body)).content
