@@ -12,7 +12,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
-PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+# In the order of the collection, slow modules first (tests/conftest.py).
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 # Every test belongs to one of these. A lane imports only the folders that hold its tests.
 UNIT := not gpu and not nightly and not parity and not e2e and not extraction
 PARITY := parity and not gpu and not nightly and not e2e and not extraction
@@ -88,7 +89,7 @@ test-e2e: build clients ## real server, real clients; every use of state memory 
 	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"
 
 test-extraction: build ## hidden-state extraction, end to end but for servers (test-e2e)
-	$(PARALLEL) --no-loadscope-reorder tests/examples tests/e2e -m "$(EXTRACTION)"
+	$(PARALLEL) tests/examples tests/e2e -m "$(EXTRACTION)"
 
 test-nightly: build clients ## further cases of what the others test
 	$(PARALLEL) tests --ignore=tests/gpu -m "$(NIGHTLY)"

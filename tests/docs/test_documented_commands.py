@@ -27,6 +27,8 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs, make_arg_parser
 from vllm.tool_parsers import tool_parsers
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+pytestmark = pytest.mark.slow
+
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3_5-code")
 #: words of the text that stand for a model
 _MODELS = ("MODEL", "$MODEL", "M", "Qwen3.5-4B", "Qwen/Qwen3-8B", "SUPERNET")

@@ -25,6 +25,8 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.imports import gc_paused
 from vllm.v1.engine.async_llm import AsyncLLM
 
+pytestmark = pytest.mark.slow
+
 #: longest time that one callback may take
 LIMIT_S = 0.010
 _ATTEMPTS = 3

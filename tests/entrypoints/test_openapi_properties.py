@@ -18,6 +18,8 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs
 if TYPE_CHECKING:
     import schemathesis
 
+pytestmark = pytest.mark.slow
+
 MAX_EXAMPLES = 20
 OPERATIONS = {
     "GET /health", "GET /ping", "POST /ping", "GET /version", "GET /load", "GET /metrics",

@@ -28,6 +28,8 @@ from vllm.kernels.journal import (
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
+pytestmark = pytest.mark.slow
+
 SMALL = (1, 2, 16, 24)
 SLOTS = 3
 #: of a short schedule that does everything, see `test_the_schedule_does_everything`

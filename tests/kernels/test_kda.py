@@ -21,6 +21,8 @@ from vllm.kernels.journal import JournalShape, JournalStack
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaGates, KdaPrefill
 
+pytestmark = pytest.mark.slow
+
 SIZES = [(2, 16, 24), (1, 12, 8)]
 
 

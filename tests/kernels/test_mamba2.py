@@ -25,6 +25,8 @@ from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
     Mamba2Sizes,
 )
 
+pytestmark = pytest.mark.slow
+
 #: heads, groups, P, N
 SIZES = [Mamba2Sizes(4, 2, 16, 24), Mamba2Sizes(3, 1, 12, 16)]
 NEMOTRON, GRANITE = Mamba2Sizes(16, 8, 80, 128), Mamba2Sizes(48, 1, 64, 128)

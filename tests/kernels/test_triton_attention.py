@@ -10,6 +10,8 @@ from vllm.kernels.attention.triton_decode import SPLIT_KEYS, arrivals, decode_ti
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.configs import pick, shipped
 
+pytestmark = pytest.mark.slow
+
 kernels = CudaKernels()
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 300)]
 VERIFY = [(4, 4), (1, 90), (3, 65), (4, 130)]

@@ -12,6 +12,8 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
     causal_conv1d_update,
 )
 
+pytestmark = pytest.mark.slow
+
 kernels = CudaKernels()
 
 

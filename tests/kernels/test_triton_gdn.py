@@ -17,6 +17,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 
+pytestmark = pytest.mark.slow
+
 kernels = CudaKernels()
 # Above `TOLERANCE`: four chained products with operands in the activation dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -2,11 +2,13 @@
 """Which kernel variants warm-up foresees for tiny models, and which other batches would add.
 
 Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON:
-what was found for each of the checkpoints that are given, by path.
+what was found for each of the checkpoints that are given, by path. The first one gets a sequence of
+every length after every context, with `--thorough` the others too.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -27,15 +29,21 @@ LENGTHS = (
     1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 63, 64, 65, 100, 500, 1000, 2500, 3071, 3072, 4000,
 )  # fmt: skip
 CONTEXTS = (0, 1, 7, 16, 100, 2000, 3000)
-BATCHES = [
-    *product((1,), LENGTHS, CONTEXTS),
+#: each length after two of the contexts, each context after six lengths or seven
+SOME = [
+    (1, length, CONTEXTS[(index + more) % len(CONTEXTS)])
+    for index, length in enumerate(LENGTHS)
+    for more in (0, 3)
+]
+MANY = [
     *product((2, 3, 8, 31, 60), (1,), (5, 16, 77, 3000)),
     *product((2, 3, 17, 40), (2, 9, 16, 25), (0, 50)),
 ]
 
 
-def sweep(model: str) -> dict[str, Any]:
-    """The kernels that warm-up foresees, and the batches that need others."""
+def sweep(model: str, batches: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    """The kernels that warm-up foresees, and the `batches` (sequences, tokens of each, context)
+    that need others."""
     config = EngineArgs(
         model=model,
         dtype="bfloat16",
@@ -54,7 +62,7 @@ def sweep(model: str) -> dict[str, Any]:
         foreseen = warm_up.note_kernels(runner)
         known = {(one.kernel, one.specialization) for one in foreseen}
         warm_up.bind_small_arena(runner)
-        for count, length, context in BATCHES:
+        for count, length, context in batches:
             if count * length > MAX_TOKENS or length + context >= MAX_LEN:
                 continue
             with noted_launches() as noted:
@@ -66,10 +74,14 @@ def sweep(model: str) -> dict[str, Any]:
                     unforeseen.append(f"{one.kernel} for {count} x {length} after {context}")
     return {
         "foreseen": [one.kernel for one in foreseen],
-        "batches": len(BATCHES),
+        "batches": len(batches),
         "unforeseen": unforeseen,
     }
 
 
 vars(current_platform)["kernels"] = CudaKernels()
-json.dump({model: sweep(model) for model in sys.argv[1:]}, sys.stdout)
+first, *others = [word for word in sys.argv[1:] if word != "--thorough"]
+thorough = [*product((1,), LENGTHS, CONTEXTS), *MANY]
+some = thorough if "--thorough" in sys.argv else SOME + MANY
+found = {first: sweep(first, thorough)} | {model: sweep(model, some) for model in others}
+json.dump(found, sys.stdout)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_models import FAMILIES, tiny_model
 
+from tests.nightly import nightly
 from vllm.compilation.graph_safety import allow_list
 from vllm.compilation.graph_safety.allow_list import Allowance, allowances
 from vllm.compilation.graph_safety.report import Report, as_table
@@ -20,6 +21,8 @@ from vllm.compilation.graph_safety.walker import Finding
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector  # noqa: F401
 from vllm.engine.arg_utils import EngineArgs
 
+pytestmark = pytest.mark.slow
+
 #: the list may only shrink: lower this number when an entry goes
 ALLOWANCES = 10
 
@@ -29,11 +32,16 @@ def report_of(family: str) -> Report:
     return check_model(EngineArgs(model=str(tiny_model(family))).create_engine_config())
 
 
-#: other families walk all that these do
-PARTS_OF_OTHERS = ("nemotron_h", "granite_h_dense")
+#: other families walk every function that these do
+PARTS_OF_OTHERS = (
+    *("llama3_rope", "qwen3", "qwen3_sliding", "qwen3_5_tied", "qwen3_5_wide", "qwen3_5_wrapper"),
+    *("mixtral", "qwen3_moe", "qwen3_5_moe_wrapper", "gemma3", "deepseek_v2"),
+    *("nemotron_h", "granite_h_dense"),
+)
+OTHERS = [family for family in FAMILIES if family not in PARTS_OF_OTHERS]
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in PARTS_OF_OTHERS])
+@pytest.mark.parametrize("family", [*OTHERS, *nightly(*PARTS_OF_OTHERS)])
 def test_no_family_has_a_hazard(family: str) -> None:
     report = report_of(family)
     assert report.is_clean, "\n" + as_table([report])

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from tests.distributed.kv_transfer import planted_connectors
 from tests.distributed.kv_transfer.planted_connectors import damage_sample
+from tests.forked_python import run_python
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.testing.connectors import (
     CHECKS,
@@ -22,6 +21,8 @@ from vllm.testing.connectors import (
     check_random_lives,
 )
 from vllm.testing.connectors import engine as kit_engine
+
+pytestmark = pytest.mark.slow
 
 
 def damage_host_memory(
@@ -131,8 +132,8 @@ def test_every_violation_is_planted() -> None:
 
 def test_plugin_from_the_command_line(tmp_path: Path) -> None:
     config = json.dumps(sample(tmp_path, "step-changed").config)
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "vllm.testing.connectors", "--pyargs"]
+    line = ["pytest", "-q", "-p", "vllm.testing.connectors", "--pyargs"]
     line += ["vllm.testing.connectors.suite", "-k", "exact-bits", "-p", "no:cacheprovider"]
     line += ["--kv-connector", config, "--kv-connector-kinds", "attention"]
-    ran = subprocess.run(line, capture_output=True, text=True, timeout=180)
+    ran = run_python(*line)
     assert "1 failed, 3 skipped" in ran.stdout and "step-changed" in ran.stdout
