@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from model_card import Sample, write_card
+from model_card import Sample, write_card, write_supernet_card
 from python_library import is_held_out, library_files, library_root
 from supernet_model import Sizes, Supernet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -160,15 +160,34 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
     return torch.tensor(ids)
 
 
+def reduced_precision(device: torch.device) -> torch.autocast:
+    """bf16 where it is faster: on GPUs."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 @torch.inference_mode()
 def loss_on(model: Model, stream: Tensor, context: int, batches: int | None) -> float:
     """Mean next-token loss in nats over windows of `context` tokens."""
     windows = stream[: len(stream) // context * context].view(-1, context)
     losses = []
     for chunk in windows.split(16)[:batches]:
-        with torch.autocast(chunk.device.type, torch.bfloat16):
+        with reduced_precision(chunk.device):
             losses.append(model(chunk, labels=chunk).loss.float())
     return torch.stack(losses).mean().item()
+
+
+def perplexities(model: Supernet, stream: Tensor, context: int) -> dict[str, float]:
+    """Of the uniform placements, and of mixtures of two mixers."""
+    count, own = model.sizes.layers, model.placement
+    chosen = {f"all-{name}": [name] * count for name in model.names}
+    for name in model.names[1:]:
+        chosen[f"every2nd-{name}"] = [("attention", name)[i % 2] for i in range(count)]
+    found = {}
+    for short, placement in chosen.items():
+        model.placement = placement
+        found[short] = round(math.exp(loss_on(model, stream, context, None)), 4)
+    model.placement = own
+    return found
 
 
 def train(
@@ -198,7 +217,7 @@ def train(
     for step in progress:
         starts = torch.randint(len(train_ids) - args.context, (args.batch,), generator=generator)
         batch = torch.stack([train_ids[s : s + args.context] for s in starts.tolist()])
-        with torch.autocast(batch.device.type, torch.bfloat16):
+        with reduced_precision(batch.device):
             loss = model(batch, labels=batch).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -266,7 +285,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15, help="give up after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--supernet", action="store_true", help="train an Apriel2 supernet")
+    parser.add_argument("--hidden-size", type=int, default=256, help="of the supernet")
     args = parser.parse_args()
+    if args.hidden_size != 256 and not args.supernet:
+        parser.error("--hidden-size: give it with --supernet")
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.monotonic()
@@ -277,7 +299,8 @@ def main() -> None:
     print(f"{len(train_ids):,} training tokens, {len(held_out):,} held out")
     model: Model
     if args.supernet:
-        model = Supernet(Sizes(len(tokenizer), args.context), args.seed).to(device)
+        sizes = Sizes(len(tokenizer), args.context, args.hidden_size, 2 * args.hidden_size)
+        model = Supernet(sizes, args.seed).to(device)
     else:
         model = Qwen3_5ForCausalLM(model_config(len(tokenizer), args.context)).to(device)
     history = train(model, train_ids, held_out, args)
@@ -297,12 +320,18 @@ def main() -> None:
         "minutes": round((time.monotonic() - started) / 60, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "one CPU core",
     }
     (args.output / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
     if isinstance(model, Supernet):
         facts["placement"] = ",".join(model.placement)
+        facts["layers"], facts["context"] = model.sizes.layers, args.context
+        names = ("hidden_size", "vocab_size", "context", "batch", "steps", "learning_rate")
+        flags = {name.replace("_", "-"): getattr(args, name) for name in names}
+        facts["flags"] = " ".join(f"--{name} {value}" for name, value in flags.items())
+        facts["perplexities"] = perplexities(model, held_out, args.context)
         (args.output / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_supernet_card(args.output / "README.md", facts)
     else:
         write_card(args.output / "README.md", facts, draw_samples(model, tokenizer, args.seed))
     print(json.dumps(facts, indent=1))

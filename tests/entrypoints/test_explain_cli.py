@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig
 
 from vllm.entrypoints.cli.explain import byte_count, token_counts
-from vllm.entrypoints.cli.explain_text import amount
 from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.cli.text_table import amount
 
 ROOT = Path(__file__).parents[2]
 HYBRID = str(ROOT / "benchmarks" / "qwen3_5_4b")

@@ -74,6 +74,20 @@ class ExplainCommand(CLISubcommand):
             help="What activations and the driver take of --device-memory; the engine measures it "
             "at its start (default: 0).",
         )
+        group.add_argument(
+            "--decode-batch",
+            type=human_int,
+            default=32,
+            metavar="N",
+            help="Sequences of the decode steps whose cost is predicted (default: 32).",
+        )
+        group.add_argument(
+            "--decode-device",
+            default="H200",
+            metavar="NAME",
+            help="Device of the prediction: A100, H100, H200, B200 or L40S, or bytes and FLOPs per "
+            "second and microseconds per kernel, as 3.35e12,989e12,1.5 (default: H200).",
+        )
         group.add_argument("--no-what-ifs", action="store_true", help="Only this configuration.")
         group.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
         group.add_argument(
@@ -85,7 +99,9 @@ class ExplainCommand(CLISubcommand):
     def run(self, args: argparse.Namespace) -> int:
         from vllm.entrypoints.cli.explain_plot import plot
         from vllm.entrypoints.cli.explain_text import render
+        from vllm.v1.core.decode_cost import device_speed
         from vllm.v1.core.explain import Budget, explain
+        from vllm.v1.core.explain_decode import DecodeBatch
 
         if args.model is not None:
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
@@ -101,6 +117,7 @@ class ExplainCommand(CLISubcommand):
                 Budget(args.memory, args.device_memory, args.reserved_memory),
                 args.lengths,
                 what_ifs=not args.no_what_ifs,
+                decode_batch=DecodeBatch(args.decode_batch, device_speed(args.decode_device)),
             )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from error

@@ -5,41 +5,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm.entrypoints.cli.explain_decode_text import decode_sections
+from vllm.entrypoints.cli.text_table import amount, table
 from vllm.v1.core.explain import Explanation, GroupReport, WhatIf
 from vllm.v1.core.explain_request import ByteUse, RequestCost
 
 
 def render(report: Explanation) -> str:
-    """Tables in this order: model and memory, state, requests, use of the bytes, changed flags,
-    decisions."""
+    """Tables in this order: model and memory, state, requests, use of the bytes, decode steps,
+    changed flags, decisions."""
     sections = [
         list(_head(report)),
-        ["State", *_table(_STATE_COLUMNS, [_state_row(g) for g in report.groups])],
+        ["State", *table(_STATE_COLUMNS, [_state_row(g) for g in report.groups])],
         list(_pages(report)),
         [
             "A request costs",
-            *_table(_cost_columns(report), [_cost_row(c) for c in report.requests]),
+            *table(_cost_columns(report), [_cost_row(c) for c in report.requests]),
         ],
         list(_capacity(report)),
         list(_tiers(report)),
-        ["A full arena holds", *_table(_use_columns(report), list(_use_rows(report)))],
+        ["A full arena holds", *table(_use_columns(report), list(_use_rows(report)))],
         list(_findings(report)),
+        *decode_sections(report.decode),
     ]
     if report.what_ifs:
         rows = [_what_if_row(w) for w in report.what_ifs if not w.refused]
-        sections.append(["What if", *_table(_what_if_columns(report), rows)])
+        sections.append(["What if", *table(_what_if_columns(report), rows)])
         sections.append([f"  {w.flag}: not possible: {w.refused}" for w in _refused(report)])
     sections.append(["Decisions", *(f"  {line}" for line in _decisions(report))])
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-def amount(num_bytes: float) -> str:
-    """Bytes in decimal units: `51.5 MB`."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            scaled = num_bytes / factor
-            return f"{scaled:,.0f} {unit}" if scaled >= 1000 else f"{scaled:.4g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 # ---- sections ----------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ def _pages(report: Explanation) -> Iterator[str]:
         [g.kind, str(g.blocks_per_page), f"{g.stride_bytes:,}", f"{g.padding:.2%}"]
         for g in report.groups
     ]
-    yield from _table(("kind", "blocks per page", "bytes per block", "padding"), rows)
+    yield from table(("kind", "blocks per page", "bytes per block", "padding"), rows)
 
 
 def _cost_columns(report: Explanation) -> list[str]:
@@ -213,17 +207,3 @@ def _decisions(report: Explanation) -> Iterator[str]:
     for decision in report.decisions:
         rejected = f" instead of {decision.instead_of}" if decision.instead_of else ""
         yield f"{decision.what}: {decision.chosen}{rejected} ({decision.why})"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: text (the first, and any with letters) to the left, numbers to the right."""
-    cells = [list(columns), *map(list, rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    left = [i == 0 or columns[i] in ("one layer keeps", "") for i in range(len(columns))]
-    return [
-        "  " + "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in cells
-    ]  # fmt: skip

@@ -37,6 +37,13 @@ class AttentionLayerBase(ABC):
     #: whether all the layer reads of its metadata in a padded step lies at fixed addresses and has
     #: a fixed size, so that a graph may hold what reads it
     reads_fixed_addresses: ClassVar[bool] = False
+    #: kernels of a decode beside projections, about: for predictions, as `decode_flops_per_element`
+    decode_launches: ClassVar[int] = 1
+
+    @property
+    def decode_flops_per_element(self) -> float:
+        """FLOPs of a decode per element of state that it reads."""
+        return 2.0
 
     def metadata(self) -> Any:
         """This layer's batch metadata in the running step.

@@ -73,6 +73,8 @@ class GroupedMamba(RecurrentMixer):
     """
 
     mamba_type = MambaAttentionBackendEnum.MAMBA1
+    #: a convolution, the state, and a gate of torch
+    decode_launches = 7
 
     def __init__(
         self,

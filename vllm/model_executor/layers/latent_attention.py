@@ -74,6 +74,8 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
     Without `rotary_emb` nothing rotates; with `interleaved` dimensions 2 i and 2 i + 1 are a pair.
     """
 
+    decode_launches = 6
+
     def __init__(
         self,
         shape: LatentAttentionShape,
@@ -124,6 +126,11 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
             heads * shape.value_dim, shape.hidden_size, **options("o_proj", shape.bias), **shard
         )
         self._choose_backend(shape.query_dim**-0.5 if scale is None else scale)
+
+    @property
+    def decode_flops_per_element(self) -> float:
+        """Each head's products with the row, and with the latent in it."""
+        return 2.0 * self.num_heads * (1 + self.shape.latent_dim / self.shape.row)
 
     def _choose_backend(self, scale: float) -> None:
         config = get_current_vllm_config()

@@ -153,6 +153,8 @@ class Mamba2(RecurrentMixer, KeepsJournal):
     """
 
     mamba_type = MambaAttentionBackendEnum.MAMBA2
+    #: a convolution, the state, and a gated norm of torch
+    decode_launches = 13
     multipliers: Tensor | None
 
     def __init__(

@@ -30,8 +30,15 @@ class RecurrentMixer(nn.Module, AttentionLayerBase):
 
     #: kernels take arrays of fixed size and skip what is absent, so graphs hold the mixer
     reads_fixed_addresses = True
+    #: convolution and state, gated norm
+    decode_launches = 2
     #: keeps kinds of equal shapes in groups of their own
     mamba_type: ClassVar[MambaAttentionBackendEnum]
+
+    @property
+    def decode_flops_per_element(self) -> float:
+        """A decay, and products with the key, of the error and with the query."""
+        return 7.0
 
     def mix(self, out: Tensor, *tokens: Tensor) -> None:
         """Everything that touches state: `tokens`, `[tokens, ...]` each, to `out [tokens, ...]`.

@@ -20,6 +20,7 @@ from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
+from vllm.v1.core.explain_decode import DecodeBatch, DecodeReport, explain_decode
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
 from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
@@ -138,6 +139,7 @@ class Explanation:
     longest_request: int
     cached_turn_bytes: int
     tiers: tuple[TierReport, ...]
+    decode: DecodeReport
     what_ifs: tuple[WhatIf, ...]
     decisions: tuple[decisions.Decision, ...]
 
@@ -163,8 +165,10 @@ def explain(
     lengths: Sequence[int] | None = None,
     *,
     what_ifs: bool = True,
+    decode_batch: DecodeBatch | None = None,
 ) -> Explanation:
-    """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens.
+    """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens; `decode_batch`: the
+    steps to predict.
 
     Raises ValueError for a model without state, a length outside `1..max_model_len`, and memory
     below one page.
@@ -211,6 +215,9 @@ def explain(
             if group.kv_cache_spec.is_recurrent
         ),
         tiers=_tiers(plan),
+        decode=explain_decode(
+            vllm_config, decode_batch or DecodeBatch(), lengths, plan.memory.arena_bytes
+        ),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
         decisions=tuple(vllm_config.decisions.decisions()),
     )

@@ -37,6 +37,8 @@ class Attention(nn.Module, AttentionLayerBase):
     norms, rotation, cache write and attention in one go.
     """
 
+    decode_launches = 2
+
     def __init__(
         self,
         num_heads: int,
@@ -80,6 +82,10 @@ class Attention(nn.Module, AttentionLayerBase):
         self.layer_name = prefix
         #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
         self.cache_lookahead = 0
+
+    @property
+    def decode_flops_per_element(self) -> float:
+        return 2.0 * self.num_heads / self.num_kv_heads
 
     def _set_sinks(self, sinks: Tensor) -> None:
         """`sinks [heads]` fp32, a parameter of whoever projects: see `AttentionProblem`."""
