@@ -6,7 +6,8 @@
 
 Every request carries its placement. Quality: the mean loss per token of held-out text, from
 `prompt_logprobs`. Speed: tokens per second of requests that generate side by side, the best of
-`--repeats`. Needs matplotlib.
+`--repeats`. Beside them is drawn what a decode step should cost by `vllm explain`, for the device
+that `--device` names, against what it took. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,23 @@ import httpx
 from python_library import is_held_out, library_files, library_root
 from tqdm import tqdm
 
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.decode_work import decode_work
+from vllm.model_executor.model_outline import models_on_meta
+from vllm.model_executor.models.interfaces import HasPlacements
+from vllm.v1.core.decode_cost import DeviceSpeed, device_speed, predict
+
 
 @dataclass(frozen=True)
 class Measured:
-    """A placement's loss in nats per token, and its tokens per second."""
+    """A placement's loss in nats per token, its tokens per second, and milliseconds per decode
+    step: as measured, prompts included, and as predicted."""
 
     placement: str
     loss: float
     speed: float
+    step_ms: float = 0.0
+    predicted_ms: float = 0.0
 
 
 class Server:
@@ -47,6 +57,8 @@ class Server:
         self.num_layers = len(found["placements"])
         card = self._http.get("/v1/models").raise_for_status().json()["data"][0]
         self._keep = card["max_model_len"] - num_tokens
+        self.model: str = card["root"]
+        self._contexts: list[float] = []
         paths = [p for p in library_files() if is_held_out(p.relative_to(library_root()))]
         texts = (path.read_text(encoding="utf-8", errors="replace")[:4000] for path in paths)
         self._texts = list(itertools.islice((text for text in texts if len(text) > 500), num_texts))
@@ -81,10 +93,31 @@ class Server:
             reply = self.complete(
                 text, placement, max_tokens=self._num_tokens, ignore_eos=True, cache_salt=str(begin)
             )
-            return int(reply["usage"]["completion_tokens"])
+            usage = reply["usage"]
+            self._contexts.append(usage["prompt_tokens"] + usage["completion_tokens"] / 2)
+            return int(usage["completion_tokens"])
 
         total = sum(self._pool.map(run, range(self._concurrency)))
         return total / (time.perf_counter() - begin)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request halfway through its output, on average."""
+        return round(sum(self._contexts) / len(self._contexts))
+
+
+def predictions(
+    model: str, placements: list[str], device: DeviceSpeed, batch: int, context: int
+) -> list[float]:
+    """Seconds per decode step of each placement, from the model's config alone."""
+    config, (supernet, *_) = models_on_meta(EngineArgs(model).create_engine_config())
+    if not isinstance(supernet, HasPlacements):
+        raise SystemExit(f"error: {model} is no supernet")
+    found = []
+    for placement in placements:
+        supernet.set_layer_placements(placement)
+        found.append(predict(decode_work(config, supernet), device, batch, context).seconds)
+    return found
 
 
 def frontier(found: list[Measured]) -> list[Measured]:
@@ -96,25 +129,32 @@ def frontier(found: list[Measured]) -> list[Measured]:
     return best
 
 
-def draw(found: list[Measured], path: Path) -> None:
-    """All placements as points, the uniform ones named, and the frontier as a line."""
+def draw(found: list[Measured], path: Path, device: str) -> None:
+    """Loss over speed, with the frontier as a line; measured over predicted steps. The uniform
+    placements are named."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, (axes, steps) = plt.subplots(1, 2, figsize=(12, 4.5))
     axes.plot([m.speed for m in found], [m.loss for m in found], ".", alpha=0.5)
     best = frontier(found)
     axes.step([m.speed for m in best], [m.loss for m in best], where="post", label="frontier")
+    steps.plot([m.predicted_ms for m in found], [m.step_ms for m in found], ".", alpha=0.5)
     for one in found:
         names = set(one.placement.split(","))
         if len(names) == 1:
-            axes.annotate(f"all-{names.pop()}", (one.speed, one.loss))
+            name = f"all-{names.pop()}"
+            axes.annotate(name, (one.speed, one.loss))
+            steps.annotate(name, (one.predicted_ms, one.step_ms))
     axes.set_xlabel("tokens per second")
     axes.set_ylabel("loss on held-out text (nats per token)")
-    axes.grid(alpha=0.3)
     axes.legend()
+    steps.set_xlabel(f"predicted for {device} (ms per decode step)")
+    steps.set_ylabel("measured (ms per decode step)")
+    for one_axes in (axes, steps):
+        one_axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -128,7 +168,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="generated by each request")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--device", default="H200", help="as --decode-device of vllm explain")
+    parser.add_argument("--model", help="where its config is (default: what the server was given)")
     args = parser.parse_args()
+    device = device_speed(args.device)
     server = Server(args.url, args.texts, args.tokens, args.concurrency)
     names = itertools.product(server.mixers, repeat=server.num_layers)
     chosen = [",".join(one) for one in names]
@@ -141,13 +184,21 @@ def main() -> None:
     for placement in tqdm(chosen, desc="measuring", unit="placement"):
         loss = server.loss(placement)
         speed = max(server.speed(placement) for _ in range(args.repeats))
-        found.append(Measured(placement, loss, speed))
-    draw(found, args.output)
+        found.append(Measured(placement, loss, speed, 1e3 * args.concurrency / speed))
+    costs = predictions(
+        args.model or server.model, chosen, device, args.concurrency, server.context
+    )
+    pairs = zip(found, costs, strict=True)
+    found = [replace(one, predicted_ms=1e3 * cost) for one, cost in pairs]
+    draw(found, args.output, device.name)
     best = frontier(found)
     result = {"measured": [asdict(m) for m in found], "frontier": [m.placement for m in best]}
     args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     for one in best:
-        print(f"{one.speed:9.1f} tokens/s  {one.loss:.4f} nats  {one.placement}")
+        print(
+            f"{one.speed:9.1f} tokens/s  {one.loss:.4f} nats  {one.step_ms:8.2f} ms per step, "
+            f"{one.predicted_ms:.3f} predicted  {one.placement}"
+        )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def test_trained_served_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "supernet"
-    monkeypatch.setattr(train_demo_model, "Sizes", lambda vocab, context: Sizes(vocab, context, 64))
+    monkeypatch.setattr(
+        train_demo_model, "Sizes", lambda vocab, context, *_: Sizes(vocab, context, 64)
+    )
     text = Path(placements.__file__).read_text()
     corpus = train_demo_model.Corpus([text] * 2, [text])
     monkeypatch.setattr(train_demo_model, "collect", lambda repo: corpus)
@@ -71,6 +73,7 @@ def test_trained_served_and_measured(
     with RemoteServer(path, *flags, env={"VLLM_SANITIZE": "0"}) as server:
         drawn = tmp_path / "frontier.png"
         quick = ["--placements", "6", "--texts", "2", "--tokens", "4", "--repeats", "1"]
+        quick += ["--device", "1e10,1e12"]
         monkeypatch.setattr(
             sys, "argv", ["placements", "--url", server.url, "--output", str(drawn), *quick]
         )
@@ -78,6 +81,11 @@ def test_trained_served_and_measured(
     assert drawn.read_bytes().startswith(b"\x89PNG")
     found = json.loads(drawn.with_suffix(".json").read_text())
     assert len(found["measured"]) == 6 and len({one["loss"] for one in found["measured"]}) == 6
+    # A window of 64 tokens reads less than all of up to 256; on any device.
+    predicted = {one["placement"]: one["predicted_ms"] for one in found["measured"]}
+    uniform = {name: predicted[",".join([name] * 4)] for name in ("attention", "sliding_window")}
+    assert 0 < uniform["sliding_window"] < uniform["attention"]
+    assert all(one["step_ms"] > 0 for one in found["measured"])
     assert set(found["frontier"]) <= {one["placement"] for one in found["measured"]}
     assert "nats" in capsys.readouterr().out
 
