@@ -49,6 +49,10 @@ class DraftedDecoder(ABC):
     def journal_shape(self) -> JournalShape:
         """What a token takes in the journal."""
 
+    def log_rates(self) -> list[Tensor]:
+        """See `JournalStack`."""
+        return []
+
     def states(self) -> list[Tensor]:
         used = self.indices.long()
         return [self.conv_state[used], self.state[used]]
@@ -62,7 +66,8 @@ class DraftedDecoder(ABC):
         zeros = [torch.zeros(self.num_seqs, dtype=torch.int32, device=device) for _ in "123"]
         steps = torch.zeros(self.num_seqs, 4, dtype=torch.int32, device=device)
         pending, first, taken = zeros
-        return memory.stack(steps, (pending, first, taken), [self.state], [self.conv_state])
+        states, rates = ([self.state], [self.conv_state]), self.log_rates()
+        return memory.stack(steps, (pending, first, taken), *states, rates)
 
 
 def verify(

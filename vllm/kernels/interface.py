@@ -74,6 +74,7 @@ class Kernels(Registry):
 
     mamba1_prefill = Op(mamba1.mamba1_prefill)
     mamba1_decode = Op(mamba1.mamba1_decode)
+    mamba1_commit = Op(mamba1.mamba1_commit)
     mamba2_prefill = Op(mamba2.mamba2_prefill)
     mamba2_decode = Op(mamba2.mamba2_decode)
     mamba2_commit = Op(mamba2.mamba2_commit)

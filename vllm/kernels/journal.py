@@ -20,7 +20,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class JournalShape:
     """One layer's sizes: heads and head dimensions of this shard, the dtype of its state, channels
-    and dtype of its convolution's inputs, and whether each key channel has a decay of its own."""
+    and dtype of its convolution's inputs, and whether each key channel has a decay of its own, or
+    each element of the state (`Journal.log_rates`)."""
 
     num_k_heads: int
     num_v_heads: int
@@ -30,6 +31,7 @@ class JournalShape:
     channels: int = 0
     input_dtype: torch.dtype = torch.float32
     channel_decay: bool = False
+    element_decay: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,7 +42,9 @@ class JournalShape:
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Keys, errors and decays of one token."""
         heads = self.num_v_heads
-        decays = (heads, self.head_k_dim) if self.channel_decay else (heads,)
+        decays: tuple[int, ...] = (heads,)
+        if self.channel_decay or self.element_decay:
+            decays = (heads, self.head_k_dim if self.channel_decay else self.head_v_dim)
         return (self.num_k_heads, self.head_k_dim), (heads, self.head_v_dim), decays
 
     @property
@@ -90,6 +94,10 @@ class Journal:
     (or `[rows, places, v heads, dk]`), `exp(g)`; all fp32. `inputs [rows, width - 1, channels]`:
     what the row's last step convolved for its drafts.
 
+    Where each element of a state decays at a rate of its own, `log_rates [v heads * dv, dk]` are
+    the layer's, and `decays [rows, places, v heads, dv]` step sizes: an element's decay is
+    `exp(-exp(log_rate) * step size)`.
+
     `steps [max rows, 4]` int32 tells the step's decodes, in batch order: batch row, pending tokens,
     whether this step commits, place of the first pending token; `taken [max rows]` int32, by batch
     row, how many `inputs` belong to accepted drafts. Both have a fixed address and are shared by
@@ -103,6 +111,7 @@ class Journal:
     errors: Tensor
     decays: Tensor
     inputs: Tensor
+    log_rates: Tensor | None = None
 
     @property
     def places(self) -> int:
@@ -121,7 +130,7 @@ class JournalStack:
     `states`: each layer's `[blocks, v heads, dv, dk]`, `conv_states`: each layer's
     `[blocks, taps - 1, channels]`; each equally strided views of one buffer. `offsets, conv_offsets
     [layers]` int64: where they begin, in elements after the first. `pending, first [max rows]`
-    int32 by batch row, as of the last step.
+    int32 by batch row, as of the last step. `log_rates`: each layer's, if its kind has them.
     """
 
     steps: Tensor
@@ -136,6 +145,7 @@ class JournalStack:
     offsets: Tensor
     conv_states: Sequence[Tensor]
     conv_offsets: Tensor
+    log_rates: Sequence[Tensor] = ()
 
     def layer(self, index: int) -> Journal:
         return Journal(
@@ -145,6 +155,7 @@ class JournalStack:
             self.errors[index],
             self.decays[index],
             self.inputs[index],
+            self.log_rates[index] if self.log_rates else None,
         )
 
 
@@ -174,9 +185,10 @@ class JournalMemory:
         counts: tuple[Tensor, Tensor, Tensor],
         states: Sequence[Tensor],
         conv_states: Sequence[Tensor],
+        log_rates: Sequence[Tensor] = (),
     ) -> JournalStack:
         """`steps`: see `Journal`; `counts`: pending, first and taken of every batch row;
-        `states, conv_states`: each layer's."""
+        `states, conv_states, log_rates`: each layer's."""
         pending, first, taken = counts
         return JournalStack(
             steps,
@@ -191,6 +203,7 @@ class JournalMemory:
             _offsets(states),
             conv_states,
             _offsets(conv_states),
+            log_rates,
         )
 
 

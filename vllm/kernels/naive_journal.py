@@ -61,7 +61,16 @@ def replay(stored: Tensor, journal: Journal, row: int, first: int, pending: int)
         place = (first + i) % journal.places
         k = journal.keys[row, place].repeat_interleave(group, dim=0)
         decay = journal.decays[row, place]
-        decay = decay[:, None, None] if decay.dim() == 1 else decay[:, None, :]
+        if journal.log_rates is not None:
+            decay = element_decay(journal.log_rates, decay)
+        else:
+            decay = decay[:, None, None] if decay.dim() == 1 else decay[:, None, :]
         state = stored.to(k.dtype) * decay
         stored = (state + journal.errors[row, place][:, :, None] * k[:, None, :]).to(stored.dtype)
     return stored
+
+
+def element_decay(log_rates: Tensor, dt: Tensor) -> Tensor:
+    """`log_rates [heads * dv, dk]`, step sizes `dt [heads, dv]` -> `[heads, dv, dk]`."""
+    rates = -log_rates.to(dt.dtype).exp().unflatten(0, dt.shape)
+    return (rates * dt[:, :, None]).exp()

@@ -97,6 +97,10 @@ class KeepsJournal(AttentionLayerBase):
     def journal_shape(self, spec: MambaSpec) -> JournalShape:
         """What a token takes in the ring; `spec` is the layer's."""
 
+    def journal_log_rates(self) -> Tensor | None:
+        """`Journal.log_rates`; None where a token keeps its decays."""
+        return None
+
     @staticmethod
     @abstractmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:

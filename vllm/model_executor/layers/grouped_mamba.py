@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from vllm.distributed.utils import divide, per_rank
-from vllm.exceptions import VLLMValidationError
+from vllm.kernels.journal import JournalShape, JournalStack
+from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -33,9 +34,6 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class GroupedMambaShape:
             )
 
 
-class GroupedMamba(RecurrentMixer):
+class GroupedMamba(RecurrentMixer, KeepsJournal):
     """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
 
     `in_proj` is z, x, B and C, in this order in checkpoints too. The bias of `dt_proj` is added
@@ -152,6 +150,7 @@ class GroupedMamba(RecurrentMixer):
             state,
             blocks,
             out,
+            self.journal,
         )
         current_platform.kernels.mamba1_decode(problem)
 
@@ -171,17 +170,36 @@ class GroupedMamba(RecurrentMixer):
         )
         current_platform.kernels.mamba1_prefill(problem)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        """`VLLMValidationError` with a drafter: what a rejected draft did could not be undone."""
-        if vllm_config.tokens_to_verify > 1:
-            raise VLLMValidationError(
-                f"{self.layer_name}: mamba layers keep no journal, so drafts cannot be verified; "
-                "leave --speculative-config out, or use a placement without them",
-                "speculative_config",
-            )
-        return super().get_kv_cache_spec(vllm_config)
+    def journal_shape(self, spec: MambaSpec) -> JournalShape:
+        conv_dtype, state_dtype = spec.dtypes
+        size = self.shape.state_size
+        return JournalShape(
+            self.num_groups,
+            self.inner // size,
+            size,
+            size,
+            state_dtype=state_dtype,
+            channels=self._conv_channels,
+            input_dtype=conv_dtype,
+            element_decay=True,
+        )
+
+    def journal_log_rates(self) -> Tensor:
+        return self.A_log
+
+    @staticmethod
+    def commit(stack: JournalStack, entries: Tensor) -> None:
+        current_platform.kernels.mamba1_commit(stack, entries)
+
+    @property
+    def _conv_channels(self) -> int:
+        """Of the convolution, in this shard."""
+        return self.inner if self.shape.repeats_first else self.shared
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         size = self.shape.state_size
-        channels = self.inner if self.shape.repeats_first else self.shared
-        return (self.shape.conv_kernel_size - 1, channels), (self.inner // size, size, size)
+        return (self.shape.conv_kernel_size - 1, self._conv_channels), (
+            self.inner // size,
+            size,
+            size,
+        )

@@ -134,7 +134,14 @@ class StateJournals:
         for i, group in enumerate(self._groups):
             conv_states = [layer.kv_cache[0] for layer in group.layers]
             states = [layer.kv_cache[1] for layer in group.layers]
-            stack = group.memory.stack(self._steps, counts, states, conv_states)
+            rates = [layer.journal_log_rates() for layer in group.layers]
+            stack = group.memory.stack(
+                self._steps,
+                counts,
+                states,
+                conv_states,
+                [each for each in rates if each is not None],
+            )
             journals = [stack.layer(index) for index in range(len(group.layers))]
             self._groups[i] = replace(group, stack=stack, journals=journals)
         self.attach()

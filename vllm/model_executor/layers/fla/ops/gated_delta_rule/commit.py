@@ -14,7 +14,7 @@ from vllm.utils.math_utils import cdiv, next_power_of_2
 _ROWS, _CHANNELS = 32, 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer"])
 def _commit_kernel(
     entries_ptr,
     pending_ptr,
@@ -26,8 +26,10 @@ def _commit_kernel(
     errors_ptr,
     decays_ptr,
     inputs_ptr,
+    rates_ptr,
     state_ptr,
     conv_ptr,
+    first_layer,
     stride_state,
     stride_conv,
     stride_keys,
@@ -41,6 +43,7 @@ def _commit_kernel(
     PLACES: tl.constexpr,
     KEPT: tl.constexpr,
     CHANNEL_DECAY: tl.constexpr,
+    ELEMENT_DECAY: tl.constexpr,
     PAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     ROUND: tl.constexpr,
@@ -49,10 +52,11 @@ def _commit_kernel(
     BC: tl.constexpr,
 ):
     """Grid (value heads and dv tiles, rows, layers): the updates that `_decode_kernel` replays; and
-    each of the first programs of a row some channels of the convolution's state."""
+    each of the first programs of a row some channels of the convolution's state. `rates_ptr`: of
+    the only layer, where elements decay at rates of their own."""
     tiles: tl.constexpr = (DV + BV - 1) // BV
     head, first_row = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BV
-    entry, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry, layer = tl.program_id(1), (first_layer + tl.program_id(2)).to(tl.int64)
     row = tl.load(entries_ptr + entry * 2).to(tl.int64)
     index = tl.load(entries_ptr + entry * 2 + 1).to(tl.int64)
     pending = tl.load(pending_ptr + row)
@@ -60,7 +64,7 @@ def _commit_kernel(
     keys = keys_ptr + layer * stride_keys
     keys += (row * PLACES * K_HEADS + head // (V_HEADS // K_HEADS)) * DK
     errors = errors_ptr + layer * stride_errors + (row * PLACES * V_HEADS + head) * DV
-    DECAYS: tl.constexpr = DK if CHANNEL_DECAY else 1
+    DECAYS: tl.constexpr = DK if CHANNEL_DECAY else (DV if ELEMENT_DECAY else 1)
     decays = decays_ptr + layer * stride_decays + (row * PLACES * V_HEADS + head) * DECAYS
     dk = tl.arange(0, BK)
     dv = first_row + tl.arange(0, BV)
@@ -69,6 +73,9 @@ def _commit_kernel(
     state = state_ptr + tl.load(offsets_ptr + layer) + index * stride_state + head * DV * DK
     stored = state + dv[:, None] * DK + dk[None, :]
     S = tl.load(stored, mask=inside, other=0.0).to(tl.float32)
+    if ELEMENT_DECAY:
+        log_rates = rates_ptr + head * DV * DK + dv[:, None] * DK + dk[None, :]
+        rate = -tl.exp(tl.load(log_rates, mask=inside, other=0.0).to(tl.float32))
     for i in range(pending):
         at = (place + i) % PLACES
         k = tl.load(keys + at * (K_HEADS * DK) + dk, mask=in_k, other=0.0)
@@ -76,6 +83,9 @@ def _commit_kernel(
         if CHANNEL_DECAY:
             decay = tl.load(decays + at * (V_HEADS * DK) + dk, mask=in_k, other=0.0)
             S = tl.fma(d[:, None], k[None, :], S * decay[None, :])
+        elif ELEMENT_DECAY:
+            dt = tl.load(decays + at * (V_HEADS * DV) + dv, mask=in_v, other=0.0)
+            S = tl.fma(d[:, None], k[None, :], S * tl.exp(rate * dt[:, None]))
         else:
             S = tl.fma(d[:, None], k[None, :], S * tl.load(decays + at * V_HEADS))
         if ROUND:
@@ -104,12 +114,22 @@ def _commit_kernel(
 
 
 def run_commit(stack: JournalStack, entries: Tensor) -> None:
-    """See `naive.gdn_commit`; the decays may be those of each key channel."""
-    layers, _, places, num_k_heads, dk = stack.keys.shape
+    """See `naive.gdn_commit`; the decays may be those of each key channel, or of each element: then
+    a launch for each layer, whose rates are where its parameters are."""
+    if not stack.log_rates:
+        _launch(stack, entries, None, 0, len(stack.states))
+    for layer, rates in enumerate(stack.log_rates):
+        _launch(stack, entries, rates, layer, 1)
+
+
+def _launch(
+    stack: JournalStack, entries: Tensor, rates: Tensor | None, first_layer: int, num_layers: int
+) -> None:
+    _, _, places, num_k_heads, dk = stack.keys.shape
     num_v_heads, dv = stack.errors.shape[3:]
     state, conv_state = stack.states[0], stack.conv_states[0]
     block_v = min(_ROWS, next_power_of_2(dv))
-    _commit_kernel[(num_v_heads * cdiv(dv, block_v), len(entries), layers)](
+    _commit_kernel[(num_v_heads * cdiv(dv, block_v), len(entries), num_layers)](
         entries,
         stack.pending,
         stack.first,
@@ -120,8 +140,10 @@ def run_commit(stack: JournalStack, entries: Tensor) -> None:
         stack.errors,
         stack.decays,
         stack.inputs,
+        rates,
         state,
         conv_state,
+        first_layer,
         state.stride(0),
         conv_state.stride(0),
         stack.keys.stride(0),
@@ -134,7 +156,8 @@ def run_commit(stack: JournalStack, entries: Tensor) -> None:
         DV=dv,
         PLACES=places,
         KEPT=stack.inputs.shape[2],
-        CHANNEL_DECAY=stack.decays.dim() == 5,
+        CHANNEL_DECAY=rates is None and stack.decays.dim() == 5,
+        ELEMENT_DECAY=rates is not None,
         PAST=conv_state.shape[1],
         CHANNELS=conv_state.shape[2],
         ROUND=state.dtype != torch.float32,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from vllm.kernels import naive_journal
+from vllm.kernels.journal import Journal, JournalStack
 from vllm.kernels.norm.naive import accumulation_dtype
 from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import causal_conv1d
 from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
@@ -27,41 +29,85 @@ def mamba1_prefill(problem: Mamba1Prefill) -> None:
         part = slice(starts[seq], starts[seq + 1])
         if index < 0 or part.start == part.stop:
             continue
-        wide = accumulation_dtype(problem.x)
-        stored = problem.state[index].to(wide)
+        tokens = _Tokens(problem.x[part], problem.gates, part, problem.state.shape[1:3])
+        stored = problem.state[index].to(tokens.x.dtype)
         state = stored if carried[seq] else torch.zeros_like(stored)
-        y, state = _scan(problem.x[part].to(wide), problem.gates, part, state)
-        problem.out[part] = y.to(problem.out.dtype)
+        for t in range(len(tokens.x)):
+            y, state = tokens.step(t, state)
+            problem.out[part.start + t] = y.to(problem.out.dtype)
         problem.state[index] = state.to(problem.state.dtype)
 
 
 def mamba1_decode(problem: Mamba1Decode) -> None:
-    """Convolution and scan of one token of each sequence."""
-    indices = problem.state_indices
+    """Convolution and scan of the next tokens. With a journal, states are only written by sequences
+    that commit, as `GdnDecode` says.
+
+    Raises:
+        ValueError: the journal has too few places for what is pending and these tokens.
+    """
+    indices, journal, width = problem.state_indices, problem.journal, problem.width
+    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
+    channels, head_dim = problem.out.shape[1], problem.state.shape[2]
+    if journal is not None:
+        mixed = naive_journal.convolve_tokens(problem.x, *conv, journal, width)
+        _decode_with(journal, repeat_groups(mixed, channels, head_dim), problem)
+        return
     carried = torch.ones(len(indices), dtype=torch.bool)
     starts = torch.arange(len(indices) + 1)
     mixed = torch.empty_like(problem.x)
-    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
     causal_conv1d(problem.x, *conv, carried, starts, out=mixed)
-    mixed = repeat_groups(mixed, problem.out.shape[1], problem.state.shape[2])
+    mixed = repeat_groups(mixed, channels, head_dim)
     sequences = (indices, carried, starts)
     mamba1_prefill(Mamba1Prefill(mixed, problem.gates, problem.state, *sequences, problem.out))
 
 
-def _scan(x: Tensor, gates: Mamba1Gates, part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs `[tokens, channels]` and final state of one sequence; `x [tokens, channels]`."""
-    heads, size, _ = state.shape
-    per_head = (heads, size)
-    dt = softplus(gates.dt[part].to(x.dtype) + gates.dt_bias.to(x.dtype)).unflatten(-1, per_head)
-    x = x.unflatten(-1, per_head)
-    B = gates.B[part].to(x.dtype).unflatten(-1, (-1, size))
-    B = B.repeat_interleave(gates.heads_per_group, dim=1)
-    C = gates.C[part].to(x.dtype).unflatten(-1, per_head)
-    rate = -gates.A_log.to(x.dtype).exp().unflatten(0, per_head)
-    outputs = []
-    for t in range(len(x)):
-        update = (dt[t] * x[t])[:, :, None] * B[t][:, None, :]
-        state = (rate * dt[t][:, :, None]).exp() * state + update
-        outputs.append((state * C[t][:, None, :]).sum(-1).flatten())
-    own = gates.D.to(x.dtype) * x.flatten(1)
-    return torch.stack(outputs) + own, state
+def mamba1_commit(stack: JournalStack, entries: Tensor) -> None:
+    """As `gdn_commit`."""
+    naive_journal.commit(stack, entries)
+
+
+def _decode_with(journal: Journal, mixed: Tensor, problem: Mamba1Decode) -> None:
+    width, group = problem.width, problem.gates.heads_per_group
+    for seq, index in enumerate(problem.state_indices.tolist()):
+        if index < 0:
+            continue
+        row, pending, commits, first = journal.steps[seq].tolist()
+        naive_journal.check_places(journal, row, pending + width - commits)
+        part = slice(seq * width, (seq + 1) * width)
+        tokens = _Tokens(mixed[part], problem.gates, part, problem.state.shape[1:3])
+        stored = naive_journal.replay(problem.state[index], journal, row, first, pending)
+        for t in range(width):
+            y, state = tokens.step(t, stored.to(tokens.x.dtype))
+            problem.out[part.start + t] = y.to(problem.out.dtype)
+            stored = state.to(problem.state.dtype)
+            if commits and t == 0:
+                problem.state[index] = stored
+                continue
+            place = (first + pending + t - commits) % journal.places
+            journal.keys[row, place] = tokens.B[t, ::group]
+            journal.errors[row, place] = tokens.dt[t] * tokens.x[t]
+            journal.decays[row, place] = tokens.dt[t]
+
+
+class _Tokens:
+    """Some tokens of a sequence in the accumulation dtype: `x, B, C` and step sizes `dt`, all
+    `[tokens, heads, N]`."""
+
+    def __init__(self, x: Tensor, gates: Mamba1Gates, part: slice, per_head: torch.Size) -> None:
+        wide, size = accumulation_dtype(x), per_head[1]
+        self.x = x.to(wide).unflatten(-1, per_head)
+        dt = softplus(gates.dt[part].to(wide) + gates.dt_bias.to(wide))
+        self.dt = dt.unflatten(-1, per_head)
+        B = gates.B[part].to(wide).unflatten(-1, (-1, size))
+        self.B = B.repeat_interleave(gates.heads_per_group, dim=1)
+        self.C = gates.C[part].to(wide).unflatten(-1, per_head)
+        self._log_rates = gates.A_log
+        self._D = gates.D.to(wide)
+
+    def step(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Output `[channels]` and state `[heads, N, N]` after token `t`."""
+        x, dt = self.x[t], self.dt[t]
+        state = state * naive_journal.element_decay(self._log_rates, dt)
+        state = state + (dt * x)[:, :, None] * self.B[t][:, None, :]
+        y = (state * self.C[t][:, None, :]).sum(-1).flatten() + self._D * x.flatten()
+        return y, state

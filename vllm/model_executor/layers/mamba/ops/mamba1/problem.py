@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm.kernels.journal import Journal
+
 
 @dataclass(frozen=True)
 class Mamba1Gates:
@@ -46,10 +48,15 @@ class Mamba1Prefill:
 
 @dataclass(frozen=True)
 class Mamba1Decode:
-    """One token of each sequence. `x [sequences, conv channels]` is the raw projection,
+    """Equally many tokens of each sequence. `x [tokens, conv channels]` is the raw projection,
     `conv_weight [conv channels, taps]`, `conv_bias [conv channels]` or None, `conv_state [blocks,
     taps - 1, conv channels]`. If there are fewer of these than channels, a group's are repeated for
-    its heads after the convolution. The rest as in `Mamba1Prefill`."""
+    its heads after the convolution. The rest as in `Mamba1Prefill`. A journal's keys are B, its
+    errors step sizes times x, and its log rates `gates.A_log`.
+
+    Raises:
+        ValueError: several tokens of a sequence, and no journal to keep those that may be rejected.
+    """
 
     x: Tensor
     gates: Mamba1Gates
@@ -59,6 +66,16 @@ class Mamba1Decode:
     state: Tensor
     state_indices: Tensor
     out: Tensor
+    journal: Journal | None = None
+
+    def __post_init__(self) -> None:
+        if self.journal is None and self.width > 1:
+            raise ValueError(f"a decode of {self.width} tokens per sequence needs a journal")
+
+    @property
+    def width(self) -> int:
+        """Tokens of a sequence."""
+        return len(self.x) // max(len(self.state_indices), 1)
 
 
 def repeat_groups(x: Tensor, channels: int, head_dim: int) -> Tensor:

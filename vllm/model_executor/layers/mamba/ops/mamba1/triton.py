@@ -2,12 +2,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """Grouped Mamba on GPUs, token by token: a program keeps the state of one head."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.journal import JournalStack
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
+from vllm.model_executor.layers.mamba.ops.mamba1.decode import decode_with
 from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
     Mamba1Decode,
     Mamba1Gates,
@@ -129,6 +131,14 @@ def mamba1_decode(problem: Mamba1Decode) -> None:
     if len(indices) == 0:
         return
     conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
-    mixed: torch.Tensor = convolve_decodes(problem.x, *conv, None, 1)
+    mixed = convolve_decodes(problem.x, *conv, problem.journal, problem.width)
     mixed = repeat_groups(mixed, problem.out.shape[1], problem.state.shape[2])
+    if problem.journal is not None:
+        decode_with(problem.journal, mixed, problem)
+        return
     _scan(mixed, problem.gates, problem.state, indices, problem.out, None)
+
+
+def mamba1_commit(stack: JournalStack, entries: Tensor) -> None:
+    """See `naive.mamba1_commit`."""
+    run_commit(stack, entries)
