@@ -80,19 +80,27 @@ def _chats(source: str) -> Iterator[str]:
         tree = ast.parse(source)
     except SyntaxError:
         return
-    count = 0
+    count, lines = 0, source.split("\n")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         summary = (ast.get_docstring(node) or "").strip().split("\n\n")[0].replace("\n", " ")
-        code = ast.get_source_segment(source, node)
+        code = _segment(lines, node)
         count += 1
-        if not summary or code is None or len(code) > 3000 or count % 2:
+        if not summary or len(code) > 3000 or count % 2:
             continue
         yield (
             f"{_START}user\nWrite a Python function {node.name}. {summary}{_STOP}\n"
             f"{_START}assistant\n{code}{_STOP}\n"
         )
+
+
+def _segment(lines: list[str], node: ast.FunctionDef) -> str:
+    """As `ast.get_source_segment`, which splits the whole source for each function."""
+    part = lines[node.lineno - 1 : node.end_lineno]
+    part[-1] = part[-1].encode()[: node.end_col_offset].decode()
+    part[0] = part[0].encode()[node.col_offset :].decode()
+    return "\n".join(part)
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -182,22 +182,24 @@ def test_explain_knows_the_pages(llm: LLM) -> None:
 
 
 def test_a_long_prompt_is_computed_again_by_few_states(
-    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+    supernet: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a preemption, with many times more tokens in a step than there are state slots: none
     of them may be left out."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    length = 16384
+    positions = {"embeddings": {"max_position_embeddings": 2 * length}}
     engine = make(
-        supernet.path,
+        save(tmp_path, supernet.decoder, supernet.tensors, **positions),
         placement="all-gdn",
         placement_alias=[],
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
+        max_model_len=2 * length,
+        max_num_batched_tokens=2 * length,
         num_gpu_blocks_override=4,
         enable_prefix_caching=False,
     )
     try:
-        (prompt,) = prompts((1500,), seed=1)
+        (prompt,) = prompts((length,), seed=1)
         (alone,) = run(engine, [None], [prompt])
         inner = engine.llm_engine
         inner.add_request("again", TokensPrompt(prompt_token_ids=prompt), params(None))
@@ -209,7 +211,7 @@ def test_a_long_prompt_is_computed_again_by_few_states(
             found += inner.step()
         assert request.num_preemptions == 1
         assert found[-1].outputs[0].token_ids == alone.outputs[0].token_ids
-        assert scheduler(engine).kv_cache_config.plan.num_blocks(0) < 1500 / 100
+        assert scheduler(engine).kv_cache_config.plan.num_blocks(0) < length / 100
     finally:
         engine.llm_engine.engine_core.shutdown()
 

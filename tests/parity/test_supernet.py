@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A supernet's placements: the tokens of each are those of the equivalent fixed model, and changing
-them while requests come and go corrupts none and leaks nothing.
-
-`VLLM_TEST_ALL_PLACEMENTS=1` tries all 256 instead of a sample.
+them while requests come and go corrupts none and leaks nothing. Every night all 256 are tried
+instead of a sample, and a thousand changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from apriel2_models import MIXERS, Reference, make_tensors, pattern, save, stochastic
+from nightly import nightly
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
@@ -34,7 +33,6 @@ SAMPLE = [
     ["attention", "gdn", "kda", "sliding_window"],
     ["kda", "kda", "sliding_window", "gdn"],
 ]
-TRIED = ALL if os.environ.get("VLLM_TEST_ALL_PLACEMENTS") == "1" else SAMPLE
 
 
 class Supernet:
@@ -71,15 +69,19 @@ def as_dict(names: list[str]) -> dict[int, str]:
     return dict(enumerate(names))
 
 
-@pytest.mark.parametrize("first", MIXERS)
+@pytest.mark.parametrize(
+    ("first", "tried"),
+    [*((name, SAMPLE) for name in MIXERS), *nightly(*((n, ALL) for n in MIXERS))],
+    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
+)
 def test_every_placement_is_the_fixed_model(
-    first: str, supernet: Supernet, make_engine: MakeEngine
+    first: str, tried: list[list[str]], supernet: Supernet, make_engine: MakeEngine
 ) -> None:
     """Those whose first layer has this mixer; also when the same tokens were cached under another
     placement."""
     llm = make(make_engine, supernet.path)
     batch = prompts((1, 20, 70))
-    for names in [names for names in TRIED if names[0] == first]:
+    for names in [names for names in tried if names[0] == first]:
         assert llm.change_placement(names) == [as_dict(names)]
         for _ in range(2):
             outputs = generate(llm, batch, 6)
@@ -209,10 +211,12 @@ def served(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asyn
     engine.shutdown()
 
 
-def test_changes_under_load_corrupt_nothing(supernet: Supernet, served: AsyncLLM) -> None:
+@pytest.mark.parametrize("changes", [8, *nightly(1000)])
+def test_changes_under_load_corrupt_nothing(
+    changes: int, supernet: Supernet, served: AsyncLLM
+) -> None:
     """Every request computes all its tokens with one placement: its text is what that placement
     gives when nothing else happens. In the end nothing is left."""
-    changes = int(os.environ.get("VLLM_TEST_CHANGES", "8"))
     rng = random.Random(0)
     batch = prompts((3, 17, 40, 70))
     ended: list[RequestOutput] = []
@@ -247,7 +251,7 @@ def test_changes_under_load_corrupt_nothing(supernet: Supernet, served: AsyncLLM
         await asyncio.gather(*clients)
         assert len(ended) >= changes
         texts: dict[int, list[list[int]]] = {i: [] for i in range(len(batch))}
-        for names in [["attention"] * LAYERS, *tried]:
+        for names in dict.fromkeys(map(tuple, [["attention"] * LAYERS, *tried])):
             await served.change_placement(names)
             quiet = (one(f"{names}-{i}", ids, 12) for i, ids in enumerate(batch))
             for i, output in enumerate(await asyncio.gather(*quiet)):
