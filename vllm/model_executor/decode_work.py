@@ -105,13 +105,15 @@ class _Part:
     def _add_experts(self, module: MixtureOfExperts) -> None:
         shape, experts = module.shape, module.experts
         tensors = list(experts.parameters())
-        stacked = shape.num_experts + shape.stacks_shared
+        # With expert parallelism the stack is a part, and so are the tokens' slots.
+        stacked = len(experts.gate_up_proj)
+        routed = stacked - shape.stacks_shared
         expert_bytes = sum(p.numel() * p.element_size() for p in tensors) // stacked
         elements = (experts.gate_up_proj.numel() + experts.down_proj.numel()) // stacked
-        chosen = shape.rule.top_k
-        self.experts.append(ExpertsWork(shape.num_experts, chosen, expert_bytes))
+        chosen = shape.rule.top_k * routed / shape.num_experts
+        self.experts.append(ExpertsWork(routed, chosen, expert_bytes))
         self.weight_bytes += expert_bytes * shape.stacks_shared
-        self.flops += 2 * elements * (chosen + shape.stacks_shared)
+        self.flops += round(2 * elements * (chosen + shape.stacks_shared))
         self.launches += _MIXTURE_LAUNCHES
 
     def keep(self, vllm_config: VllmConfig, layer: AttentionLayerBase) -> None:

@@ -82,10 +82,10 @@ class StateWork:
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """Of `count` experts of `expert_bytes` a token goes through `chosen`."""
+    """Of `count` experts of `expert_bytes` a token goes through `chosen`, on average."""
 
     count: int
-    chosen: int
+    chosen: float
     expert_bytes: float
 
     def bytes(self, tokens: int) -> float:
