@@ -100,6 +100,11 @@ def test_two_servers_say_what_one_says() -> None:
         wanted = {**ask, "prompt": PROMPT[5:], "max_tokens": 4}
         asked = {"kv_transfer_params": {"do_remote_decode": True}}
         state = first.post("/v1/completions", **{**wanted, **asked})["kv_transfer_params"]
+        elsewhere = {**state, "remote_host": "169.254.169.254"}
+        refused = second.http.post(
+            "/v1/completions", json={**wanted, "kv_transfer_params": elsewhere}
+        )
+        assert refused.status_code == 400 and "allowed_peers" in refused.text
         os.killpg(first.process.pid, signal.SIGKILL)
         began = time.monotonic()
         reply = second.post("/v1/completions", **{**wanted, "kv_transfer_params": state})

@@ -269,6 +269,8 @@ def test_a_message_cut_off_is_no_answer() -> None:
         ({"timeout_s": 0}, "timeout_s 0: give a positive number"),
         ({"host": ""}, "host ''"),
         ({"backends": ["UCX"]}, "backends"),
+        ({"allowed_peers": "10.0.0.0/8"}, "allowed_peers '10.0.0.0/8': give a list"),
+        ({"allowed_peers": ["10.0.0.1/8"]}, "'10.0.0.1/8' is no peer"),
     ],
 )
 def test_settings_are_checked(extra: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
         if fetch and not kv_transfer_config.is_kv_consumer:
             raise ValueError("kv_transfer_params.do_remote_prefill: this engine is a kv_producer")
         if fetch:
-            RemoteState.of(params)
+            remote = RemoteState.of(params)
+            settings = P2pSettings.of(kv_transfer_config, cls.transport_keys)
+            settings.allowed_peers.check(remote.host, remote.ports)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pStats:
@@ -156,6 +158,13 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
             port = settings.port + rank if settings.port else 0
             self._server = MessageServer(settings.host, port, self._sender.handlers())
         if incoming is not None:
+            decisions.record(
+                "peers that clients may name",
+                str(settings.allowed_peers),
+                "kv_connector_extra_config.allowed_peers"
+                if settings.allowed_peers.given is not None
+                else "kv_connector_extra_config has no allowed_peers",
+            )
             self._receiver = Receiver(
                 copies, incoming, transport, identity, rank, self._num_ranks, settings.timeout_s
             )

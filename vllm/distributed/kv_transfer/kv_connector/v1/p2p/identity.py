@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 #: bytes at the end of every file of weights that say which training run wrote it
 _TAIL_BYTES = 64 * 1024
+#: characters of a value that an error shows
+_MAX_SHOWN = 500
 #: differ between copies of one checkpoint and change nothing
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
 
@@ -50,7 +52,7 @@ def peer_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> Identity:
             else None
         ),
         "hash_algorithm": cache.prefix_caching_hash_algo,
-        "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "hash_seed": _seed_digest(os.environ.get("PYTHONHASHSEED")),
         "state_groups": [
             {
                 "spec": repr(group.kv_cache_spec),
@@ -71,9 +73,14 @@ def compare(mine: Identity, theirs: Identity, peer: str) -> None:
     if found is not None:
         field, here, there = found
         raise HandshakeRefused(
-            f"{peer} keeps other state than this engine: {field} is {here!r} here and {there!r} "
-            "there; start both with the same model, settings and version"
+            f"{peer} keeps other state than this engine: {field} is {_short(here)} here and "
+            f"{_short(there)} there; start both with the same model, settings and version"
         )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _first_difference(mine: Any, theirs: Any, path: str) -> tuple[str, Any, Any] | None:
@@ -91,6 +98,11 @@ def _first_difference(mine: Any, theirs: Any, path: str) -> tuple[str, Any, Any]
     elif mine != theirs:
         return path, mine, theirs
     return None
+
+
+def _seed_digest(seed: str | None) -> str | None:
+    """Whoever knows the seed can prepare names of prefixes, so it does not travel."""
+    return None if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
 
 
 def _config_digest(config: dict[str, Any]) -> str:

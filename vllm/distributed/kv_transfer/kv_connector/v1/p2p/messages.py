@@ -11,6 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+#: longest time that a peer may let its question wait for an answer
+MAX_WAIT_S = 3600.0
+
 
 class Place(NamedTuple):
     """A block of a request: the `nth` of its group, and where it is on this device."""
@@ -47,7 +50,7 @@ class RemoteState:
     def of(cls, params: dict[str, Any]) -> RemoteState:
         """ValueError naming a parameter that is missing or of no use."""
         ports = _given(params, "remote_ports", list)
-        if not ports or not all(type(port) is int for port in ports):
+        if not ports or not all(type(port) is int and 0 < port < 2**16 for port in ports):
             raise ValueError(f"kv_transfer_params.remote_ports: a list of ports, not {ports!r}")
         num_tokens = _given(params, "remote_num_tokens", int)
         if num_tokens < 1:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
     compare,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
+    MAX_WAIT_S,
     ReceiveJob,
     RemoteState,
 )
@@ -53,6 +54,9 @@ _NUM_THREADS = 4
 _BEATS_PER_LEASE = 6
 #: a peer that does not answer a heartbeat must not keep the others waiting
 _BEAT_TIMEOUT_S = 1.0
+#: longest answer to a greeting, and to messages that are answered with a word
+_MAX_HELLO_BYTES = 4 * 2**20
+_MAX_WORD_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Receiver:
             "op": "describe",
             "engine_id": job.remote.engine_id,
             "req_id": job.remote.req_id,
-            "wait_s": deadline.left(peer.name),
+            "wait_s": min(deadline.left(peer.name), MAX_WAIT_S),
         }
         try:
             described = ask(self._address(job.remote), question, deadline)
@@ -186,7 +190,8 @@ class Receiver:
             return
         try:
             message = {"op": "done", "req_id": remote.req_id}
-            ask(self._address(remote), message, Deadline(min(self._timeout_s, _BEAT_TIMEOUT_S)))
+            deadline = Deadline(min(self._timeout_s, _BEAT_TIMEOUT_S))
+            ask(self._address(remote), message, deadline, _MAX_WORD_BYTES)
         except (PeerLost, PeerRefused) as error:
             logger.debug("%s was not told that it may forget: %s", remote.req_id, error)
 
@@ -207,7 +212,7 @@ class Receiver:
         with self._handshake_lock:
             if (known := self._peers.get(key)) is not None:
                 return known
-            reply = ask(address, {"op": "hello"}, deadline)
+            reply = ask(address, {"op": "hello"}, deadline, _MAX_HELLO_BYTES)
             if reply["engine_id"] != remote.engine_id:
                 raise PeerRefused(
                     f"{address[0]}:{address[1]} is engine {reply['engine_id']} now, not "
@@ -239,8 +244,9 @@ class Receiver:
                     if self._rank < len(remote.ports):
                         waiting[self._address(remote)].append(remote.req_id)
             for address, req_ids in waiting.items():
+                message = {"op": "extend", "req_ids": req_ids}
                 try:
-                    ask(address, {"op": "extend", "req_ids": req_ids}, Deadline(_BEAT_TIMEOUT_S))
+                    ask(address, message, Deadline(_BEAT_TIMEOUT_S), _MAX_WORD_BYTES)
                 except (PeerLost, PeerRefused) as error:
                     logger.debug("a lease could not be extended: %s", error)
 

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     segment_bytes,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import Identity
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import SendJob
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import MAX_WAIT_S, SendJob
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.stats import P2pStats
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
@@ -165,7 +165,10 @@ class Sender:
     def _describe(self, connection: socket.socket, message: Message) -> None:
         """Answers when the state is there, or will not be. A request may be asked for before this
         worker has heard of its end."""
-        req_id, deadline = str(message["req_id"]), time.monotonic() + float(message["wait_s"])
+        req_id, wait_s = str(message["req_id"]), float(message["wait_s"])
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise ValueError(f"wait_s {wait_s}: 0 to {MAX_WAIT_S:g}")
+        deadline = time.monotonic() + wait_s
         with self._changed:
             while not (
                 self._closed

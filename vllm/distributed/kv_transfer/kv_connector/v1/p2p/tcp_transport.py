@@ -21,9 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     send,
 )
 
-#: a deadline is looked at after so many bytes
-_PIECE_BYTES = 4 * 2**20
-
 
 class TcpTransport(Transport):
     """Readers show a key that only the description has."""
@@ -66,13 +63,11 @@ class TcpTransport(Transport):
         wanted = [(part.remote, part.size) for part in ranges]
         with connect(address, deadline) as connection:
             try:
+                connection.settimeout(deadline.left(peer))
                 send(connection, {"op": "read", "key": key, "ranges": wanted})
                 for part in ranges:
-                    for start in range(0, part.size, _PIECE_BYTES):
-                        size = min(_PIECE_BYTES, part.size - start)
-                        connection.settimeout(deadline.left(peer))
-                        begin = part.local + start
-                        receive_into(connection, self._target[begin : begin + size])
+                    target = self._target[part.local : part.local + part.size]
+                    receive_into(connection, target, deadline)
             except PeerLost:
                 raise
             except TimeoutError as error:

@@ -21,8 +21,10 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _LENGTH = struct.Struct("!I")
-#: a description of a million blocks fits
-_MAX_BYTES = 64 * 2**20
+#: longest message: a description of a million blocks fits
+MAX_BYTES = 64 * 2**20
+#: characters of a peer's reason that are shown
+_MAX_ERROR_LENGTH = 1000
 #: an idle connection is closed after so many seconds
 _IDLE_S = 60.0
 
@@ -60,25 +62,38 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next message; None at the end of the connection. `PeerLost` for one cut off or too
-    long."""
+def receive(
+    connection: socket.socket, max_bytes: int = MAX_BYTES, deadline: Deadline | None = None
+) -> Message | None:
+    """The next message; None at the end of the connection. `PeerLost` for one cut off, longer than
+    `max_bytes`, or none of ours."""
     head = bytearray(_LENGTH.size)
-    if not receive_into(connection, memoryview(head), may_end=True):
+    if not receive_into(connection, memoryview(head), deadline, may_end=True):
         return None
     (size,) = _LENGTH.unpack(head)
-    if size > _MAX_BYTES:
-        raise PeerLost(f"a message of {size} bytes, more than {_MAX_BYTES}: not one of ours")
+    if size > max_bytes:
+        raise PeerLost(f"a message of {size} bytes, more than {max_bytes}: not one of ours")
     data = bytearray(size)
-    receive_into(connection, memoryview(data))
-    message: Message = msgspec.msgpack.decode(data, type=dict[str, Any])
+    receive_into(connection, memoryview(data), deadline)
+    try:
+        message: Message = msgspec.msgpack.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PeerLost(f"a message that cannot be read: {error}") from error
     return message
 
 
-def receive_into(connection: socket.socket, view: memoryview, may_end: bool = False) -> bool:
-    """Fill `view`; False at the end of the connection before its first byte, if that is allowed."""
+def receive_into(
+    connection: socket.socket,
+    view: memoryview,
+    deadline: Deadline | None = None,
+    may_end: bool = False,
+) -> bool:
+    """Fill `view`; False at the end of the connection before its first byte, if that is allowed.
+    `deadline` holds for all of it, however few bytes come at a time."""
     done = 0
     while done < len(view):
+        if deadline is not None:
+            connection.settimeout(deadline.left("the peer"))
         count = connection.recv_into(view[done:])
         if count == 0:
             if may_end and done == 0:
@@ -93,29 +108,37 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
     what = f"{address[0]}:{address[1]}"
     try:
         connection = socket.create_connection(address, timeout=deadline.left(what))
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:  # a name or a port that cannot be one
         raise PeerLost(f"{what}: {error}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-def ask(address: Address, message: Message, deadline: Deadline) -> Message:
-    """One question; `PeerLost`, or `PeerRefused` with the peer's reason."""
+def ask(
+    address: Address, message: Message, deadline: Deadline, max_bytes: int = MAX_BYTES
+) -> Message:
+    """One question, whose answer has `max_bytes` at most; `PeerLost`, or `PeerRefused` with the
+    peer's reason."""
     what = f"{address[0]}:{address[1]}"
     with connect(address, deadline) as connection:
         try:
-            send(connection, message)
             connection.settimeout(deadline.left(what))
-            reply = receive(connection)
+            send(connection, message)
+            reply = receive(connection, max_bytes, deadline)
         except TimeoutError as error:
             raise PeerLost(f"{what}: no answer in time") from error
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
             raise PeerLost(f"{what}: {error}") from error
     if reply is None:
         raise PeerLost(f"{what}: the connection ended without an answer")
     if "error" in reply:
-        raise PeerRefused(f"{what}: {reply['error']}")
+        raise PeerRefused(f"{what}: {_for_log(reply['error'])}")
     return reply
+
+
+def _for_log(text: object) -> str:
+    """What a peer wrote, as one line of a bearable length."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:_MAX_ERROR_LENGTH])
 
 
 class MessageServer:
@@ -152,7 +175,7 @@ class MessageServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while (message := receive(connection)) is not None:
                     self._answer(connection, message)
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
             logger.debug("a peer's connection ended: %s", error)
         finally:
             with self._lock:
