@@ -9,7 +9,9 @@
 - serve: tokens per second of requests that find nothing, with the tier and without;
 - reload: seconds to the first token of a prompt that is computed and of one that is loaded;
 - trace: prompt tokens found of the agent trace with a quarter of the memory that holds everything
-  and a host tier behind it, against all of that memory.
+  and a host tier behind it, against all of that memory;
+- policies: prompt tokens that the trace finds by the host tier's order of eviction, with parts of
+  the memory on the device and as much in the host; simulated, with blocks of attention alone.
 
 On a GPU the model has the dimensions of Qwen3.5-4B and random weights; on a CPU it is a small one.
 """
@@ -21,27 +23,37 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.agent_trace import TraceConfig, make_trace
+from benchmarks.agent_trace import TraceConfig, TraceRequest, make_trace
 from benchmarks.prefix_cache_live import Replay, scaled
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arc import Arc
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import StoredBlock, StoreJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.arena_plan import GroupPlan
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("copy", "serve", "reload", "trace")
+PARTS = ("copy", "serve", "reload", "trace", "policies")
 ON_GPU = current_platform.device_type == "cuda"
 
 
@@ -190,10 +202,7 @@ def measure_reload(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_trace(args: argparse.Namespace) -> dict[str, Any]:
     """First with memory for everything, to know how much that is."""
-    base = TraceConfig(conversations=args.conversations, active=4)
-    trace = make_trace(scaled(base, args.scale))
-    longest = max(len(request.tokens) for request in trace)
-    sizes = {"max_model_len": longest, "max_num_seqs": args.concurrency}
+    trace, sizes = _trace(args)
     ample = int(args.trace_mb * 1e6)
     ideal, used = _replay(args, trace, kv_cache_memory_bytes=ample, **sizes)
     tier, _ = _replay(args, trace, host_bytes=used, kv_cache_memory_bytes=used // 4, **sizes)
@@ -205,6 +214,78 @@ def measure_trace(args: argparse.Namespace) -> dict[str, Any]:
         "found with a quarter and the tier": tier,
         "of the ideal hits": tier / ideal,
     }
+
+
+def measure_policies(args: argparse.Namespace) -> dict[str, Any]:
+    """Every block the device gets is stored in the host, as the connector does it."""
+    base = TraceConfig(conversations=args.policy_conversations)
+    prompts = [_chain(request) for request in make_trace(scaled(base, args.policy_scale))]
+    needed = len({name for chain, _ in prompts for name in chain})
+    results: dict[str, Any] = {"requests": len(prompts), "blocks that hold everything": needed}
+    results["found with all of it"] = _found(prompts, needed, 1, Lru())
+    for part in (0.5, 0.25, 0.125):
+        pages = int(needed * part)
+        for policy in (Lru(), Arc()):
+            found = _found(prompts, pages, pages, policy)
+            results[f"found with {part} on the device and in the host, {type(policy).__name__}"] = (
+                found
+            )
+    return results
+
+
+def _chain(request: TraceRequest) -> tuple[list[BlockHashWithGroupId], int]:
+    """Names of its full blocks, and how many of them are the prompt's."""
+    names, parent, size = [], b"", 16
+    for start in range(0, request.num_computed - size + 1, size):
+        parent = sha256(parent + request.tokens[start : start + size].tobytes()).digest()
+        names.append(make_block_hash_with_group_id(BlockHash(parent), 0))
+    return names, (request.num_prompt - 1) // size
+
+
+def _found(
+    prompts: Sequence[tuple[list[BlockHashWithGroupId], int]],
+    device_pages: int,
+    host_pages: int,
+    policy: EvictionPolicy,
+) -> float:
+    """Part of the prompts' blocks that one of both tiers has."""
+    plan = ArenaPlan(1, 0, (GroupPlan(1, 1, {}),))
+    device, host = Tier(plan, device_pages), Tier(plan, host_pages, policy)
+    found = 0
+    for chain, num_prompt in prompts:
+        hit = 0
+        while hit < num_prompt and (device.block_of(chain[hit]) or host.block_of(chain[hit])):
+            hit += 1
+        found += hit
+        for name in chain[:hit]:
+            tier = host if (block := device.block_of(name)) is None else device
+            block = host.block_of(name) if block is None else block
+            assert block is not None
+            tier.refresh([block])
+        for name in chain:
+            if device.block_of(name) is None:
+                _store(device, name)
+                _store(host, name)
+    return found / sum(num_prompt for _, num_prompt in prompts)
+
+
+def _store(tier: Tier, name: BlockHashWithGroupId) -> None:
+    known = tier.block_of(name)
+    if known is not None:
+        tier.refresh([known])
+        return
+    block = tier.take(name)
+    assert block is not None, "nothing is held"
+    tier.publish(block, name, None)
+    tier.free_blocks([block])
+
+
+def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], dict[str, Any]]:
+    """The requests, and the sizes of an engine that takes them."""
+    base = TraceConfig(conversations=args.conversations, active=4)
+    trace = make_trace(scaled(base, args.scale))
+    longest = max(len(request.tokens) for request in trace)
+    return trace, {"max_model_len": longest, "max_num_seqs": args.concurrency}
 
 
 def _replay(
@@ -241,15 +322,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--conversations", type=int, default=60 if ON_GPU else 20)
     add("--concurrency", type=int, default=4 if ON_GPU else 2)
     add("--scale", type=float, default=1.0 if ON_GPU else 0.25, help="Of the trace's lengths.")
+    add("--policy-conversations", type=int, default=100)
+    add("--policy-scale", type=float, default=0.1, help="Of the trace's lengths.")
     add("--trace-mb", type=float, default=60_000 if ON_GPU else 400, help="Holds everything.")
     return parser
 
 
 def main() -> int:
     args = make_parser().parse_args()
-    measure = dict(
-        zip(PARTS, (measure_copy, measure_serve, measure_reload, measure_trace), strict=True)
-    )
+    measures = (measure_copy, measure_serve, measure_reload, measure_trace, measure_policies)
+    measure = dict(zip(PARTS, measures, strict=True))
     for part in args.parts.split(","):
         if part not in measure:
             raise SystemExit(f"no part {part!r}; there are {', '.join(PARTS)}")

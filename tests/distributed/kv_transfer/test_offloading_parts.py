@@ -141,7 +141,8 @@ def test_the_lmcache_backend_needs_its_package() -> None:
     [
         ({}, "cpu_bytes_to_use None: give a positive number"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use 0"),
-        ({"cpu_bytes_to_use": 9, "eviction_policy": "arc"}, "the only policy is 'lru'"),
+        ({"cpu_bytes_to_use": 9, "eviction_policy": "fifo"}, "'fifo': choose one of lru, arc"),
+        ({"cpu_bytes_to_use": 9, "eviction_policy": ["arc"]}, "choose one of lru, arc"),
         ({"cpu_bytes_to_use": 9, "store_threshold": 2}, "store_threshold 2.*knows cpu_bytes"),
         ({"cpu_bytes_to_use": 9, "spec_name": "Mine"}, "choose one of CPUOffloadingSpec"),
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{"type": "obj"}]}, "the only type is 'fs'"),
@@ -240,7 +241,7 @@ def test_a_tier_evicts_what_was_used_longest_ago() -> None:
     tier = Tier(plan, num_pages=3)
 
     def put(number: int) -> KVCacheBlock:
-        block = tier.take(0)
+        block = tier.take(key(number))
         assert block is not None
         tier.publish(block, key(number), None)
         tier.free_blocks([block])
@@ -253,8 +254,8 @@ def test_a_tier_evicts_what_was_used_longest_ago() -> None:
     tier.touch([blocks[0], blocks[2]])
     put(4)
     assert tier.block_of(key(3)) is None
-    held = tier.take(0)
-    assert held is not None and tier.take(0) is None, "all is in use"
+    held = tier.take(key(9))
+    assert held is not None and tier.take(key(8)) is None, "all is in use"
     assert tier.used_bytes == 3 * plan.page_bytes
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from vllm.v1.core.kv_cache_utils import (
@@ -46,11 +46,16 @@ class BlockPool:
     """Reference counts and content hashes over a `PagePool`.
 
     `null_block` (id 0) stands in block tables where nothing is kept; it is never counted.
+    `make_pages`: the pool of pages, whose order of eviction counts.
     """
 
-    def __init__(self, plan: ArenaPlan) -> None:
+    def __init__(
+        self,
+        plan: ArenaPlan,
+        make_pages: Callable[[ArenaPlan, Callable[[KVCacheBlock], None]], PagePool] = PagePool,
+    ) -> None:
         self.null_block = KVCacheBlock(0, is_null=True)
-        self.pages = PagePool(plan, self._forget)
+        self.pages = make_pages(plan, self._forget)
         self._cached: dict[BlockHashWithGroupId, KVCacheBlock] = {}
         #: grows whenever a look-up could find something else than before
         self.version = 0

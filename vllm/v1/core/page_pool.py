@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.page_queues import IdleQueue, PageBuckets
@@ -33,13 +33,13 @@ class GroupPages:
 
     __slots__ = ("group_id", "capacity", "pinned", "resting", "with_idle", "idle", "supply", "live")
 
-    def __init__(self, group_id: int, capacity: int) -> None:
+    def __init__(self, group_id: int, capacity: int, idle: IdleQueue[KVCacheBlock]) -> None:
         self.group_id = group_id
         self.capacity = capacity
         self.pinned: PageBuckets[Page] = PageBuckets()
         self.resting: PageBuckets[Page] = PageBuckets()
         self.with_idle: OrderedDict[Page, None] = OrderedDict()
-        self.idle: IdleQueue[KVCacheBlock] = IdleQueue()
+        self.idle = idle
         self.supply = 0
         self.live = 0
 
@@ -87,7 +87,9 @@ class PagePool:
     """
 
     def __init__(self, plan: ArenaPlan, on_evict: Callable[[KVCacheBlock], None]) -> None:
-        self.groups = [GroupPages(i, g.blocks_per_page) for i, g in enumerate(plan.groups)]
+        self.groups = [
+            GroupPages(i, g.blocks_per_page, self._make_queue()) for i, g in enumerate(plan.groups)
+        ]
         self.num_pages = plan.num_pages
         #: told which blocks are taken and become free
         self.journal: BlockJournal | None = None
@@ -95,9 +97,22 @@ class PagePool:
         self._pages: list[Page | None] = [None] * plan.num_pages
         self._returned: list[int] = []
         self._first_unused = 1
-        self._idle_pages: IdleQueue[Page] = IdleQueue()
+        self._idle_pages: IdleQueue[Page] = self._make_queue()
         self._clock = 0
         self._floor = 0.0
+
+    # ---- the order of eviction -----------------------------------------------------------------
+
+    def _make_queue(self) -> IdleQueue[Any]:
+        return IdleQueue()
+
+    def _leaves_before(self, page: Page, block: KVCacheBlock) -> bool:
+        """Whether the first idle page leaves before a group's first idle block."""
+        return page.rank < block.rank
+
+    def _raise_floor(self, rank: tuple[float, int]) -> None:
+        """Something of this rank leaves."""
+        self._floor = max(self._floor, rank[0])
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -123,7 +138,7 @@ class PagePool:
         """Groups from `first` on hold so many blocks per page: in the place of others, of which
         nothing is live or idle, or behind all."""
         for group_id, capacity in enumerate(capacities, first):
-            made = GroupPages(group_id, capacity)
+            made = GroupPages(group_id, capacity, self._make_queue())
             if group_id == len(self.groups):
                 self.groups.append(made)
                 continue
@@ -235,14 +250,14 @@ class PagePool:
     def _evict_and_take(self, group: GroupPages, count: int, may_pin: bool) -> list[KVCacheBlock]:
         block = group.idle.first()
         page = self._idle_pages.first()
-        if may_pin and page is not None and (block is None or page.rank < block.rank):
-            self._floor = max(self._floor, page.rank[0])
+        if may_pin and page is not None and (block is None or self._leaves_before(page, block)):
+            self._raise_floor(page.rank)
             self._evict_page(page)
             return self._take_free(self._lend(group), count)
         if block is not None:
             own = self._page_of(block)
             if own.live or may_pin:
-                self._floor = max(self._floor, block.rank[0])
+                self._raise_floor(block.rank)
                 self._evict(block, own)
                 return self._take_free(own, 1)
         # The oldest block lies in an idle page another group is about to need.

@@ -84,6 +84,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduling(self, plan: ArenaPlan) -> OffloadingScheduler:
         self._files = self._file_store(rank=0)
+        new_policy = self._settings.new_policy
         decisions.record(
             "state offloading",
             f"{self._host_pages} pages of host memory"
@@ -92,8 +93,8 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return OffloadingScheduler(
             self._config,
-            Tier(plan, self._host_pages),
-            None if self._files is None else Tier(plan, self._file_pages),
+            Tier(plan, self._host_pages, new_policy()),
+            None if self._files is None else Tier(plan, self._file_pages, new_policy()),
             self._num_ranks,
             () if self._files is None else self._files.names(),
         )

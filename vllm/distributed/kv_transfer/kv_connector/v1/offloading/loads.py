@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadedBlock, LoadJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import Place
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, TierSearch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import (
+    Tier,
+    TierSearch,
+    content_of,
+)
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
 from vllm.v1.core.prefix_cache import reads_prefix_cache
 from vllm.v1.core.prefix_lookup import PrefixMatch
@@ -104,8 +108,9 @@ class LoadScheduling:
             return
         match = found.match
         for hit in match.hits:
-            blocks_found = [b for b in (*hit.blocks, hit.source) if b is not None and not b.is_null]
-            self._host.refresh(b for b in blocks_found if self._host.owns(b))
+            for block in (*hit.blocks, hit.source):
+                if block is not None and not block.is_null:
+                    self._tier_of(block).refresh([block])
         self._counts["query_tokens"] += request.num_tokens - 1
         if not num_external_tokens:
             return
@@ -123,7 +128,7 @@ class LoadScheduling:
                 wanted.append(((group, ids[group][last]), hit.source))
         # Held before any slot is taken, which could evict them.
         for _, block in wanted:
-            (self._host if self._host.owns(block) else self._file_tier).touch([block])
+            self._tier_of(block).touch([block])
         loads = [self._to_load(place, block) for place, block in wanted]
         self._loads[request.request_id] = loads
         self._new.append(request.request_id)
@@ -133,14 +138,15 @@ class LoadScheduling:
         assert self._files is not None
         return self._files
 
+    def _tier_of(self, block: KVCacheBlock) -> Tier:
+        return self._host if self._host.owns(block) else self._file_tier
+
     def _to_load(self, place: Place, block: KVCacheBlock) -> _Loaded:
         if self._host.owns(block):
             return _Loaded(place, block, None, None, None)
-        host = self._host.take(place[0])
+        key, tail = content_of(block)
+        host = self._host.take(key)
         assert host is not None, "room for it was checked"
-        tail = block.tails[0] if block.tails else None
-        key = block.block_hash if tail is None else tail.key
-        assert key is not None
         return _Loaded(place, host, block, key, tail)
 
     def end(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import StoreScheduling
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +53,7 @@ class OffloadingScheduler:
                 key, tail = parse_name(name)
             except ValueError:
                 continue
-            block = files.take(get_group_id(key))
+            block = files.take(key)
             assert block is not None
             files.publish(block, key, tail)
             files.free_blocks([block])

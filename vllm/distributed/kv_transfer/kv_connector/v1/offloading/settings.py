@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arc import Arc
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _KEYS = ("cpu_bytes_to_use", "eviction_policy", "secondary_tiers", "spec_name")
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
 _TIER_KEYS = ("type", "root_dir", "max_bytes")
 #: files a tier may fill unless it says otherwise (100 GiB)
 _FILE_BYTES = 100 * 2**30
@@ -31,24 +34,27 @@ class FileTierSettings:
 
 @dataclass(frozen=True)
 class OffloadingSettings:
-    """`cpu_bytes`: host memory over all ranks; `files`: the tier behind it, if there is one."""
+    """`cpu_bytes`: host memory over all ranks; `files`: the tier behind it, if there is one;
+    `new_policy`: makes a tier's order of eviction."""
 
     cpu_bytes: int
     files: FileTierSettings | None
+    new_policy: Callable[[], EvictionPolicy]
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> OffloadingSettings:
         """Raises `VLLMValidationError` for unknown keys and values that cannot be honoured."""
         _check_keys(extra_config, _KEYS, "kv_connector_extra_config")
         policy = extra_config.get("eviction_policy", "lru")
-        if policy != "lru":
-            raise _refused("eviction_policy", policy, "the only policy is 'lru'")
+        if not isinstance(policy, str) or policy not in _POLICIES:
+            raise _refused("eviction_policy", policy, f"choose one of {', '.join(_POLICIES)}")
         spec = extra_config.get("spec_name", _SPECS[0])
         if spec not in _SPECS:
             raise _refused("spec_name", spec, f"choose one of {', '.join(_SPECS)}, or leave it out")
         return cls(
             _positive_bytes(extra_config, "cpu_bytes_to_use"),
             _file_tier(extra_config.get("secondary_tiers", [])),
+            _POLICIES[policy],
         )
 
     def host_pages(self, plan: ArenaPlan, num_ranks: int) -> int:

@@ -173,12 +173,12 @@ class StoreScheduling:
             if known is not None:
                 self._host.refresh([known])
                 continue
-            host = self._host.take(place[0])
+            host = self._host.take(key)
             if host is None:
                 return contents[i:]
             file = None
             if self._files is not None and self._files.block_of(key) is None:
-                file = self._files.take(place[0])
+                file = self._files.take(key)
             self._leaving.add(key)
             self._sent.setdefault(place, []).append(key)
             self._read[place] += 1

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What host memory and files hold, as a second prefix cache.
 
-Each tier is a `BlockPool` over an arena plan of its own size: blocks have the names, the tails and
-the eviction (least recently used first) of the device's cache, and the managers of the groups
-search them with the same code. So a prefix can be restored exactly where the device could have
-continued it.
+Each tier is a `BlockPool` over an arena plan of its own size: blocks have the names and the tails
+of the device's cache, and the managers of the groups search them with the same code. So a prefix
+can be restored exactly where the device could have continued it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -28,11 +28,15 @@ from vllm.v1.request import Request
 
 
 class Tier(BlockPool):
-    """One kind of memory, `num_pages` pages large."""
+    """One kind of memory, `num_pages` pages large. A block holds one content."""
 
-    def __init__(self, plan: ArenaPlan, num_pages: int) -> None:
+    def __init__(
+        self, plan: ArenaPlan, num_pages: int, policy: EvictionPolicy | None = None
+    ) -> None:
         self.plan = replace(plan, num_pages=num_pages + 1)  # page 0 is the null page
-        super().__init__(self.plan)
+        self._policy = Lru() if policy is None else policy
+        super().__init__(self.plan, self._policy.make_pages)
+        self.observers.append(_Policed(self._policy))
 
     def owns(self, block: KVCacheBlock) -> bool:
         """Whether the block is of this tier."""
@@ -42,11 +46,13 @@ class Tier(BlockPool):
         """The block that holds this content."""
         return self.get_cached_block(get_block_hash(key), get_group_id(key))
 
-    def take(self, group_id: int) -> KVCacheBlock | None:
-        """A block without content, held; None if all are in use."""
+    def take(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """A held block for content that the tier does not have; None if all are in use."""
+        group_id = get_group_id(key)
         demands = [int(group.group_id == group_id) for group in self.pages.groups]
         if not self.can_allocate(demands):
             return None
+        self._policy.wanted(key)
         return self.get_new_blocks(demands, [None] * len(demands))[group_id][0]
 
     def publish(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
@@ -58,10 +64,17 @@ class Tier(BlockPool):
             self.cache_tail(block, get_block_hash(key), parent, tail.length)
 
     def refresh(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Make blocks the most recently used ones."""
+        """What blocks hold was found: they are the most recently used ones."""
         for block in blocks:
             self.touch([block])
+            self._policy.used(block, content_of(block)[0])
             self.free_blocks([block])
+
+    def reset_prefix_cache(self, held_too: bool = False) -> bool:
+        done = super().reset_prefix_cache(held_too)
+        if done:
+            self._policy.reset()
+        return done
 
     @property
     def used_bytes(self) -> float:
@@ -71,6 +84,30 @@ class Tier(BlockPool):
             (group.live + len(group.idle)) * self.plan.block_stride(g)
             for g, group in enumerate(groups)
         )
+
+
+def content_of(block: KVCacheBlock) -> tuple[BlockHashWithGroupId, Tail | None]:
+    """The name of what a tier's block holds, and the tail it is, if it is none of a full block."""
+    tail = block.tails[0] if block.tails else None
+    key = block.block_hash if tail is None else tail.key
+    assert key is not None
+    return key, tail
+
+
+class _Policed:
+    """Tells the policy what a tier gains and loses."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+
+    def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
+        self._policy.stored(block, key)
+
+    def evicted(self, block: KVCacheBlock) -> None:
+        self._policy.evicted(content_of(block)[0])
+
+    def invalidated(self, block: KVCacheBlock) -> None:
+        self._policy.discarded(content_of(block)[0])
 
 
 class _Both(Tier):
