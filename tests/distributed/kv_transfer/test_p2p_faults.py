@@ -129,6 +129,26 @@ def test_a_peer_that_goes_away(op: str, how: str, tmp_path: Path) -> None:
             released.set()
 
 
+@pytest.mark.parametrize(
+    "lie", [{"offset": 2**40}, {"offset": "x"}, {"blocks": 5}, {"lease_s": -1}]
+)
+def test_a_peer_that_says_nonsense(
+    lie: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs the request, at once, and nobody else."""
+    with running(loopback(timeout_s=60.0), "attention", tmp_path) as engine:
+        turn = left_behind(engine)
+        [held] = sender_of(engine)._held.values()
+        if "lease_s" in lie:
+            sender_of(engine)._lease_s = -1.0
+        held.description.update(lie)
+        name = engine.add(turn)
+        engine.settle()  # or the kit ends the wait
+        assert engine.tokens[name] == expected_output(turn, 4)
+        assert engine.worker._receiver._beat_s > 0  # type: ignore[attr-defined]
+    assert "Traceback" not in caplog.text
+
+
 def test_a_lease_ends_unless_it_is_extended(tmp_path: Path) -> None:
     with running(loopback(kv_lease_duration=50), "attention", tmp_path) as engine:
         left_behind(engine)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
@@ -52,6 +53,8 @@ logger = init_logger(__name__)
 _NUM_THREADS = 4
 #: leases are extended this often before they end
 _BEATS_PER_LEASE = 6
+#: whatever a peer says of its leases
+_MIN_BEAT_S = 0.05
 #: a peer that does not answer a heartbeat must not keep the others waiting
 _BEAT_TIMEOUT_S = 1.0
 #: longest answer to a greeting, and to messages that are answered with a word
@@ -137,6 +140,13 @@ class Receiver:
                 self._stats.add(**counts, receive_seconds=seconds)
         except (PeerLost, PeerRefused, HandshakeRefused, SealBroken, StillWriting) as error:
             logger.error("request %s: its state cannot be fetched: %s", job.req_id, error)
+        except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError) as error:
+            logger.error(
+                "request %s: its state cannot be fetched: %s answers what no engine does: %r",
+                job.req_id,
+                job.remote.host,
+                error,
+            )
         except Exception:
             logger.exception("request %s: its state cannot be fetched", job.req_id)
         finally:
@@ -222,7 +232,7 @@ class Receiver:
             name = self._transport.connect(address, reply["transport"])
             peer = self._peers[key] = _Peer(name, float(reply["lease_s"]))
         with self._changed:
-            self._beat_s = min(self._beat_s, peer.lease_s / _BEATS_PER_LEASE)
+            self._beat_s = max(_MIN_BEAT_S, min(self._beat_s, peer.lease_s / _BEATS_PER_LEASE))
         return peer
 
     def _part_with(self, remote: RemoteState) -> None:

@@ -190,6 +190,8 @@ class MessageServer:
             handler(connection, message)
         except (KeyError, TypeError, ValueError) as error:
             send(connection, {"error": f"{type(error).__name__}: {error}"})
+            # Whoever waits for bytes and not for a message is told by the end of the connection.
+            raise PeerLost(f"a message that cannot be answered: {error}") from error
 
     def close(self) -> None:
         """Cut all connections off and wait for the threads."""
