@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from vllm.entrypoints.http_protocol import StreamingProtocol
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.tally import Tally
 
 
-def limited_protocol(max_connections: int, tally: Tally) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, whose connections over the limit answer 503 to everything; `tally`: the
+def limited_protocol(max_connections: int, tally: Tally) -> type[StreamingProtocol]:
+    """The server's protocol, whose connections over the limit answer 503 to everything; `tally`: the
     open ones of all processes that serve."""
     refusal = ErrorInfo(
         HTTPStatus.SERVICE_UNAVAILABLE,
@@ -22,7 +21,7 @@ def limited_protocol(max_connections: int, tally: Tally) -> type[HttpToolsProtoc
         "later.",
     ).response({"retry-after": "1", "connection": "close"})
 
-    class LimitedProtocol(HttpToolsProtocol):
+    class LimitedProtocol(StreamingProtocol):
         """Counts itself, while it is one too many as well."""
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -233,13 +233,14 @@ async def _serve(
 
 def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvicorn.Config:
     from vllm.entrypoints.connection_limit import limited_protocol
+    from vllm.entrypoints.http_protocol import StreamingProtocol
 
     open_ones = tallies.of(Counted.CONNECTIONS)
     most = args.max_connections
     ciphers: dict[str, Any] = {"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}
     return uvicorn.Config(
         app,
-        http=limited_protocol(most, open_ones) if most else "httptools",
+        http=limited_protocol(most, open_ones) if most else StreamingProtocol,
         ws="none",
         log_level=args.uvicorn_log_level,
         log_config=log_config(args),

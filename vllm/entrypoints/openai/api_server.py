@@ -135,7 +135,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: T
         app.add_middleware(RequestIdHeader)
     app.add_middleware(HttpMetrics)
     app.add_middleware(HeadRequests)
-    app.add_middleware(DirectSend)
+    app.add_middleware(DirectSend, outermost=not args.middleware)
     for path in reversed(args.middleware):
         app.add_middleware(import_middleware(path))
 

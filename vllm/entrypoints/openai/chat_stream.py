@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.serving_engine import now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
-from vllm.entrypoints.openai.streaming import TextEvents, event
+from vllm.entrypoints.openai.streaming import Outlet, TextEvents, event
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_reply import ReplySplitter
@@ -62,6 +62,9 @@ class ChatStream:
         self._wants_tokens = bool(request.logprobs or request.return_token_ids)
         #: whether chunks hold nothing but their delta until their choice ends
         self._only_delta = not (self._wants_tokens or usage.on_every_chunk)
+        self.outlet = Outlet()
+        #: whether the first chunks are out
+        self._started = False
         #: per choice and key of the delta
         self._texts = [
             {key: TextEvents(partial(self._text_chunk, index, key)) for key in _TEXT_KEYS}
@@ -72,22 +75,32 @@ class ChatStream:
         self, source: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> AsyncGenerator[bytes, None]:
         """The encoded events of each output, without `[DONE]`."""
-        started = False
         try:
             async for _, output in source:
-                if started and self._only_delta and _goes_on(output):
-                    if events := self._go_on(output.outputs[0]):
+                if self._started and self._only_delta and _goes_on(output):
+                    (one,) = output.outputs
+                    if events := self._go_on(one.index, one.text, len(one.token_ids)):
                         yield events
                     continue
                 self._usage.seen(0, output)
-                events = await self._build([output], partial(self._events, output, not started))
-                started = True
+                first = not self._started
+                events = await self._build([output], partial(self._events, output, first))
+                self._started = True
                 if events:
                     yield events
         finally:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def take_text(self, index: int, text: str, num_tokens: int) -> bool:
+        """Write the event of an output that would hold nothing but new text of choice `index`,
+        unless it has to wait or to be more than its delta."""
+        if not (self._started and self._only_delta and self.outlet.is_ready):
+            return False
+        if events := self._go_on(index, text, num_tokens):
+            self.outlet.write(events)
+        return True
 
     def _events(self, output: RequestOutput, first: bool) -> bytes:
         events: list[bytes] = []
@@ -99,14 +112,13 @@ class ChatStream:
                 events += self._delta(output, completion)
         return b"".join(events)
 
-    def _go_on(self, completion: CompletionOutput) -> bytes:
+    def _go_on(self, index: int, text: str, num_tokens: int) -> bytes:
         """The event for new tokens of one choice that goes on, where events hold nothing else."""
-        index = completion.index
-        self._usage.generated(len(completion.token_ids))
+        self._usage.generated(num_tokens)
         splitter = self._splitters[index]
         if splitter is None:
-            return self._texts[index]["content"].event(completion.text)
-        delta = splitter.feed(completion.text, finished=False)
+            return self._texts[index]["content"].event(text)
+        delta = splitter.feed(text, finished=False)
         if delta.calls or (delta.reasoning and delta.content):
             return event(self._chunk(index, delta.as_dict()))
         if delta.content:

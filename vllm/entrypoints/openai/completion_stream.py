@@ -12,7 +12,7 @@ from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
-from vllm.entrypoints.openai.streaming import TextEvents, event
+from vllm.entrypoints.openai.streaming import Outlet, TextEvents, event
 from vllm.entrypoints.openai.text_offsets import Echo, TextOffsets
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class CompletionStream:
             for one, echo in zip(planned, echoed, strict=True)
             for _ in range(request.num_choices)
         ]
+        #: takes text of a single prompt's choices
+        self.outlet = Outlet()
         self._choices = [
             _Choice(start, TextEvents(functools.partial(self._text_chunk, index)))
             for index, start in enumerate(starts)
@@ -92,6 +94,16 @@ class CompletionStream:
             await source.aclose()
         if self._usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+
+    def take_text(self, index: int, text: str, num_tokens: int) -> bool:
+        """Write the event of an output that would hold nothing but new text of choice `index` of
+        a single prompt, unless it has to wait or to be more than that."""
+        state = self._choices[index]
+        if not (state.started and self._only_text and self.outlet.is_ready):
+            return False
+        self._usage.generated(num_tokens)
+        self.outlet.write(state.texts.event(text))
+        return True
 
     def _text_event(self, prompt_index: int, output: RequestOutput) -> bytes | None:
         """The event of an output that holds nothing but new text of one choice; else None."""

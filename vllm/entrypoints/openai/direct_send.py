@@ -4,25 +4,43 @@ and that it ends."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-_KEY = "vllm.direct_send"
+from vllm.entrypoints.http_protocol import PieceWriter, piece_writer
+
+_KEY = "vllm.direct_way"
+
+
+@dataclass(frozen=True)
+class DirectWay:
+    """How the pieces between the first and the last get out: `send`, or `writer` where a piece need
+    not wait and nobody may want to see it."""
+
+    send: Send
+    writer: PieceWriter | None = None
 
 
 class DirectSend:
     """Outside of the server's own middleware, none of which changes the pieces of a stream, and
-    inside of the user's, which may."""
+    inside of the user's, which may.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `outermost`: there is none of the user's.
+    """
+
+    def __init__(self, app: ASGIApp, outermost: bool) -> None:
         self.app = app
+        self._outermost = outermost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope = {**scope, _KEY: send}
+            way = DirectWay(send, piece_writer(scope) if self._outermost else None)
+            scope = {**scope, _KEY: way}
         await self.app(scope, receive, send)
 
 
-def direct_send(scope: Scope, send: Send) -> Send:
-    """What sends the pieces between the first and the last; `send` where nothing lies between."""
-    direct: Send = scope.get(_KEY, send)
-    return direct
+def direct_way(scope: Scope, send: Send) -> DirectWay:
+    """The way of a request's pieces; `send` where nothing lies between."""
+    way: DirectWay | None = scope.get(_KEY)
+    return way or DirectWay(send)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from vllm.entrypoints.openai.serving_engine import (
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.stream_usage import StreamUsage
+from vllm.entrypoints.openai.streaming import EventSource
 from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ class ServingChat(OpenAIServing):
 
     async def create(
         self, request: ChatCompletionRequest, context: RequestContext
-    ) -> bytes | AsyncGenerator[bytes, None]:
+    ) -> bytes | EventSource:
         """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         model, planned = await self.begin(request, context)
-        source = self.generate([planned], request, context)
         if request.stream:
             stream = ChatStream(
                 request,
@@ -88,9 +87,10 @@ class ServingChat(OpenAIServing):
                 usage=StreamUsage(self, request, [len(planned.prompt.token_ids)]),
                 build=self.build,
             )
-            return stream.events(source)
+            source = self.generate([planned], request, context, stream.take_text)
+            return EventSource(stream.events(source), outlet=stream.outlet)
         created = now()
-        *_, output = [output async for _, output in source]
+        *_, output = [output async for _, output in self.generate([planned], request, context)]
 
         def reply() -> bytes:
             return self._reply(request, created, model, planned, output).model_dump_json().encode()

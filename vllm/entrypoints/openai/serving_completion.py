@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai import logprobs as lp
@@ -27,6 +27,7 @@ from vllm.entrypoints.openai.serving_engine import (
     total_cached,
     total_drafts,
 )
+from vllm.entrypoints.openai.streaming import EventSource
 from vllm.entrypoints.openai.text_offsets import Echo, prompt_offsets
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import join_kv_transfer_params
@@ -44,19 +45,19 @@ class ServingCompletion(OpenAIServing):
 
     async def create(
         self, request: CompletionRequest, context: RequestContext
-    ) -> bytes | AsyncGenerator[bytes, None]:
+    ) -> bytes | EventSource:
         """The encoded reply, or its stream of events; raises before anything reaches the engine."""
         model = self.models.check(request.model)
         base_id = context.base_id(request.request_id)
         planned = await self.plan(request, base_id)
         echoed = await self._echoes(request, planned)
-        source = self.generate(planned, request, context)
         if request.stream:
             stream = CompletionStream(self, request, f"cmpl-{base_id}", model, planned, echoed)
-            return stream.events(source)
+            source = self.generate(planned, request, context, stream.take_text)
+            return EventSource(stream.events(source), outlet=stream.outlet)
         created = now()
         finals: dict[int, RequestOutput] = {}
-        async for index, output in source:
+        async for index, output in self.generate(planned, request, context):
             finals[index] = output
         outputs = [finals[index] for index in range(len(planned))]
 

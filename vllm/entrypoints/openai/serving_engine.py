@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_stream import TakeText
 
 logger = init_logger(__name__)
 
@@ -111,15 +112,32 @@ class OpenAIServing:
         return Truncation(request.truncate_prompt_tokens, request.truncation_side, max_tokens or 1)
 
     def generate(
-        self, planned: list[Planned], request: GenerationRequest, context: RequestContext
+        self,
+        planned: list[Planned],
+        request: GenerationRequest,
+        context: RequestContext,
+        take_text: TakeText | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, with the prompt's index."""
+        """Outputs of all prompts as they come, with the prompt's index.
+
+        `take_text`: see `AsyncLLM.generate`; of a single prompt, whose outputs need no log.
+        """
+        if len(planned) > 1 or self.options.log.outputs:
+            take_text = None
         return merge(
-            [self._generate_one(i, one, request, context) for i, one in enumerate(planned)]
+            [
+                self._generate_one(i, one, request, context, take_text)
+                for i, one in enumerate(planned)
+            ]
         )
 
     async def _generate_one(
-        self, index: int, planned: Planned, request: GenerationRequest, context: RequestContext
+        self,
+        index: int,
+        planned: Planned,
+        request: GenerationRequest,
+        context: RequestContext,
+        take_text: TakeText | None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         self.options.log.received(planned.request_id, planned.prompt, planned.params)
         if request.use_beam_search:
@@ -144,6 +162,7 @@ class OpenAIServing:
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             trace_headers=context.trace_headers,
+            take_text=take_text,
         )
         try:
             async for output in outputs:

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.deadline import Deadline, shutting_down
-from vllm.entrypoints.openai.direct_send import direct_send
+from vllm.entrypoints.openai.direct_send import direct_way
+from vllm.entrypoints.http_protocol import PieceWriter
 from vllm.entrypoints.openai.errors import describe
 from vllm.logger import init_logger
 
@@ -63,12 +64,42 @@ def openai_end(error: Exception | None) -> bytes:
     return DONE if error is None else event(describe(error).body()) + DONE
 
 
+class Outlet:
+    """Where events of one reply may be written without waiting: open while the reply is sent and
+    its connection takes data."""
+
+    def __init__(self) -> None:
+        self._writer: PieceWriter | None = None
+
+    def open(self, writer: PieceWriter | None) -> None:
+        """From now on all earlier events have been sent whenever the source waits for its own."""
+        self._writer = writer
+
+    def close(self) -> None:
+        """No event may be written any more."""
+        self._writer = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an event may be written now."""
+        return self._writer is not None and self._writer.is_ready
+
+    def write(self, events: bytes) -> None:
+        """Write events, where `is_ready`."""
+        assert self._writer is not None
+        self._writer.write(events)
+
+
 @dataclass(frozen=True)
 class EventSource:
-    """The encoded events of one reply; `end` gives what follows them, or the error in between."""
+    """The encoded events of one reply; `end` gives what follows them, or the error in between.
+
+    `outlet`: where the source may write events while its consumer waits for the next ones.
+    """
 
     chunks: AsyncGenerator[bytes, None]
     end: Callable[[Exception | None], bytes] = openai_end
+    outlet: Outlet | None = None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -117,6 +148,7 @@ class EventStream(Response):
         self.first = first
         self.chunks = source.chunks
         self.end = source.end
+        self.outlet = source.outlet or Outlet()
         self.deadline = deadline
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -124,12 +156,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_until_over(receive, send, direct_send(scope, send))
+            await self._send_until_over(scope, receive, send)
         finally:
+            self.outlet.close()
             await self.chunks.aclose()
 
-    async def _send_until_over(self, receive: Receive, send: Send, direct: Send) -> None:
-        sender = asyncio.create_task(self._send_all(send, direct))
+    async def _send_until_over(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self._send_all(scope, send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait(
@@ -147,17 +180,20 @@ class EventStream(Response):
         finally:
             await _cancel(sender, gone)
 
-    async def _send_all(self, send: Send, direct: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        way = direct_way(scope, send)
         await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        self.outlet.open(way.writer)
         try:
             async for chunk in self.chunks:
-                await direct({"type": "http.response.body", "body": chunk, "more_body": True})
+                await way.send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             await self._send_end(send, error)
         else:
             await self._send_end(send, None)
 
     async def _send_end(self, send: Send, error: Exception | None) -> None:
+        self.outlet.close()
         await send({"type": "http.response.body", "body": self.end(error), "more_body": False})
 
     async def _give_up(self, sender: asyncio.Task[None], send: Send, error: Exception) -> None:

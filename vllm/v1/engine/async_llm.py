@@ -20,7 +20,7 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_stream import OutputStream, Wakes
+from vllm.v1.engine.output_stream import OutputStream, TakeText, Wakes
 from vllm.v1.engine.placements import (
     PlacementChange,
     PlacementGate,
@@ -204,8 +204,13 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        take_text: TakeText | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Leaving the loop early aborts the request.
+
+        `take_text`: called with what would be an output of nothing but new text, while the caller
+        waits for the next output and has all before; what it takes is not yielded. An exception of
+        it ends the loop.
 
         Raises `VLLMValidationError` before the engine sees a bad request, or later when what it
         asks for leaves nothing to sample; `EngineGenerateError` when this request failed,
@@ -234,7 +239,7 @@ class AsyncLLM:
             admitted = await self.engine_core.call_utility("admit_placement", placement)
             processed.request.sampling_params.placement = admitted
         await self._placement_gate.passed()
-        stream = self._start(processed, request_id)
+        stream = self._start(processed, request_id, take_text)
         finished = False
         try:
             while not finished:
@@ -257,14 +262,18 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_thread, process)
 
-    def _start(self, processed: ProcessedInput, request_id: str) -> OutputStream:
+    def _start(
+        self, processed: ProcessedInput, request_id: str, take_text: TakeText | None
+    ) -> OutputStream:
         if self.errored:
             raise self.dead_error
         self._front_end.require_awake()
         self._ensure_handler()
-        stream = OutputStream(processed.request.sampling_params.output_kind, self._wakes)
+        kind = processed.request.sampling_params.output_kind
+        stream = OutputStream(kind, self._wakes, take_text)
+        text_sink = None if take_text is None else stream.put_text
         children = self.output_processor.add_request(
-            processed.request, request_id, processed.prompt_text, stream.put
+            processed.request, request_id, processed.prompt_text, stream.put, text_sink
         )
         stream.request_ids = [child.request_id for child in children]
         try:

@@ -180,12 +180,16 @@ class Detokenizer:
             self._new_texts.clear()
         return self._text
 
-    def pass_on(self, token_id: int) -> str:
-        """Add a token and take its new text; where text is sent at once, and all so far was."""
-        self.token_ids.append(token_id)
+    def pass_on(self, token_ids: list[int]) -> str:
+        """Add tokens and take their new text; where text is sent at once, and all so far was."""
+        self.token_ids += token_ids
         if self._decoder is None:
             return ""
-        text = self._decoder.decode(token_id)
+        decode = self._decoder.decode
+        if len(token_ids) == 1:
+            text = decode(token_ids[0])
+        else:
+            text = "".join([decode(token_id) for token_id in token_ids])
         self._new_texts.append(text)
         self._num_sent += len(text)
         return text

@@ -23,6 +23,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import LogprobsCollector, TokenTexts
+from vllm.v1.engine.output_stream import TakeText
 from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
 from vllm.v1.engine.plain_outputs import split_tokens
 from vllm.v1.engine.request_state import OutputSink, RequestState
@@ -82,10 +83,11 @@ class OutputProcessor:
         external_id: str,
         prompt: str | None,
         sink: OutputSink | None = None,
+        text_sink: TakeText | None = None,
     ) -> list[EngineCoreRequest]:
         """Start following a request; returns the n requests that the core makes of it.
 
-        Raises `VLLMValidationError` if the id is in use.
+        `text_sink`: gets what is only text, and `sink` that only if it says False. Raises `VLLMValidationError` if the id is in use.
         """
         params = request.sampling_params
         parent = None if params.n == 1 else ParentRequest(params.n, params.output_kind)
@@ -107,6 +109,7 @@ class OutputProcessor:
                 sink,
                 parent,
                 index,
+                text_sink,
             )
             self._internal_ids[external_id].append(child.request_id)
         return children
@@ -153,17 +156,20 @@ class OutputProcessor:
             if state.is_over:
                 continue
             sink = state.sink
-            if not state.passes_on or len(tokens) != 1 or sink is None:
+            if not state.passes_on or sink is None:
                 output = EngineCoreOutput(state.request_id, tokens)
                 self._try(state, output, timestamp, iteration, processed)
                 continue
             try:
-                sink(state.pass_on(tokens[0]))
+                text = state.pass_on(tokens)
+                take = state.text_sink
+                if take is None or not take(state.index, text, len(tokens)):
+                    sink(state.text_output(text, tokens))
             except Exception as error:
                 self._cannot_make(state, error, timestamp, iteration, processed)
             else:
                 if iteration is not None:
-                    iteration.add_next_token(state.stats, timestamp)
+                    iteration.add_next_tokens(state.stats, len(tokens), timestamp)
 
     def _try(
         self,

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+
+#: takes text that a completion (its index) got with some tokens (their number), if it can do so
+#: without waiting; else says False, and the text comes as an output
+TakeText = Callable[[int, str, int], bool]
 
 
 class Wakes:
@@ -14,23 +19,23 @@ class Wakes:
     handler has not looked at yet may go out with those at hand."""
 
     def __init__(self) -> None:
-        self._held = False
+        self.are_held = False
         self._streams: list[OutputStream] = []
 
     def hold(self) -> None:
         """From now on consumers wait, except for those of a first output or an error."""
-        self._held = True
+        self.are_held = True
 
     def release(self) -> None:
         """Wake those who wait."""
-        self._held = False
+        self.are_held = False
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.wake()
 
     def wake(self, stream: OutputStream) -> None:
         """Wake the consumer of `stream`, or note it."""
-        if self._held:
+        if self.are_held:
             self._streams.append(stream)
         else:
             stream.wake()
@@ -39,11 +44,17 @@ class Wakes:
 class OutputStream:
     """Outputs the consumer has not taken are merged, so a slow consumer holds back nobody.
 
-    Used on one event loop, by one consumer.
+    Used on one event loop, by one consumer. `take_text`: takes text in its place, while it waits.
     """
 
-    def __init__(self, output_kind: RequestOutputKind, wakes: Wakes | None = None) -> None:
+    def __init__(
+        self,
+        output_kind: RequestOutputKind,
+        wakes: Wakes | None = None,
+        take_text: TakeText | None = None,
+    ) -> None:
         self.request_ids: list[str] = []
+        self._take_text = take_text
         self._aggregate = output_kind is RequestOutputKind.DELTA
         self._wakes = wakes or Wakes()
         self._began = False
@@ -65,6 +76,23 @@ class OutputStream:
             else:
                 self._began = True
                 self.wake()
+
+    def put_text(self, index: int, text: str, num_tokens: int) -> bool:
+        """Hand on new text of a completion and nothing else, if the consumer waits for it and can
+        take it like this; else it is to be put as an output."""
+        if (
+            self._take_text is None
+            or self._output is not None
+            or self._waiter is None
+            or self._waiter.done()
+            or self._wakes.are_held
+        ):
+            return False
+        try:
+            return self._take_text(index, text, num_tokens)
+        except Exception as error:
+            self.fail(error)
+            return True
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, after what was put before."""

@@ -21,6 +21,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.logprobs import LogprobsCollector, PendingPromptLogprobs
+from vllm.v1.engine.output_stream import TakeText
 from vllm.v1.engine.parallel_sampling import CacheReceipt, ParentRequest
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -46,11 +47,14 @@ class RequestState:
         sink: OutputSink | None = None,
         parent: ParentRequest | None = None,
         index: int = 0,
+        text_sink: TakeText | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.external_id = external_id
         self.params = request.sampling_params
         self.sink = sink
+        #: takes text before the sink does, where `passes_on`
+        self.text_sink = text_sink
         self.stats = RequestStateStats(
             arrival_time=request.arrival_time,
             arrival_ts=time.monotonic() - max(0.0, time.time() - request.arrival_time),
@@ -67,7 +71,7 @@ class RequestState:
         self._stream_interval = stream_interval
         self._final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         self._parent = parent
-        self._index = index
+        self.index = index
         self._own_receipt = CacheReceipt()
         self._num_sent_tokens = 0
         self._num_drafts: tuple[int, int] | None = None
@@ -173,17 +177,21 @@ class RequestState:
             cache_report=self._receipt().report,
         )
 
-    def pass_on(self, token_id: int) -> RequestOutput:
-        """As `update` and `make_output` for a token after the first, where `passes_on`."""
-        text = self._detokenizer.pass_on(token_id)
-        self._num_sent_tokens += 1
+    def pass_on(self, token_ids: list[int]) -> str:
+        """As `update` for tokens after the first, where `passes_on`; returns their text, which is
+        to be shown at once."""
+        self._num_sent_tokens += len(token_ids)
+        return self._detokenizer.pass_on(token_ids)
+
+    def text_output(self, text: str, token_ids: list[int]) -> RequestOutput:
+        """As `make_output` for what `pass_on` returned."""
         receipt = self._receipt()
         return RequestOutput(
             self.external_id,
             self._prompt,
             self._prompt_token_ids,
             None,
-            [CompletionOutput(self._index, text, [token_id])],
+            [CompletionOutput(self.index, text, token_ids)],
             False,
             self.stats,
             num_cached_tokens=receipt.num_cached_tokens,
@@ -192,7 +200,7 @@ class RequestState:
 
     def bare_error_output(self) -> RequestOutput:
         """The last output of a request whose outputs cannot be made: that it failed."""
-        failed = CompletionOutput(self._index, "", [], finish_reason=str(FinishReason.ERROR))
+        failed = CompletionOutput(self.index, "", [], finish_reason=str(FinishReason.ERROR))
         return RequestOutput(
             self.external_id, self._prompt, self._prompt_token_ids, None, [failed], True
         )
@@ -222,7 +230,7 @@ class RequestState:
             logprobs = list(sample) if sample is not None else None
         self._num_sent_tokens = len(self._token_ids)
         return CompletionOutput(
-            self._index,
+            self.index,
             text,
             tokens,
             self._logprobs.cumulative,

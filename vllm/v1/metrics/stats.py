@@ -86,10 +86,12 @@ class IterationStats:
             self.inter_token_latencies.append(timestamp - stats.last_token_ts)
         stats.last_token_ts = timestamp
 
-    def add_next_token(self, stats: RequestStateStats, timestamp: float) -> None:
-        """Count one token of a request that had its first."""
-        self.num_generation_tokens += 1
-        stats.num_generation_tokens += 1
+    def add_next_tokens(
+        self, stats: RequestStateStats, num_new_tokens: int, timestamp: float
+    ) -> None:
+        """Count new tokens of a request that had its first."""
+        self.num_generation_tokens += num_new_tokens
+        stats.num_generation_tokens += num_new_tokens
         self.inter_token_latencies.append(timestamp - stats.last_token_ts)
         stats.last_token_ts = timestamp
 

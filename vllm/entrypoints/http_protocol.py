@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's end of an HTTP connection, with a short way for the pieces of a reply."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+#: where the ASGI scope of a request has its `PieceWriter`
+_KEY = "vllm.piece_writer"
+
+
+class PieceWriter:
+    """Writes pieces of one reply without a task: between its head and its end, while the
+    connection is open and takes data."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a piece may be written now; else send it and wait as long as that takes."""
+        cycle = self._cycle
+        return (
+            not self._flow.write_paused
+            and cycle.chunked_encoding is True
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece that is not empty, where `is_ready`."""
+        self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+class StreamingProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, whose requests bring their `PieceWriter`."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        # The request's task, which has the same scope, begins later.
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+
+
+def piece_writer(scope: Scope) -> PieceWriter | None:
+    """What writes pieces of the reply; None where another server has the connection."""
+    writer: PieceWriter | None = scope.get(_KEY)
+    return writer
