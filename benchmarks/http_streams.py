@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import offline, starts
+from benchmarks.api_overhead import stream_counts
 from benchmarks.served_process import ServedProcess
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
@@ -304,14 +305,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if options.model and options.step_ms:
         parser.error("--step-ms is of the free model; a real one takes the time it takes")
     return options
-
-
-def stream_counts(text: str) -> list[int]:
-    """`1,8,64`."""
-    counts = [int(word) for word in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError("expected positive numbers")
-    return counts
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,11 +36,17 @@ _BLOCK_SIZE = 16
 _NUM_BLOCKS = 40_000
 _MAX_MODEL_LEN = 4096
 _VOCAB_SIZE = 4096
+#: ends the reasoning of a reply, where replies reason
+_END_OF_REASONING = "</think>"
+_CONVERSATION = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-def train_tokenizer(directory: Path) -> int:
-    """A byte-level BPE over this project's docs, saved to `directory`; returns its size."""
+def train_tokenizer(directory: Path, reasons: bool = False) -> int:
+    """A byte-level BPE over this project's docs, saved to `directory`; returns its size.
+
+    `reasons`: its chat template opens the reasoning of the reply, and its last token closes it.
+    """
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -50,7 +57,10 @@ def train_tokenizer(directory: Path) -> int:
     )
     inner.train([str(page) for page in sorted(_DOCS.glob("*.md"))], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = _CONVERSATION
+    if reasons:
+        tokenizer.add_tokens([_END_OF_REASONING])
+        tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     tokenizer.save_pretrained(directory)
     return len(tokenizer)
 
@@ -61,9 +71,10 @@ def make_config(
     step_s: float,
     num_blocks: int = _NUM_BLOCKS,
     max_model_len: int = _MAX_MODEL_LEN,
+    reasoning_tokens: int = 0,
 ) -> VllmConfig:
     """A configuration without weights; the tokenizer is written to `directory`."""
-    vocab_size = train_tokenizer(directory)
+    vocab_size = train_tokenizer(directory, reasons=reasoning_tokens > 0)
     hf_config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
@@ -90,7 +101,11 @@ def make_config(
             async_scheduling=True,
         ),
         device_config=DeviceConfig(device="cpu"),
-        additional_config={"step_s": step_s, "vocab_size": vocab_size},
+        additional_config={
+            "step_s": step_s,
+            "vocab_size": vocab_size,
+            "reasoning_tokens": reasoning_tokens,
+        },
     )
 
 
@@ -100,7 +115,12 @@ class TokenExecutor(Executor):
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
         self._step_s: float = vllm_config.additional_config["step_s"]
-        self._vocab_size: int = vllm_config.additional_config["vocab_size"]
+        #: the tokens of every reply before the one that ends its reasoning
+        self._reasoning_tokens: int = vllm_config.additional_config["reasoning_tokens"]
+        #: tokens so far, by request, of replies that reason
+        self._num_made: Counter[str] = Counter()
+        self._end_of_reasoning: int = vllm_config.additional_config["vocab_size"] - 1
+        self._vocab_size = self._end_of_reasoning + (not self._reasoning_tokens)
         self._num_steps = 0
         self._next_start = 0.0
         self._pool = ThreadPoolExecutor(1)
@@ -128,13 +148,20 @@ class TokenExecutor(Executor):
         self._next_start = time.monotonic() + self._step_s
         self._num_steps += 1
         req_ids = list(output.num_scheduled_tokens)
+        if self._reasoning_tokens:
+            self._num_made.update(output.sampling_req_ids)
+            for req_id in output.finished_req_ids:
+                self._num_made.pop(req_id, None)
         tokens = [
-            [(self._num_steps * 17 + i * 31) % self._vocab_size]
-            if req_id in output.sampling_req_ids
-            else []
+            [self._token(i, req_id)] if req_id in output.sampling_req_ids else []
             for i, req_id in enumerate(req_ids)
         ]
         return ModelRunnerOutput(req_ids=req_ids, sampled_token_ids=tokens)
+
+    def _token(self, row: int, req_id: str) -> int:
+        if self._reasoning_tokens and self._num_made[req_id] == self._reasoning_tokens + 1:
+            return self._end_of_reasoning
+        return (self._num_steps * 17 + row * 31) % self._vocab_size
 
     def send_token_masks(self, words: np.ndarray) -> None:
         """Tokens are arbitrary: a constrained request ends with an error."""
@@ -171,8 +198,14 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=_NUM_BLOCKS, help="of 16 tokens")
     parser.add_argument("--max-model-len", type=int, default=_MAX_MODEL_LEN)
     parser.add_argument("--api-server-count", type=int, default=1)
+    parser.add_argument("--reasoning-tokens", type=int, default=0, help="open each reply, if any")
+    parser.add_argument("--reasoning-parser")
+    parser.add_argument("--tool-call-parser")
     options = parser.parse_args()
     args = FrontEndArgs(
+        reasoning_parser=options.reasoning_parser or "",
+        tool_call_parser=options.tool_call_parser,
+        enable_auto_tool_choice=options.tool_call_parser is not None,
         host="127.0.0.1",
         port=options.port,
         disable_uvicorn_access_log=True,
@@ -185,6 +218,7 @@ def main() -> int:
             options.step_ms / 1e3,
             options.num_blocks,
             options.max_model_len,
+            options.reasoning_tokens,
         )
         return serve(
             bind(args),

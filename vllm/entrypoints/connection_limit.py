@@ -12,8 +12,8 @@ from vllm.entrypoints.tally import Tally
 
 
 def limited_protocol(max_connections: int, tally: Tally) -> type[StreamingProtocol]:
-    """The server's protocol, whose connections over the limit answer 503 to everything; `tally`: the
-    open ones of all processes that serve."""
+    """The server's protocol, whose connections over the limit answer 503 to everything; `tally`:
+    the open ones of all processes that serve."""
     refusal = ErrorInfo(
         HTTPStatus.SERVICE_UNAVAILABLE,
         "ServiceUnavailable",

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 
-@dataclass(frozen=True)
-class ReasoningDelta:
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """What a piece of text added; the reasoning of a reply comes before its content."""
 
     reasoning: str = ""

@@ -50,6 +50,8 @@ class ThinkTagParser(ReasoningParser):
         if self._where is _Where.CONTENT:
             return ReasoningDelta(content=text)
         self._pending = ""
+        if self._where is _Where.REASONING and "<" not in text:
+            return ReasoningDelta(text)
         if self._where is _Where.START:
             begin = text.lstrip()
             if _OPEN.startswith(begin) and begin != _OPEN:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import msgspec
 
 from vllm.tool_parsers.json_text import parse_json
 
@@ -14,8 +15,7 @@ from vllm.tool_parsers.json_text import parse_json
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """What a piece of text added to call `index`; `name` is set when the call begins with it."""
 
     index: int
@@ -24,8 +24,7 @@ class CallDelta:
     arguments: str
 
 
-@dataclass(frozen=True)
-class ToolDelta:
+class ToolDelta(msgspec.Struct, frozen=True):
     """What a piece of text added: content outside of calls, and at most one entry per call."""
 
     content: str = ""
@@ -104,6 +103,9 @@ class ReplyBuilder:
 
     def take(self) -> ToolDelta:
         """Everything since the last call of this method."""
+        if not self._arguments:  # which holds an entry for every name
+            content, self._content = self._content, ""
+            return ToolDelta(content)
         calls = tuple(
             CallDelta(index, self._names.get(index), arguments)
             for index, arguments in self._arguments.items()

@@ -34,6 +34,9 @@ class TaggedCallParser(ToolParser):
         """What reads on from each place; it returns False when more text is needed to go on."""
 
     def _consume(self, text: str) -> None:
+        if self._where is self._content and not self._pending and "<" not in text:
+            self.reply.say(text)
+            return
         self._pending += text
         while self._pending and self._step():
             pass

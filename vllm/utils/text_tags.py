@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding tags in text that arrives in pieces."""
 
+import functools
 from collections.abc import Sequence
 
 
@@ -10,11 +11,18 @@ def find_first(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
+@functools.lru_cache(maxsize=256)
+def _beginnings(tags: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """The first characters of all tags, and the length of the longest unfinished tag."""
+    return frozenset(tag[0] for tag in tags), max(map(len, tags)) - 1
+
+
 def num_held(text: str, tags: Sequence[str]) -> int:
     """How many characters at the end of `text` could be the beginning of a tag."""
-    firsts = {tag[0] for tag in tags}
-    longest = max(map(len, tags)) - 1
+    firsts, longest = _beginnings(tuple(tags))
     tail = text[-longest:]
+    if firsts.isdisjoint(tail):
+        return 0
     for at, char in enumerate(tail):
         if char in firsts:
             end = tail[at:]
@@ -25,7 +33,10 @@ def num_held(text: str, tags: Sequence[str]) -> int:
 
 def split_held(text: str, tags: Sequence[str]) -> tuple[str, str]:
     """`text` without, and only, the characters that could begin a tag."""
-    cut = len(text) - num_held(text, tags)
+    held = num_held(text, tags)
+    if not held:
+        return text, ""
+    cut = len(text) - held
     return text[:cut], text[cut:]
 
 

@@ -7,10 +7,12 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.entrypoints.openai.protocol.sampling import refuse
 from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
-from vllm.reasoning import ReasoningDelta, ReasoningParser, reasoning_parsers
-from vllm.tool_parsers import CallDelta, ToolDelta, ToolParser, tool_parsers
+from vllm.reasoning import ReasoningParser, reasoning_parsers
+from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
 from vllm.tool_parsers.json_list import JsonListParser
 from vllm.tool_parsers.named_call import NamedCallParser
 
@@ -55,8 +57,7 @@ class ChatParsers:
         return tags
 
 
-@dataclass(frozen=True)
-class ReplyDelta:
+class ReplyDelta(msgspec.Struct, frozen=True):
     """What a piece of generated text added to the message."""
 
     reasoning: str
@@ -97,14 +98,18 @@ class ReplySplitter:
         reasoning, content = "", text
         if self._reasoning is not None:
             split = self._reasoning.feed(text)
-            rest = self._reasoning.finish() if finished else ReasoningDelta()
-            reasoning, content = split.reasoning + rest.reasoning, split.content + rest.content
-        found = ToolDelta(content)
-        if self._tool is not None:
+            reasoning, content = split.reasoning, split.content
+            if finished:
+                rest = self._reasoning.finish()
+                reasoning, content = reasoning + rest.reasoning, content + rest.content
+        calls: tuple[CallDelta, ...] = ()
+        if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
-        calls = tuple(call for call in found.calls if self._parallel or call.index == 0)
-        self.called = self.called or bool(calls)
-        return ReplyDelta(reasoning if self._include_reasoning else "", found.content, calls)
+            content, calls = found.content, found.calls
+            if calls and not self._parallel:
+                calls = tuple(call for call in calls if call.index == 0)
+            self.called = self.called or bool(calls)
+        return ReplyDelta(reasoning if self._include_reasoning else "", content, calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason to report: a reply with calls that ended by itself ended for them."""

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.http_protocol import PieceWriter
 from vllm.entrypoints.openai.deadline import Deadline, shutting_down
 from vllm.entrypoints.openai.direct_send import direct_way
-from vllm.entrypoints.http_protocol import PieceWriter
 from vllm.entrypoints.openai.errors import describe
 from vllm.logger import init_logger
 

@@ -87,7 +87,8 @@ class OutputProcessor:
     ) -> list[EngineCoreRequest]:
         """Start following a request; returns the n requests that the core makes of it.
 
-        `text_sink`: gets what is only text, and `sink` that only if it says False. Raises `VLLMValidationError` if the id is in use.
+        `text_sink`: gets what is only text, and `sink` that only if it says False. Raises
+        `VLLMValidationError` if the id is in use.
         """
         params = request.sampling_params
         parent = None if params.n == 1 else ParentRequest(params.n, params.output_kind)
