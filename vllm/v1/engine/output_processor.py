@@ -23,7 +23,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import LogprobsCollector, TokenTexts
-from vllm.v1.engine.output_stream import TakeText
+from vllm.v1.engine.output_stream import TextSink
 from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
 from vllm.v1.engine.plain_outputs import split_tokens
 from vllm.v1.engine.request_state import OutputSink, RequestState
@@ -83,11 +83,11 @@ class OutputProcessor:
         external_id: str,
         prompt: str | None,
         sink: OutputSink | None = None,
-        text_sink: TakeText | None = None,
+        text_sink: TextSink | None = None,
     ) -> list[EngineCoreRequest]:
         """Start following a request; returns the n requests that the core makes of it.
 
-        `text_sink`: gets what is only text, and `sink` that only if it says False. Raises
+        `text_sink`: gets what is nothing but text, instead of `sink`. Raises
         `VLLMValidationError` if the id is in use.
         """
         params = request.sampling_params
@@ -163,8 +163,9 @@ class OutputProcessor:
                 continue
             try:
                 text = state.pass_on(tokens)
-                take = state.text_sink
-                if take is None or not take(state.index, text, len(tokens)):
+                if state.text_sink is not None:
+                    state.text_sink(state.index, text, tokens, state.text_output)
+                else:
                     sink(state.text_output(text, tokens))
             except Exception as error:
                 self._cannot_make(state, error, timestamp, iteration, processed)

@@ -13,6 +13,24 @@ from vllm.sampling_params import RequestOutputKind
 #: without waiting; else says False, and the text comes as an output
 TakeText = Callable[[int, str, int], bool]
 
+#: the output of a completion that got text with tokens, and nothing else
+MakeTextOutput = Callable[[str, list[int]], RequestOutput]
+#: takes a completion's index, its new text, the tokens that it got it with, and what makes an
+#: output of them
+TextSink = Callable[[int, str, list[int], MakeTextOutput], None]
+
+
+class _HeldText:
+    """Texts of one completion that go out together."""
+
+    def __init__(self, make_output: MakeTextOutput) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self._make_output = make_output
+
+    def as_output(self) -> RequestOutput:
+        return self._make_output("".join(self.texts), self.token_ids)
+
 
 class Wakes:
     """Wakes consumers at once or, while it is held, together when it is released: outputs that the
@@ -59,6 +77,8 @@ class OutputStream:
         self._wakes = wakes or Wakes()
         self._began = False
         self._output: RequestOutput | None = None
+        #: text by completion that came while wakes were held; there is no output beside it
+        self._held_texts: dict[int, _HeldText] = {}
         self._error: Exception | None = None
         #: what the consumer waits for
         self._waiter: asyncio.Future[None] | None = None
@@ -67,7 +87,12 @@ class OutputStream:
         """Add an output, or the error with which the request failed."""
         if isinstance(output, Exception):
             self.fail(output)
-        elif self._output is not None:
+            return
+        self._turn_held_texts()
+        self._add(output)
+
+    def _add(self, output: RequestOutput) -> None:
+        if self._output is not None:
             self._output.add(output, aggregate=self._aggregate)
         else:
             self._output = output
@@ -77,31 +102,65 @@ class OutputStream:
                 self._began = True
                 self.wake()
 
-    def put_text(self, index: int, text: str, num_tokens: int) -> bool:
-        """Hand on new text of a completion and nothing else, if the consumer waits for it and can
-        take it like this; else it is to be put as an output."""
-        if (
-            self._take_text is None
-            or self._output is not None
-            or self._waiter is None
-            or self._waiter.done()
-            or self._wakes.are_held
-        ):
-            return False
+    def put_text(
+        self, index: int, text: str, token_ids: list[int], make_output: MakeTextOutput
+    ) -> None:
+        """Add new text of a completion, and nothing else: for `take_text` if the consumer waits for
+        it, else as an output."""
+        if self._take_text is None or self._output is not None or not self._is_awaited:
+            self.put(make_output(text, token_ids))
+        elif self._wakes.are_held:
+            if not self._held_texts:
+                self._wakes.wake(self)
+            held = self._held_texts.get(index)
+            if held is None:
+                held = self._held_texts[index] = _HeldText(make_output)
+            held.texts.append(text)
+            held.token_ids += token_ids
+        elif not self._offer(self._take_text, index, text, len(token_ids)):
+            self.put(make_output(text, token_ids))
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the consumer has all before and sleeps."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _offer(self, take_text: TakeText, index: int, text: str, num_tokens: int) -> bool:
+        """Whether the text went away, or the stream ended for it."""
         try:
-            return self._take_text(index, text, num_tokens)
+            return take_text(index, text, num_tokens)
         except Exception as error:
             self.fail(error)
             return True
 
+    def _offer_held_texts(self) -> None:
+        """Let text that was held go the short way, as far as it can."""
+        while self._held_texts and self._take_text is not None and self._is_awaited:
+            index, held = self._held_texts.popitem()
+            text = "".join(held.texts)
+            if not self._offer(self._take_text, index, text, len(held.token_ids)):
+                self._held_texts[index] = held
+                return
+
+    def _turn_held_texts(self) -> None:
+        """Into outputs."""
+        held, self._held_texts = self._held_texts, {}
+        for one in held.values():
+            self._add(one.as_output())
+
     def fail(self, error: Exception) -> None:
         """End the stream with an error, after what was put before."""
+        self._turn_held_texts()
         if self._error is None:
             self._error = error
         self.wake()
 
     def wake(self) -> None:
-        """Let the consumer look."""
+        """Let the consumer look, if there is anything left for it."""
+        self._offer_held_texts()
+        self._turn_held_texts()
+        if self._output is None and self._error is None:
+            return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -21,7 +21,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.logprobs import LogprobsCollector, PendingPromptLogprobs
-from vllm.v1.engine.output_stream import TakeText
+from vllm.v1.engine.output_stream import TextSink
 from vllm.v1.engine.parallel_sampling import CacheReceipt, ParentRequest
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -47,13 +47,13 @@ class RequestState:
         sink: OutputSink | None = None,
         parent: ParentRequest | None = None,
         index: int = 0,
-        text_sink: TakeText | None = None,
+        text_sink: TextSink | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.external_id = external_id
         self.params = request.sampling_params
         self.sink = sink
-        #: takes text before the sink does, where `passes_on`
+        #: takes text instead of the sink, where `passes_on`
         self.text_sink = text_sink
         self.stats = RequestStateStats(
             arrival_time=request.arrival_time,
