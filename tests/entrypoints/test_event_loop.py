@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing that a request asks for keeps the event loop, and with it all other clients, busy.
 
-The server and the engine are real but for the model; counted is the loop's own CPU time, which
-other processes of the machine do not change.
+The server and the engine are real but for the model; counted is the loop's own CPU time, relative
+to that of some other work, so that neither a slow machine nor a busy one changes the result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.slow
 
-#: longest time that one callback may take
+#: longest time that one callback may take on a core that does `other_work` in `_WORK_S`
 LIMIT_S = 0.010
+_WORK_S = 0.005
 _ATTEMPTS = 3
 JSON = {"content-type": "application/json"}
 
@@ -105,6 +106,21 @@ for _attack in attacks(seed=0):
     WITHIN[f"attack: {_attack.name}"] = (_attack.path, _attack.body)
 
 
+def limit_s() -> float:
+    """`LIMIT_S`, longer on a core that is slower now."""
+    return LIMIT_S * max(1.0, min(other_work() for _ in range(3)) / _WORK_S)
+
+
+def other_work() -> float:
+    """CPU seconds of this thread for what callbacks do: parsing, and small Python objects."""
+    data = json.dumps([{"a": i, "b": [str(i)]} for i in range(2000)])
+    began = time.thread_time()
+    for _ in range(2):
+        json.loads(data)
+    assert sum(len(str(i)) for i in range(20_000)) == 88_890
+    return time.thread_time() - began
+
+
 class Callbacks:
     """CPU seconds of every callback of the event loop, the longest one first."""
 
@@ -174,7 +190,7 @@ def test_no_callback_takes_long(
                     found, reply = await longest(client, path, data)
                     if name in SCORED:
                         assert reply.status_code == 200 and "logprob" in reply.text, reply.text
-                    if found[0] <= LIMIT_S:
+                    if found[0] <= LIMIT_S or found[0] <= limit_s():
                         break
                 else:
                     slow[name] = found

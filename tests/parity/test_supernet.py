@@ -222,10 +222,14 @@ def test_changes_under_load_corrupt_nothing(
     ended: list[RequestOutput] = []
     done = asyncio.Event()
 
-    async def one(name: str, ids: list[int], length: int) -> RequestOutput:
+    async def one(
+        name: str, ids: list[int], length: int, begun: asyncio.Event | None = None
+    ) -> RequestOutput:
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         async for output in served.generate(TokensPrompt(prompt_token_ids=ids), params, name):
             last = output
+            if begun is not None:
+                begun.set()
         return last
 
     async def client(number: int) -> None:
@@ -262,8 +266,9 @@ def test_changes_under_load_corrupt_nothing(
             assert tokens in [text[: len(tokens)] for text in possible]
             assert output.outputs[0].finish_reason == "length"
         assert len({str(found) for found in texts[3]}) > 1
-        busy = asyncio.ensure_future(one("long", batch[0], 200))
-        await asyncio.sleep(0.05)
+        running = asyncio.Event()
+        busy = asyncio.ensure_future(one("long", batch[0], 200, running))
+        await running.wait()
         with pytest.raises(VLLMValidationError, match="requests are running"):
             await served.change_placement("all-gdn", "refuse")
         await busy

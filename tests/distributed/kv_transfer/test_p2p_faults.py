@@ -90,7 +90,7 @@ def test_all_of_it_comes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_damage_is_noticed(damage: str, policy: str, tmp_path: Path) -> None:
-    case = loopback()
+    case = loopback(timeout_s=120.0)
     with running(case, "hybrid_rows", tmp_path, policy=policy) as engine:
         turn = left_behind(engine)
         assert engine.damage(case, damage)
@@ -101,7 +101,7 @@ def test_damage_is_noticed(damage: str, policy: str, tmp_path: Path) -> None:
             name = engine.add(turn)
             engine.settle()
             assert engine.reason(name) is FinishReason.ERROR
-        assert time.monotonic() - began < 4, "not the timeout: the peer said so"
+        assert time.monotonic() - began < 60, "not the timeout: the peer said so"
         [output] = engine.generate(PROMPTS[1])
         assert output.finish_reason is FinishReason.LENGTH, "the others go on"
 
