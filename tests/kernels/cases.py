@@ -5,11 +5,14 @@ A case is the op's keyword arguments. Caches are strided views of an arena poiso
 a read of an unwritten slot or a write to a foreign one shows.
 """
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.nightly import covering
 from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.interface import Kernels
@@ -21,6 +24,13 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecod
 Case = dict[str, Any]
 CACHES = {"kv_cache", "cache", "conv_state", "ssm_state"}
 EPS = 1e-6
+
+
+def over_dtypes(*choices: Sequence[Any]) -> list[Any]:
+    """Parameter sets of the product of `choices` and the fixture `dtype`: those that cover every
+    pair in the interpreter, all where bf16 is compiled."""
+    bf16 = product(*choices, ("bfloat16",))
+    return [*covering(*choices, ("float32", "float16")), *bf16]
 
 
 def error_ratio(out: Tensor, ref: Tensor) -> float:

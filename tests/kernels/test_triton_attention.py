@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.kernels.cases import TOLERANCE, attention_case, check
+from tests.kernels.cases import TOLERANCE, attention_case, check, over_dtypes
 from vllm.kernels.attention import AttentionProblem, QueryRows, triton_decode
 from vllm.kernels.attention.triton_decode import SPLIT_KEYS, arrivals, decode_tile, num_splits
 from vllm.kernels.cuda import CudaKernels
@@ -18,8 +18,11 @@ VERIFY = [(4, 4), (1, 90), (3, 65), (4, 130)]
 PREFILL = [(1, 50), (70, 70), (33, 100), (2, 3), (65, 65)]
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 12), (4, 1, 32), (6, 2, 80), (4, 2, 256)])
-@pytest.mark.parametrize("lengths", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dtype"),
+    over_dtypes([DECODE, VERIFY, PREFILL], [(2, 2, 12), (4, 1, 32), (6, 2, 80), (4, 2, 256)]),
+    indirect=["dtype"],
+)
 def test_against_reference(lengths, heads, dtype, device):
     case = attention_case(lengths, heads, dtype, device, padding=2)
     check(kernels, "paged_attention", case, TOLERANCE[dtype])

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.kernels.cases import TOLERANCE, check, conv_case, error_ratio
+from tests.kernels.cases import TOLERANCE, check, conv_case, error_ratio, over_dtypes
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.norm.naive import normalise
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
@@ -17,9 +17,13 @@ pytestmark = pytest.mark.slow
 kernels = CudaKernels()
 
 
-@pytest.mark.parametrize("width, bias", [(4, False), (4, True), (3, False), (2, True)])
-@pytest.mark.parametrize("channels", [20, 300])
-def test_ragged_prefill(width, bias, channels, dtype, device):
+@pytest.mark.parametrize(
+    ("weight", "channels", "dtype"),
+    over_dtypes([(4, False), (4, True), (3, False), (2, True)], [20, 300]),
+    indirect=["dtype"],
+)
+def test_ragged_prefill(weight, channels, dtype, device):
+    width, bias = weight
     case = conv_case(
         [1, 2, 40, 0, 16, 33], [True, False, True, True, False, True], channels, dtype, device,
         width=width, bias=bias, padding=2,

@@ -4,7 +4,15 @@
 import pytest
 import torch
 
-from tests.kernels.cases import Case, check, error_ratio, gdn_case, gdn_decode_case
+from tests.kernels.cases import (
+    Case,
+    check,
+    error_ratio,
+    gdn_case,
+    gdn_decode_case,
+    over_dtypes,
+)
+from tests.nightly import covering
 from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cuda import CudaKernels
 from vllm.model_executor.layers.fla.ops import (
@@ -85,8 +93,11 @@ def test_prefill_of_repeated_keys(device):
     check(kernels, "gdn_prefill", case, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("heads", [(2, 4, 16, 24), (1, 1, 12, 40), (1, 2, 96, 192)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "bias", "dtype"),
+    over_dtypes([(2, 4, 16, 24), (1, 1, 12, 40), (1, 2, 96, 192)], [False, True]),
+    indirect=["dtype"],
+)
 def test_decode(heads, bias, dtype, device):
     case = gdn_decode_case(3, heads, dtype, device, bias=bias, padding=2)
     check(kernels, "gdn_decode", case, TOLERANCE[dtype])
@@ -117,9 +128,14 @@ def test_decode_continues_prefill(device):
     assert error_ratio(step["out"], whole[66:].double()) < 1e-5
 
 
-@pytest.mark.parametrize("lengths", [None, [3, 0, 67, 10]])
-@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
-@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize(
+    ("function", "lengths", "l2norm"),
+    covering(
+        [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule],
+        [None, [3, 0, 67, 10]],
+        [False, True],
+    ),
+)
 def test_published_functions(function, lengths, l2norm, device):
     batch, tokens = (2, 35) if lengths is None else (1, 80)
     q, k = l2_normalise(torch.randn(2, batch, tokens, 2, 16, device=device))
