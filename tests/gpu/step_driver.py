@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -26,11 +27,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN)
 
 
 @contextmanager
-def engine(monkeypatch: pytest.MonkeyPatch, family: str, **settings: Any) -> Iterator[LLM]:
-    """A tiny model's engine in this process."""
+def engine(monkeypatch: pytest.MonkeyPatch, family: str | Path, **settings: Any) -> Iterator[LLM]:
+    """A tiny model's engine in this process; `family` may be a checkpoint."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm = LLM(
-        str(tiny_model(family, torch.bfloat16)),
+        str(family if isinstance(family, Path) else tiny_model(family, torch.bfloat16)),
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=24,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from step_driver import Driver, EagerSteps, Outcome, engine, observed, on_worker
+from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
+from step_driver import MAX_MODEL_LEN, Driver, EagerSteps, Outcome, engine, observed, on_worker
 
 from vllm.compilation.memory_alias import alias_memory
 from vllm.v1.worker.model_runner import ModelRunner
@@ -80,6 +81,20 @@ def test_default_mode(
     assert Replay(4, whole=True) in replayed.replays
     assert Replay(8, whole=True) in replayed.replays
     assert None in replayed.replays
+
+
+@pytest.mark.parametrize("names", [[*MIXERS], [*MAMBA]])
+def test_mixers_of_apriel2(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prefills in pieces after replays of whole decode steps: neither has the other's baked in."""
+    decoder = pattern(names, MIXERS | MAMBA)
+    positions = {"embeddings": {"max_position_embeddings": MAX_MODEL_LEN}}
+    path = save(tmp_path, decoder, make_tensors(decoder), **positions)
+    with engine(monkeypatch, path) as llm:
+        replayed, _ = on_worker(llm, _compare, monkeypatch)
+    assert Replay(64, whole=False) in replayed.replays
+    assert Replay(4, whole=True) in replayed.replays
 
 
 def test_piecewise_mode_runs_decodes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

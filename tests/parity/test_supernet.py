@@ -211,7 +211,9 @@ def served(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asyn
     engine.shutdown()
 
 
-@pytest.mark.parametrize("changes", [8, *nightly(1000)])
+@pytest.mark.parametrize(
+    "changes", [8, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+)
 def test_changes_under_load_corrupt_nothing(
     changes: int, supernet: Supernet, served: AsyncLLM
 ) -> None:
