@@ -36,12 +36,11 @@ def engine(
     transfer: dict[str, Any] | None, family: str = "qwen3_5", **options: Any
 ) -> Iterator[LLM]:
     settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "disable_log_stats": False}
-    settings["kv_cache_memory_bytes"] = 16 * MB
+    settings |= {"kv_cache_memory_bytes": 16 * MB, "dtype": "float32"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(
             str(tiny_model(family)),
-            dtype="float32",
             kv_transfer_config=transfer,
             **{**settings, **options},
         )
