@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of each host part of a decode step: `python -m benchmarks.host_step [--batch 256]`.
+"""CPU time of each host part of a decode step.
+
+    python -m benchmarks.host_step [--batch 256,1024] [--output FILE]
 
 The device is a model that computes nothing, on the CPU; scheduler, worker, messages and front end
 are the real ones, run one after the other on one thread. Prints milliseconds of CPU time per step:
 the best and the median of the rounds' means (another process on the machine only adds).
+
+Beside the steps, on threads of the core's process, outputs are encoded ("encode", part of every
+step) and requests decoded ("receive", once per request). "steals" is what this takes of the core's
+interpreter: `encode` per step, as a share of the core's parts, and `receive` per request.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -23,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig
 
+from benchmarks.api_overhead import stream_counts
 from benchmarks.token_source import train_tokenizer
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -39,6 +47,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.plain_outputs import PlainOutputsPacker, PlainOutputsUnpacker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -48,11 +57,13 @@ from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.residual_tap import ResidualTap
 
 _BLOCK_SIZE = 16
-_ARENA_BYTES = 1 << 25
+_ARENA_BYTES_PER_REQUEST = 1 << 17
 _DEVICE = torch.device("cpu")
 _PARTS = ("schedule", "worker", "results", "update", "encode", "decode", "front end")
 #: parts that share the core process's interpreter; the front end is another process
 _CORE_PARTS = ("schedule", "worker", "results", "update", "encode")
+#: of the core's process, once per request
+_RECEIVE = "receive"
 
 
 class NoModel(nn.Module):
@@ -145,13 +156,15 @@ class Host:
         self.runner.model = NoModel()
         self.runner.tap = ResidualTap(self.runner.model, [])
         specs = self.runner.get_kv_cache_spec()
-        cache = get_kv_cache_configs(config, [specs], [_ARENA_BYTES])[0]
+        cache = get_kv_cache_configs(config, [specs], [batch * _ARENA_BYTES_PER_REQUEST])[0]
         self.runner.initialize_kv_cache(cache)
         self.scheduler = AsyncScheduler(config, cache)
         train_tokenizer(directory)
         self.front_end = OutputProcessor(AutoTokenizer.from_pretrained(directory))
         self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.requests = MsgpackDecoder(list[EngineCoreRequest])
+        self.packer, self.unpacker = PlainOutputsPacker(), PlainOutputsUnpacker()
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.in_flight: deque[
             tuple[SchedulerOutput, ModelRunnerOutput | AsyncModelRunnerOutput]
@@ -166,7 +179,11 @@ class Host:
         request = EngineCoreRequest(f"{index}-{index:032d}", prompt, params, time.time())
         self.front_end.add_request(request, str(index), None)
         hasher = get_request_block_hasher(_BLOCK_SIZE, get_hash_fn_by_name("sha256"))
-        self.scheduler.add_request(Request.from_engine_core_request(request, hasher))
+        frame = self.encoder.encode([request])
+        with self._timed(_RECEIVE):
+            (arrived,) = self.requests.decode(frame)
+            received = Request.from_engine_core_request(arrived, hasher)
+        self.scheduler.add_request(received)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -193,9 +210,10 @@ class Host:
         with self._timed("update"):
             produced = self.scheduler.update_from_output(output, result)
         with self._timed("encode"):
-            frame = self.encoder.encode(produced[0])
+            frame = self.encoder.encode(self.packer.pack(produced[0]))
         with self._timed("decode"):
             message = self.decoder.decode(frame)
+            self.unpacker.unpack(message)
         with self._timed("front end"):
             self.front_end.process_outputs(message, IterationStats())
 
@@ -203,10 +221,11 @@ class Host:
 def measure(
     batch: int, prompt_len: int, num_rounds: int, steps_per_round: int
 ) -> dict[str, list[float]]:
-    """Mean seconds per step of every round, by part."""
+    """Mean seconds per step of every round, by part; of "receive", seconds of every request."""
     rounds: dict[str, list[float]] = {part: [] for part in _PARTS}
     with tempfile.TemporaryDirectory() as directory:
         host = Host(batch, prompt_len, (num_rounds + 1) * steps_per_round + 64, Path(directory))
+        rounds[_RECEIVE] = host.seconds.pop(_RECEIVE)
         while host.scheduler.waiting:
             host.step()
         for _ in range(steps_per_round):
@@ -222,19 +241,47 @@ def measure(
     return rounds
 
 
+def figures(batch: int, rounds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians: milliseconds per step of each part, of the scheduler and of the core; what encoding
+    takes of the core's interpreter, per token and as a share; microseconds per received request."""
+    result = {f"{part}_ms": median(rounds[part]) * 1e3 for part in _PARTS}
+    totals = [sum(parts) for parts in zip(*(rounds[part] for part in _CORE_PARTS), strict=True)]
+    scheduler = [sum(both) for both in zip(rounds["schedule"], rounds["update"], strict=True)]
+    result["scheduler_ms"] = median(scheduler) * 1e3
+    result["core_ms"] = median(totals) * 1e3
+    result["encode_us_per_token"] = result["encode_ms"] * 1e3 / batch
+    result["encode_share"] = result["encode_ms"] / result["core_ms"]
+    result["receive_us_per_request"] = median(rounds[_RECEIVE]) * 1e6
+    return {name: round(value, 4) for name, value in result.items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=256, help="running requests")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=stream_counts, default=[256, 1024], help="comma list")
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=32, help="decode steps per round")
+    parser.add_argument("--output", type=Path, help="file for the medians")
     args = parser.parse_args()
-    rounds = measure(args.batch, args.prompt_len, args.rounds, args.steps)
-    print(f"batch {args.batch}, milliseconds of CPU time per decode step (best, median)")
-    totals = [sum(parts) for parts in zip(*(rounds[part] for part in _CORE_PARTS), strict=True)]
-    scheduler = [sum(both) for both in zip(rounds["schedule"], rounds["update"], strict=True)]
-    for name, seconds in (*rounds.items(), ("scheduler", scheduler), ("core", totals)):
-        print(f"  {name:<10}{min(seconds) * 1e3:8.3f}{median(seconds) * 1e3:8.3f}")
+    results = []
+    for batch in args.batch:
+        rounds = measure(batch, args.prompt_len, args.rounds, args.steps)
+        result = figures(batch, rounds)
+        results.append({"batch": batch, **result})
+        print(f"batch {batch}, milliseconds of CPU time per decode step (best, median)")
+        for part in _PARTS:
+            print(f"  {part:<10}{min(rounds[part]) * 1e3:8.3f}{median(rounds[part]) * 1e3:8.3f}")
+        for name in ("scheduler", "core"):
+            print(f"  {name:<18}{result[f'{name}_ms']:8.3f}")
+        print(
+            f"  steals: encode {result['encode_us_per_token']:.2f} µs per token, "
+            f"{result['encode_share']:.1%} of the core; "
+            f"receive {result['receive_us_per_request']:.0f} µs per request"
+        )
+    if args.output:
+        args.output.write_text(json.dumps({"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,11 @@ class Point:
     offline_tokens_per_s: float | None = None
 
     @property
+    def tokens_per_api_core(self) -> float:
+        """Tokens per second for which the API processes would keep one core busy."""
+        return 1e6 / self.api_us if self.api_us else float("inf")
+
+    @property
     def ratio(self) -> float | None:
         """Tokens per second over HTTP, of those without."""
         return self.offline_tokens_per_s and self.tokens_per_s / self.offline_tokens_per_s
@@ -84,7 +89,8 @@ class Point:
 def table(points: Sequence[Point]) -> str:
     """One row per number of streams, as Markdown."""
     head = ["streams", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "API processes"]
-    head += ["API CPU", "engine CPU", "client CPU", "client processes", "busiest"]
+    head += ["API CPU", "tok/s per API core", "engine CPU", "client CPU"]
+    head += ["client processes", "busiest"]
     compared = any(point.ratio for point in points)
     head += ["offline tok/s", "HTTP / offline"] if compared else []
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -92,7 +98,8 @@ def table(points: Sequence[Point]) -> str:
         cells = [f"{p.streams}", f"{p.tokens_per_s:,.0f}"]
         cells += [f"{p.ttft_p50_ms:,.1f} ms", f"{p.ttft_p99_ms:,.1f} ms"]
         cells += [f"{p.itl_p50_ms:.2f} ms", f"{p.itl_p99_ms:.2f} ms", f"{p.api_processes}"]
-        cells += [f"{us:.1f} µs" for us in (p.api_us, p.engine_us, p.client_us)]
+        cells += [f"{p.api_us:.1f} µs", f"{p.tokens_per_api_core:,.0f}"]
+        cells += [f"{us:.1f} µs" for us in (p.engine_us, p.client_us)]
         cells += [f"{p.client_processes}", f"{p.client_busy:.0%}"]
         if compared:
             cells += [f"{p.offline_tokens_per_s:,.0f}", f"{p.ratio:.2f}"]
@@ -324,7 +331,13 @@ def main() -> int:
         shown = {key: str(value) if isinstance(value, Path) else value
                  for key, value in vars(options).items()}  # fmt: skip
         shown["rate"] = options.rate if np.isfinite(options.rate) else "inf"
-        result = {"options": shown, "points": [asdict(p) | {"ratio": p.ratio} for p in points]}
+        result = {
+            "options": shown,
+            "points": [
+                asdict(p) | {"ratio": p.ratio, "tokens_per_api_core": p.tokens_per_api_core}
+                for p in points
+            ],
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(options.plot, points, f"{options.model or 'free model'}, HTTP")

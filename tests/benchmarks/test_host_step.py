@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.host_step import measure
+from benchmarks.host_step import figures, measure
 
 
 def test_every_part_is_measured() -> None:
@@ -16,5 +16,12 @@ def test_every_part_is_measured() -> None:
         "encode",
         "decode",
         "front end",
+        "receive",
     }
-    assert all(len(means) == 2 and min(means) > 0 for means in rounds.values())
+    received = rounds["receive"]
+    assert len(received) == 3 and min(received) > 0
+    parts = [rounds[part] for part in rounds.keys() - {"receive"}]
+    assert all(len(means) == 2 and min(means) > 0 for means in parts)
+    result = figures(3, rounds)
+    assert 0 < result["encode_share"] < 1
+    assert 0 < result["encode_ms"] < result["core_ms"]

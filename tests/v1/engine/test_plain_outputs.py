@@ -179,3 +179,69 @@ def test_held_consumers_get_what_came_meanwhile_at_once_but_first_outputs_do_not
         tasks[1].cancel()
 
     asyncio.run(main())
+
+
+def as_output(text: str, token_ids: list[int]) -> RequestOutput:
+    made = output(text)
+    made.outputs[0].token_ids = token_ids
+    return made
+
+
+def test_text_goes_to_who_takes_it_if_its_consumer_waits_and_has_all_before() -> None:
+    async def main() -> None:
+        wakes, taken, got, takes = Wakes(), [], [], True
+
+        def take(index: int, text: str, num_tokens: int) -> bool:
+            if text == "bad":
+                raise ValueError(text)
+            if takes:
+                taken.append((index, text, num_tokens))
+            return takes
+
+        stream = OutputStream(RequestOutputKind.DELTA, wakes, take)
+
+        def put(text: str) -> None:
+            stream.put_text(0, text, [1], as_output)
+
+        async def consume() -> None:
+            while True:
+                got.append((await stream.get()).outputs[0])
+
+        put("0")  # nobody waits yet
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0)
+        put("1")
+        assert [one.text for one in got] == ["0"] and taken == [(0, "1", 1)]
+        stream.put(output("2"))
+        put("3")  # behind an output that was not taken
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [one.text for one in got] == ["0", "23"] and len(taken) == 1
+        wakes.hold()
+        put("4")
+        put("5")
+        assert len(taken) == 1
+        wakes.release()
+        assert taken[1:] == [(0, "45", 2)]
+        takes = False  # the connection is full
+        wakes.hold()
+        put("6")
+        put("7")
+        wakes.release()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert got[-1].text == "67" and got[-1].token_ids == [1, 1]
+        takes = True
+        wakes.hold()
+        put("8")
+        stream.put(output("9"))  # the end of the reply, say
+        wakes.release()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert got[-1].text == "89" and len(taken) == 2
+        put("bad")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert isinstance(task.exception(), ValueError)
+
+    asyncio.run(main())
