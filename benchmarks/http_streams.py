@@ -3,6 +3,7 @@
 
     python -m benchmarks.http_streams --streams 1,8,64,256,1024 --json s.json --plot s.png
     python -m benchmarks.http_streams --model benchmarks/qwen3_5_4b --streams 1,8,64,256
+    python -m benchmarks.http_streams --streams 1024 --api-server-count 4 --rounds 4
 
 Without `--model` the engine's executor makes tokens at no cost (see `token_source`), at most one
 step every `--step-ms`; scheduler, sockets, detokenisation and HTTP are the real ones. With it,

@@ -60,16 +60,34 @@ def cpu_rows(runs: list[dict[str, Any]]) -> str:
 def api_table() -> str:
     """CPU time of the API process per streamed token."""
     rows = [
-        "| route | streams | tokens/s | CPU per token | of one core at 1,000 tokens/s |",
-        "|---|---|---|---|---|",
+        "| route | streams | tokens/s | CPU per token | of which the system | of one core at "
+        "1,000 tokens/s |",
+        "|---|---|---|---|---|---|",
     ]
-    for route in ("completions", "chat"):
+    for route in ("completions", "chat", "chat_parsers"):
         data = load(f"api_overhead_{route}.json")
-        cost = data["cpu_ms_per_token"]
-        rows.append(
-            f"| {data['route']} | {data['streams']} | {data['tokens_per_s']:,} "
-            f"| {cost * 1e3:.0f} µs | {cost * 100:.1f} % |"
-        )
+        for point in data["points"]:
+            cost = point["cpu_us_per_token"]
+            rows.append(
+                f"| {data['route']} | {point['streams']} | {point['tokens_per_s']:,} "
+                f"| {cost:.1f} µs | {point['system_us_per_token']:.1f} µs | {cost / 10:.1f} % |"
+            )
+    return "\n".join(rows)
+
+
+def host_table() -> str:
+    """CPU time of the core's process per decode step."""
+    rows = [
+        "| decodes | core, per step | of which the scheduler | encoding the outputs | per token "
+        "| of the core | receiving a request |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows += [
+        f"| {one['batch']:,} | {one['core_ms']:.2f} ms | {one['scheduler_ms']:.2f} ms "
+        f"| {one['encode_ms']:.2f} ms | {one['encode_us_per_token']:.2f} µs "
+        f"| {one['encode_share']:.1%} | {one['receive_us_per_request']:.0f} µs |"
+        for one in load("host_step.json")["results"]
+    ]
     return "\n".join(rows)
 
 
@@ -146,6 +164,7 @@ TABLES = {
     "experts": mixture_tables.experts,
     "cpu": cpu_table,
     "api": api_table,
+    "host": host_table,
     "prefix_cache": prefix_cache_table,
     "prefix_cache_live": prefix_cache_live_table,
 }

@@ -37,7 +37,7 @@ POINT = Point(
 def test_a_row_per_number_of_streams() -> None:
     head, rule, row = table([POINT]).split("\n")
     assert head.count("|") == rule.count("|") == row.count("|")
-    assert "| 8 | 1,024 | 1.0 ms | 2.0 ms | 0.50 ms | 0.75 ms | 1 | 50.0 µs |" in row
+    assert "| 8 | 1,024 | 1.0 ms | 2.0 ms | 0.50 ms | 0.75 ms | 1 | 50.0 µs | 20,000 |" in row
     assert row.endswith("| 2 | 50% |") and "offline" not in head
 
 

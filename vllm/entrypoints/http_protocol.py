@@ -49,7 +49,10 @@ class StreamingProtocol(HttpToolsProtocol):
             self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
 
-def piece_writer(scope: Scope) -> PieceWriter | None:
-    """What writes pieces of the reply; None where another server has the connection."""
-    writer: PieceWriter | None = scope.get(_KEY)
+def take_piece_writer(scope: Scope) -> PieceWriter | None:
+    """What writes pieces of the reply; None where another server has the connection.
+
+    The scope has it no longer: they would keep each other alive.
+    """
+    writer: PieceWriter | None = scope.pop(_KEY, None)
     return writer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm.entrypoints.http_protocol import PieceWriter, piece_writer
+from vllm.entrypoints.http_protocol import PieceWriter, take_piece_writer
 
 _KEY = "vllm.direct_way"
 
@@ -35,8 +35,8 @@ class DirectSend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            way = DirectWay(send, piece_writer(scope) if self._outermost else None)
-            scope = {**scope, _KEY: way}
+            writer = take_piece_writer(scope)
+            scope = {**scope, _KEY: DirectWay(send, writer if self._outermost else None)}
         await self.app(scope, receive, send)
 
 
