@@ -30,6 +30,10 @@ def _optional(text: str) -> str | None:
     return text or None
 
 
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -83,6 +87,12 @@ _VARIABLES = (
     Variable("VLLM_RPC_BASE_PATH", str, _rpc_base, "directory of the engine's IPC sockets"),
     Variable("VLLM_ENGINE_READY_TIMEOUT_S", int, 600, "seconds to wait for the engine's start"),
     Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "seconds to wait for one step"),
+    Variable(
+        "VLLM_PP_LAYER_PARTITION",
+        _counts,
+        None,
+        "comma list of layers per pipeline stage; unset: by predicted cost",
+    ),
     Variable("VLLM_PLUGINS", _names, None, "comma list of plugins to load; unset: all"),
     Variable("VLLM_HOST_IP", _optional, None, "address of this host for distributed runs"),
     Variable("VLLM_PORT", int, None, "first port for internal communication"),

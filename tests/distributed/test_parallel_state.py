@@ -3,12 +3,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vllm import distributed
 from vllm.distributed import parallel_state
-from vllm.distributed.utils import divide, get_pp_indices, per_rank
+from vllm.distributed.utils import divide, per_rank
 
 
 def test_divide_is_exact() -> None:
@@ -21,13 +19,6 @@ def test_what_cannot_be_shared_is_named() -> None:
     assert per_rank("heads", 12, 4) == 3
     with pytest.raises(ValueError, match="13 heads cannot be divided among 4 tensor-parallel"):
         per_rank("heads", 13, 4)
-
-
-@given(st.integers(0, 200), st.integers(1, 16))
-def test_pipeline_stages_tile_the_layers(num_layers: int, stages: int) -> None:
-    ranges = [range(*get_pp_indices(num_layers, rank, stages)) for rank in range(stages)]
-    assert [i for r in ranges for i in r] == list(range(num_layers))
-    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
 def test_a_process_alone_is_its_own_group() -> None:

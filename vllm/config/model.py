@@ -289,9 +289,8 @@ class ModelConfig:
         return bool(self.hf_config.is_encoder_decoder)
 
     def get_num_layers(self, parallel_config: ParallelConfig | None = None) -> int:
-        """Decoder layers of this pipeline stage."""
-        stages = parallel_config.pipeline_parallel_size if parallel_config else 1
-        return int(self.model_arch_config.num_hidden_layers) // stages
+        """Decoder layers of the model, of all pipeline stages together."""
+        return int(self.model_arch_config.num_hidden_layers)
 
     def get_num_kv_heads(self, parallel_config: ParallelConfig | None = None) -> int:
         """Key/value heads of one tensor-parallel rank, at least 1 (they are then replicated, as a

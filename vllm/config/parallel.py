@@ -10,7 +10,6 @@ from vllm.utils.options import config, option
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
-    "pipeline_parallel_size": ("--pipeline-parallel-size", "use a device that holds the model"),
     "data_parallel_size": ("--data-parallel-size", "start one server per replica"),
     "nnodes": ("--nnodes", "use one host"),
     "decode_context_parallel_size": ("--decode-context-parallel-size", "leave it at 1"),
@@ -19,7 +18,7 @@ _SIZES: dict[str, tuple[str, str]] = {
 
 @config
 class ParallelConfig:
-    """Spread over devices; every size but the tensor-parallel one is 1 so far."""
+    """Spread over devices; every size but the tensor- and pipeline-parallel ones is 1 so far."""
 
     tensor_parallel_size: PositiveInt = option(
         default=1,
@@ -28,7 +27,10 @@ class ParallelConfig:
         "a CPU they are processes of this host; on GPUs only 1 so far.",
     )
     pipeline_parallel_size: PositiveInt = option(
-        default=1, aliases=("-pp",), help="Devices that share the layer stack (only 1 so far)."
+        default=1,
+        aliases=("-pp",),
+        help="Stages that share the layer stack, each with a part of it and its state; a stage is "
+        "--tensor-parallel-size workers. See docs/pipeline_parallel.md.",
     )
     data_parallel_size: PositiveInt = option(
         default=1, aliases=("-dp",), help="Replicas behind one port (only 1 so far)."
@@ -93,7 +95,8 @@ class ParallelConfig:
         if backend == "uni" and self.world_size > 1:
             raise VLLMValidationError(
                 f"--distributed-executor-backend uni is one worker; --tensor-parallel-size "
-                f"{self.tensor_parallel_size} needs mp",
+                f"{self.tensor_parallel_size} with --pipeline-parallel-size "
+                f"{self.pipeline_parallel_size} needs mp",
                 "distributed_executor_backend",
                 backend,
             )
@@ -107,3 +110,8 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The worker whose samples are a step's result: the first one of the last stage."""
+        return self.world_size - self.tensor_parallel_size

@@ -154,6 +154,12 @@ class VllmConfig:
         padding = scheduler.max_num_seqs * (self.tokens_to_verify - 1)
         return scheduler.max_num_batched_tokens + padding
 
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that may be launched before the oldest one's result is known: one per pipeline
+        stage, and with asynchronous scheduling one more, so that the next is there already."""
+        return self.parallel_config.pipeline_parallel_size + self.scheduler_config.async_scheduling
+
     def _adopt_attention_config(self) -> None:
         """The two spellings of the attention backend become one."""
         asked = self.attention_config.backend if self.attention_config else None

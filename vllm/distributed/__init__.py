@@ -14,12 +14,11 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.distributed.utils import divide, get_pp_indices
+from vllm.distributed.utils import divide
 
 __all__ = [
     "divide",
     "get_pp_group",
-    "get_pp_indices",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "get_tp_group",

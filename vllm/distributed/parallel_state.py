@@ -75,6 +75,20 @@ class GroupCoordinator:
         dist.all_gather(parts, x.contiguous(), group=self.device_group)
         return parts
 
+    def isend(self, x: Tensor, target: int) -> dist.Work:
+        """Begin to send the contiguous `x` to the group's `target`-th process. `x` may be written
+        once `wait()` of the result has returned or, on a GPU, on the stream that called it."""
+        work = dist.isend(x, self.ranks[target], group=self.device_group)
+        assert work is not None, "this process is in the group"
+        return work
+
+    def irecv(self, x: Tensor, source: int) -> dist.Work:
+        """Begin to receive the contiguous `x` from the group's `source`-th process. It is there
+        once `wait()` of the result has returned or, on a GPU, on the stream that called it."""
+        work = dist.irecv(x, self.ranks[source], group=self.device_group)
+        assert work is not None, "this process is in the group"
+        return work
+
     def barrier(self) -> None:
         """Wait until every process of the group is here."""
         if self.world_size > 1:
@@ -89,6 +103,7 @@ class _Groups:
     world: GroupCoordinator = _SOLO
     tp: GroupCoordinator = _SOLO
     pp: GroupCoordinator = _SOLO
+    pp_back: GroupCoordinator = _SOLO
     initialized: bool = False
 
 
@@ -142,26 +157,29 @@ def initialize_model_parallel(
         for i in range(tp)
     ]
     _groups.pp = _own_group(columns)
+    # What goes back must not queue behind what goes forward: each has channels of its own.
+    _groups.pp_back = _own_group(columns, own_channels=True)
     _groups.initialized = True
 
 
-def _own_group(partition: list[range]) -> GroupCoordinator:
+def _own_group(partition: list[range], own_channels: bool = False) -> GroupCoordinator:
     """Make every group of `partition` (a collective call) and return this process's."""
     rank = _groups.world.rank
     own: GroupCoordinator | None = None
     for ranks in partition:
-        handle = _process_group(ranks) if len(ranks) > 1 else None
+        handle = _process_group(ranks, own_channels) if len(ranks) > 1 else None
         if rank in ranks:
             own = GroupCoordinator(tuple(ranks), ranks.index(rank), handle)
     assert own is not None, f"rank {rank} is in none of {partition}"
     return own
 
 
-def _process_group(ranks: range) -> dist.ProcessGroup | None:
-    """Torch's handle; that of the world, which exists already, where it is the same."""
+def _process_group(ranks: range, own_channels: bool) -> dist.ProcessGroup | None:
+    """Torch's handle; that of the world, which exists already, where it is the same and need not
+    have channels of its own."""
     return (
         _groups.world.device_group
-        if len(ranks) == _groups.world.world_size
+        if len(ranks) == _groups.world.world_size and not own_channels
         else dist.new_group(list(ranks))
     )
 
@@ -186,7 +204,7 @@ def model_parallel_is_initialized() -> bool:
 
 def destroy_model_parallel() -> None:
     """Forget the tensor- and pipeline-parallel groups."""
-    _groups.tp = _groups.pp = _SOLO
+    _groups.tp = _groups.pp = _groups.pp_back = _SOLO
     _groups.initialized = False
 
 
@@ -208,6 +226,17 @@ def get_tp_group() -> GroupCoordinator:
 
 def get_pp_group() -> GroupCoordinator:
     return _groups.pp
+
+
+def get_pp_back_group() -> GroupCoordinator:
+    """The same processes as `get_pp_group`'s, for what the last stage sends to earlier ones."""
+    return _groups.pp_back
+
+
+def stores_hidden_states() -> bool:
+    """Whether this process hands captured hidden states on: they are whole on each
+    tensor-parallel rank of the last pipeline stage, and the first one does it."""
+    return _groups.tp.is_first_rank and _groups.pp.is_last_rank
 
 
 def get_tensor_model_parallel_rank() -> int:

@@ -27,10 +27,3 @@ def per_rank(what: str, count: int, num_ranks: int) -> int:
             num_ranks,
         )
     return count // num_ranks
-
-
-def get_pp_indices(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Layers `[start, end)` of a pipeline stage; earlier stages take the remainder."""
-    base, extra = divmod(num_layers, pp_size)
-    start = pp_rank * base + min(pp_rank, extra)
-    return start, start + base + (1 if pp_rank < extra else 0)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 _ALIGNMENT = 64
 
 
-def repeated_layers(layers: Sequence[nn.Module]) -> frozenset[int]:
+def repeated_layers(layers: Sequence[nn.Module], start: int = 0) -> frozenset[int]:
     """Places of the layers that can be left out: the same kind follows the same kind elsewhere.
+    The first of `layers` is the model's `start`-th, as their names say.
 
     How a layer takes up the residual stream depends on the one before it, so what stays has each
     kind after each kind that the model has it after, as true neighbours.
@@ -28,7 +29,11 @@ def repeated_layers(layers: Sequence[nn.Module]) -> frozenset[int]:
     firsts: list[int] = []
     kinds: list[int] = []
     for place, layer in enumerate(layers):
-        alike = (first for first in firsts if _Pair(place, first).alike(layer, layers[first]))
+        alike = (
+            first
+            for first in firsts
+            if _Pair(start + place, start + first).alike(layer, layers[first])
+        )
         first = next(alike, None)
         if first is None:
             firsts.append(place)

@@ -118,6 +118,8 @@ class Request:
         #: what the workers were told of `all_token_ids`; they sampled the others
         self.num_told_tokens = 0
         self.quiet_until = 0
+        #: number of the last step in which it sampled a token (see `Scheduler`)
+        self.last_sampling_step = 0
         self.num_cached_tokens = -1
         self.num_external_computed_tokens = 0
         self.num_preemptions = 0

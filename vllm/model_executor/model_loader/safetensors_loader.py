@@ -34,7 +34,7 @@ class SafetensorsModelLoader(BaseModelLoader):
             model_config.model, model_config.revision, self.load_config.download_dir, patterns
         )
         plan = safetensors_files(directory, patterns)
-        if isinstance(model, LoadsPart):
+        if isinstance(model, LoadsPart) and model.is_part:
             plan = part_of(plan, model.wants)
         device, show = next(model.parameters()).device, self.load_config.use_tqdm_on_load
         weights = (

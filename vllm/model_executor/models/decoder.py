@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
+from vllm.config.current import get_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layer_kinds import repeated_layers
 from vllm.model_executor.layers.cache_scales import rename_cache_scales
@@ -27,10 +29,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.interfaces import (
     EagleModelMixin,
     LeavesOutLayers,
+    LoadsPart,
     SupportsEagle3,
+    SupportsPP,
 )
 from vllm.model_executor.models.stacked_weights import StackedName
-from vllm.model_executor.models.utils import LayerFactory, make_layers, maybe_prefix
+from vllm.model_executor.models.utils import (
+    LayerFactory,
+    MissingLayer,
+    make_layers,
+    maybe_prefix,
+)
 from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
 from vllm.model_executor.models.widened_weights import widened
 from vllm.sequence import IntermediateTensors
@@ -40,7 +49,11 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-Hidden = Tensor | tuple[Tensor, list[Tensor]]
+Hidden = Tensor | tuple[Tensor, list[Tensor]] | IntermediateTensors
+
+#: what a pipeline stage hands to the next: the residual stream, and captured ones by their place
+#: among all that are asked for
+STREAM, CAPTURED = "hidden_states", "captured.{}"
 
 
 class DecoderLayer(nn.Module):
@@ -77,10 +90,14 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module, EagleModelMixin):
-    """Embedding, layers, final norm.
+    """Embedding, layers, final norm; of these a pipeline stage has consecutive layers, the first
+    one the embedding and the last one the norm, with the embedding if the head is tied to it.
 
     `eps`: the final norm's, of families whose config does not call it `rms_norm_eps`.
     """
+
+    embed_tokens: nn.Module
+    norm: nn.Module
 
     def __init__(
         self,
@@ -93,13 +110,18 @@ class DecoderModel(nn.Module, EagleModelMixin):
     ) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
-        )
+        stage = get_pp_group()
+        self.embed_tokens = MissingLayer()
+        if stage.is_first_rank or _embedding_is_head():
+            self.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
+            )
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers, layer_fn, prefix=maybe_prefix(prefix, "layers")
         )
-        self.norm = norm(config.hidden_size, config.rms_norm_eps if eps is None else eps)
+        self.norm = MissingLayer()
+        if stage.is_last_rank:
+            self.norm = norm(config.hidden_size, config.rms_norm_eps if eps is None else eps)
         #: layers that steps skip: see `LeavesOutLayers`
         self.left_out: frozenset[int] = frozenset()
 
@@ -117,26 +139,43 @@ class DecoderModel(nn.Module, EagleModelMixin):
     ) -> Hidden:
         """Normalised hidden states `[tokens, hidden]`, with the captured streams if any are set.
 
-        `positions [tokens]` int64. Raises ValueError for intermediate tensors (pipeline stages).
+        A pipeline stage but the first takes `intermediate_tensors` instead of ids, and one but the
+        last returns such: the stream and what was captured so far. `positions [tokens]` int64.
         """
-        if intermediate_tensors is not None:
-            raise ValueError("pipeline parallelism is not supported yet: pass no intermediates")
-        if inputs_embeds is None:
-            assert input_ids is not None, "give input_ids or inputs_embeds"
-            inputs_embeds = self.embed_input_ids(input_ids)
         aux: list[Tensor] = []
-        stream, total = ResidualStream(inputs_embeds), inputs_embeds
-        for index, layer in enumerate(self.layers):
+        if intermediate_tensors is not None:
+            total = intermediate_tensors[STREAM]
+            aux += [
+                intermediate_tensors[CAPTURED.format(i)]
+                for i in range(len(intermediate_tensors) - 1)
+            ]
+        elif inputs_embeds is not None:
+            total = inputs_embeds
+        else:
+            assert input_ids is not None, "give input_ids, inputs_embeds or intermediate_tensors"
+            total = self.embed_input_ids(input_ids)
+        stream = ResidualStream(total)
+        for index in range(self.start_layer, self.end_layer):
+            layer = self.layers[index]
             assert isinstance(layer, DecoderLayer)
             if index not in self.left_out:
                 stream, total = layer(positions, stream)
             self._maybe_add_hidden_state(aux, index, total, None)
+        if not isinstance(self.norm, RMSNorm):
+            captured = {CAPTURED.format(i): one for i, one in enumerate(aux)}
+            return IntermediateTensors({STREAM: stream.total, **captured})
         hidden, total = self.norm.enter(stream)
         self._maybe_add_hidden_state(aux, len(self.layers), total, None)
         return (hidden, aux) if self.aux_hidden_state_layers else hidden
 
 
-class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
+def _embedding_is_head() -> bool:
+    """Whether this is the last stage of a model whose head is its embedding."""
+    config = get_current_vllm_config()
+    return get_pp_group().is_last_rank and config.model_config.hf_config.tie_word_embeddings
+
+
+class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers, LoadsPart):
     """A `DecoderModel` with an output head; families set the class data and `_init_model`."""
 
     #: `(parameter, checkpoint name, shard id)`: see `AutoWeightsLoader`
@@ -174,8 +213,10 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
         self.model = self._init_model(
             vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), layer_type=layer_type
         )
-        self.lm_head = self.model.embed_tokens
-        if not self.tied:
+        self.lm_head: nn.Module = self.model.embed_tokens
+        if not get_pp_group().is_last_rank:
+            self.lm_head = MissingLayer()
+        elif not self.tied:
             self.lm_head = ParallelLMHead(
                 config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
             )
@@ -212,6 +253,8 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; returns the loaded parameters' names. Raises WeightsError."""
+        if self.is_part:
+            weights = ((name, tensor) for name, tensor in weights if self.wants(name))
         unused = dict(self.unused_weights)
         if self.tied:
             unused["lm_head."] = "the output head is tied to the embedding"
@@ -224,9 +267,40 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, LeavesOutLayers):
         )
         return loader.load_weights(weights, mapper=self.weights_mapper)
 
+    def stage_streams(self) -> tuple[int, int]:
+        """See `SupportsPP`: the residual stream, and those captured before this stage's layers, or
+        before the next one's."""
+        model = self.model
+        ids = model.aux_hidden_state_layers
+        before, after = (
+            1 + sum(index < layer for index in ids)
+            for layer in (model.start_layer, model.end_layer)
+        )
+        return before, after
+
+    @property
+    def is_part(self) -> bool:
+        """See `LoadsPart`: a pipeline stage is a part."""
+        return get_pp_group().world_size > 1
+
+    def wants(self, name: str) -> bool:
+        """See `LoadsPart`: whether no other pipeline stage alone has what the tensor is for."""
+        mapped = self.weights_mapper.map_name(name) or ""
+        parts = mapped.split(".")
+        if parts[:2] == ["model", "layers"] and parts[2].isdecimal():
+            layer, model = int(parts[2]), self.model
+            return model.start_layer <= layer < model.end_layer or layer >= len(model.layers)
+        if mapped.startswith("model.embed_tokens."):
+            return isinstance(self.model.embed_tokens, VocabParallelEmbedding)
+        if mapped.startswith(("model.norm.", "lm_head.")):
+            return get_pp_group().is_last_rank
+        return True
+
     def repeated_layers(self) -> frozenset[int]:
         """See `LeavesOutLayers`."""
-        return repeated_layers(list(self.model.layers))
+        start, end = self.model.start_layer, self.model.end_layer
+        own = [self.model.layers[index] for index in range(start, end)]
+        return frozenset(start + place for place in repeated_layers(own, start))
 
     @contextmanager
     def leaving_out(self, layers: frozenset[int]) -> Iterator[None]:

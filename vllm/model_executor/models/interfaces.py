@@ -72,9 +72,15 @@ class IsHybrid:
 
 
 class SupportsPP:
-    """Can run as pipeline stages."""
+    """Can run as pipeline stages: built by `make_layers`, it returns `IntermediateTensors` on all
+    but the last and takes them on all but the first."""
 
     supports_pp: ClassVar[Literal[True]] = True
+
+    @abstractmethod
+    def stage_streams(self) -> tuple[int, int]:
+        """How many tensors `[tokens, hidden]` this stage takes from the one before, and gives to
+        the next, once the streams to capture are chosen."""
 
 
 class LeavesOutLayers:
@@ -120,7 +126,12 @@ class HasPlacements:
 
 
 class LoadsPart:
-    """Has its tensors in a checkpoint beside those of other models."""
+    """Has its tensors in a checkpoint beside those of other models, or of other stages."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there may be tensors that are not wanted."""
+        return True
 
     @abstractmethod
     def wants(self, name: str) -> bool:

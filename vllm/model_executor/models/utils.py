@@ -9,13 +9,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import get_pp_group
-from vllm.distributed.utils import get_pp_indices
+from vllm.config.current import get_current_vllm_config
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.distributed.pipeline_partition import choose_partition
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
 from vllm.sequence import IntermediateTensors
 
 __all__ = [
     "AutoWeightsLoader",
+    "MissingLayer",
     "WeightsError",
     "WeightsMapper",
     "extract_layer_index",
@@ -44,14 +50,56 @@ def extract_layer_index(layer_name: str) -> int:
     return numbers[0]
 
 
+class MissingLayer(nn.Module):
+    """Stands where another pipeline stage has a module, so that names are those of the whole
+    model."""
+
+
 def make_layers(
     num_hidden_layers: int, layer_fn: LayerFactory, prefix: str
 ) -> tuple[int, int, nn.ModuleList]:
-    """This pipeline stage's layers `[start, end)`, built by `layer_fn(prefix=...)`."""
-    group = get_pp_group()
-    start, end = get_pp_indices(num_hidden_layers, group.rank_in_group, group.world_size)
-    layers = nn.ModuleList([layer_fn(prefix=f"{prefix}.{i}") for i in range(start, end)])
+    """All layers `0 .. num_hidden_layers - 1`, of which this pipeline stage has `[start, end)`,
+    built by `layer_fn(prefix=...)`; the others are `MissingLayer`s. Returns start, end, layers."""
+    stage = get_pp_group()
+    start, end = 0, num_hidden_layers
+    if stage.world_size > 1:
+        counts = _partition(num_hidden_layers, layer_fn, prefix, stage.world_size)
+        start = sum(counts[: stage.rank_in_group])
+        end = start + counts[stage.rank_in_group]
+    layers = nn.ModuleList(
+        layer_fn(prefix=f"{prefix}.{i}") if start <= i < end else MissingLayer()
+        for i in range(num_hidden_layers)
+    )
     return start, end, layers
+
+
+def _partition(
+    num_layers: int, layer_fn: LayerFactory, prefix: str, num_stages: int
+) -> list[int]:
+    """Layers of each stage, by bytes: those of a layer's parameters and of the state that it keeps
+    of one request of full length, of the embedding on the first stage and of the head on the
+    last."""
+    config = get_current_vllm_config()
+    model, batched = config.model_config, config.scheduler_config.max_num_batched_tokens
+
+    def layer_bytes(index: int) -> int:
+        with torch.device("meta"):
+            layer = layer_fn(prefix=f"{prefix}.{index}")
+        specs = [
+            module.get_kv_cache_spec(config)
+            for module in layer.modules()
+            if isinstance(module, AttentionLayerBase)
+        ]
+        state = sum(
+            spec.blocks_per_request(batched, model.max_model_len) * spec.page_size_bytes
+            for spec in specs
+        )
+        return state + sum(param.nbytes for param in layer.parameters())
+
+    rows = model.get_vocab_size() // get_tensor_model_parallel_world_size()
+    vocabulary = rows * model.get_hidden_size() * model.dtype.itemsize
+    costs = [layer_bytes(index) for index in range(num_layers)]
+    return choose_partition(costs, num_stages, first=vocabulary, last=vocabulary)
 
 
 def make_empty_intermediate_tensors_factory(

@@ -33,6 +33,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.staged_arena import (
+    estimate_staged_max_model_len,
+    get_stage_configs,
+    whole_config,
+)
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -133,11 +138,12 @@ class EngineCore:
         specs, placed = self.executor.get_kv_cache_specs(), self.executor.get_placed_specs()
         self._available_bytes = self.executor.determine_available_memory()
         if self._model_config.max_model_len_auto:
-            self._fit_max_model_len(specs[0], placed[0], min(self._available_bytes))
+            self._fit_max_model_len(specs, placed[0])
         configs = self._plan_memory(specs, placed)
-        self._adopt_memory(configs[0])
+        whole = whole_config(self.vllm_config, configs)
+        self._adopt_memory(whole)
         self.executor.initialize_from_config(configs)
-        return configs[0]
+        return whole
 
     def _plan_memory(
         self, specs: list[dict[str, KVCacheSpec]], placed: list[list[PlacementSpecs]]
@@ -146,6 +152,8 @@ class EngineCore:
         length does not fit."""
         if placed[0]:
             return get_placed_configs(self.vllm_config, placed, self._available_bytes)
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return get_stage_configs(self.vllm_config, specs, self._available_bytes)
         return get_kv_cache_configs(self.vllm_config, specs, self._available_bytes)
 
     def _adopt_memory(self, config: KVCacheConfig) -> None:
@@ -159,16 +167,16 @@ class EngineCore:
             logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
 
     def _fit_max_model_len(
-        self,
-        specs: dict[str, KVCacheSpec],
-        placed: list[PlacementSpecs],
-        available_bytes: int,
+        self, specs: list[dict[str, KVCacheSpec]], placed: list[PlacementSpecs]
     ) -> None:
         model, scheduler = self._model_config, self.vllm_config.scheduler_config
+        available = min(self._available_bytes)
         if placed:
-            fits = estimate_placed_max_model_len(self.vllm_config, placed, available_bytes)
+            fits = estimate_placed_max_model_len(self.vllm_config, placed, available)
+        elif self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            fits = estimate_staged_max_model_len(self.vllm_config, specs, self._available_bytes)
         else:
-            fits = estimate_max_model_len(self.vllm_config, specs, available_bytes)
+            fits = estimate_max_model_len(self.vllm_config, specs[0], available)
         if 0 < fits < model.max_model_len:
             decisions.record(
                 "max_model_len", fits, "the longest request memory holds", model.max_model_len
@@ -188,8 +196,9 @@ class EngineCore:
         if scheduler.max_steps_in_flight < self.executor.max_concurrent_batches:
             raise ValueError(
                 f"{scheduler_class.__name__} schedules {scheduler.max_steps_in_flight} step at a "
-                f"time, but asynchronous scheduling keeps {self.executor.max_concurrent_batches} "
-                "in flight; use --no-async-scheduling"
+                "time, but asynchronous scheduling and pipeline stages keep "
+                f"{self.executor.max_concurrent_batches} in flight; use --no-async-scheduling and "
+                "--pipeline-parallel-size 1"
             )
         if (connector := scheduler.get_kv_connector()) is not None:
             self.executor.init_kv_output_aggregator(connector)

@@ -53,7 +53,7 @@ class Executor(ABC):
     @property
     def max_concurrent_batches(self) -> int:
         """Steps that may be in flight at once."""
-        return 2 if self.vllm_config.scheduler_config.async_scheduling else 1
+        return self.vllm_config.steps_in_flight
 
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process per worker on this host.
 
-Every message goes to all workers at once. Results of a step come from rank 0, or from all ranks if
-a connector reports something on each. One thread takes the answers and watches the processes: the
+Every message goes to all workers at once. Results of a step come from the first rank of the last
+pipeline stage, or from all ranks if a connector reports something on each. One thread takes the answers and watches the processes: the
 death of one ends all of them.
 """
 
@@ -111,9 +111,12 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        self._ranks = range(vllm_config.parallel_config.world_size)
+        parallel = vllm_config.parallel_config
+        self._ranks = range(parallel.world_size)
+        self._output_rank = parallel.output_rank
         # A connector may report something on any rank.
-        self._step_ranks = self._ranks if vllm_config.kv_transfer_config else range(1)
+        only = range(self._output_rank, self._output_rank + 1)
+        self._step_ranks = self._ranks if vllm_config.kv_transfer_config else only
         self._aggregator: KVOutputAggregator | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -157,6 +160,7 @@ class MultiprocExecutor(Executor):
                 rank,
                 init_method,
                 rank in self._step_ranks,
+                rank >= self._output_rank,
                 os.getpid(),
                 tuple(end for end in ends if end not in own) if inherits else (),
             )
@@ -191,7 +195,12 @@ class MultiprocExecutor(Executor):
         return question.future
 
     def _step_result(self, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput | None:
-        return outputs[0] if self._aggregator is None else self._aggregator.aggregate(outputs)
+        place = self._step_ranks.index(self._output_rank)
+        return (
+            outputs[place]
+            if self._aggregator is None
+            else self._aggregator.aggregate(outputs, place)
+        )
 
     def send_token_masks(self, words: np.ndarray) -> None:
         self._ask(Kind.MASKS, words)

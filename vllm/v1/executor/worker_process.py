@@ -57,7 +57,8 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker of rank `rank` starts from; `config`: a pickled `VllmConfig`.
+    """What a worker of rank `rank` starts from; `config`: a pickled `VllmConfig`; `samples`:
+    whether its pipeline stage does, and waits for token masks.
 
     `foreign`: ends of pipes that a forked process has inherited and that belong to others.
     """
@@ -66,6 +67,7 @@ class WorkerSetup:
     rank: int
     init_method: str
     answers_steps: bool
+    samples: bool
     parent_pid: int
     foreign: tuple[Connection, ...] = ()
 
@@ -88,8 +90,8 @@ class Answer:
 class Inbox:
     """Messages in the order in which they are needed: masks come after steps that need none yet."""
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+    def __init__(self, receiver: Receiver, keeps_masks: bool = True) -> None:
+        self._receiver, self._keeps_masks = receiver, keeps_masks
         self._work: deque[tuple[Kind, Any]] = deque()
         self._masks: deque[np.ndarray] = deque()
 
@@ -110,7 +112,8 @@ class Inbox:
     def _take(self) -> None:
         kind, content = pickle.loads(self._receiver.receive())
         if kind is Kind.MASKS:
-            self._masks.append(content)
+            if self._keeps_masks:
+                self._masks.append(content)
         else:
             self._work.append((kind, content))
 
@@ -189,7 +192,7 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
     ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
     # A forked process begins with copies of its parent's records.
     startup_phases.take_events()
-    inbox, outbox = Inbox(receiver), Outbox(answers)
+    inbox, outbox = Inbox(receiver, setup.samples), Outbox(answers)
     worker: Worker | None = None
     try:
         config: VllmConfig = unpickle_setup(setup.config)

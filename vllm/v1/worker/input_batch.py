@@ -105,7 +105,8 @@ class InputBatch:
     computed, at least so many sampled. A step verifies them in `width` tokens per request.
     """
 
-    def __init__(self, max_rows: int, width: int = 1) -> None:
+    def __init__(self, max_rows: int, width: int = 1, num_sets: int = 1) -> None:
+        """`num_sets`: sets of decodes that take turns."""
         self.max_rows = max_rows
         self.width = width
         self.known_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -113,8 +114,9 @@ class InputBatch:
         self.num_output = np.zeros(max_rows, dtype=np.int64)
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        #: the last order and its set of decodes (0: none), while all its requests have their rows
-        self._decodes: tuple[int, StepOrder] | None = None
+        #: the last order of each set of decodes, while all their requests have their rows
+        self._orders: dict[int, StepOrder] = {}
+        self._num_sets = num_sets
 
     def add(
         self,
@@ -139,7 +141,7 @@ class InputBatch:
         state = self.requests.pop(req_id, None)
         if state is not None:
             self._free_rows.append(state.row)
-            self._decodes = None
+            self._orders.clear()
         return state
 
     def order(
@@ -150,8 +152,8 @@ class InputBatch:
 
         The order of a set of decodes (see `SchedulerOutput.decode_set_id`) is made once.
         """
-        if decode_set_id and self._decodes is not None and self._decodes[0] == decode_set_id:
-            last = self._decodes[1]
+        last = self._orders.get(decode_set_id)
+        if last is not None:
             return replace(last, num_computed=self.num_computed[last.rows])
         states = [self.requests[req_id] for req_id in num_scheduled]
         rows = np.array([state.row for state in states], dtype=np.int64)
@@ -177,7 +179,10 @@ class InputBatch:
             sampled=SampledRequests([states[i] for i in sampling], [req_ids[i] for i in sampling]),
             width=self.width if wide else 1,
         )
-        self._decodes = decode_set_id, order
+        if decode_set_id:
+            if len(self._orders) == self._num_sets:
+                del self._orders[next(iter(self._orders))]
+            self._orders[decode_set_id] = order
         return order
 
     def advance(self, order: StepOrder) -> None:

@@ -20,11 +20,19 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.models.interfaces import HasPlacements, LeavesOutLayers, VllmModel
+from vllm.model_executor.models.extract_hidden_states import aux_layer_ids
+from vllm.model_executor.models.interfaces import (
+    HasPlacements,
+    LeavesOutLayers,
+    SupportsPP,
+    VllmModel,
+)
 from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
@@ -49,9 +57,10 @@ from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import InputBatch, StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.padded_steps import PaddedSteps
+from vllm.v1.worker.pipeline_stage import PipelineStage
 from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.prompt_logprobs import PromptScorer
-from vllm.v1.worker.residual_tap import ResidualTap
+from vllm.v1.worker.residual_tap import ResidualTap, ask_for_streams
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.staging import Uploads
 from vllm.v1.worker.state_journals import StateJournals
@@ -90,10 +99,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.max_tokens = scheduler.max_num_batched_tokens
         self.vocab_size = self.model_config.get_vocab_size()
         #: steps whose staged arrays may still be in use
-        self.depth = 3 if scheduler.async_scheduling else 2
+        self.depth = vllm_config.steps_in_flight + 1
         #: tokens of a decode that verifies drafts
         self.width = vllm_config.tokens_to_verify
-        self.batch = InputBatch(self.max_rows, self.width)
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.batch = InputBatch(self.max_rows, self.width, num_sets=stages)
         self.uploads = Uploads.create(device, self.depth)
         self.inputs = StepInputBuilder(
             self.max_rows,
@@ -117,6 +127,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.model: nn.Module
         #: the model and what is built beside it
         self.models: list[nn.Module]
+        #: the channels to other pipeline stages, None where there are none
+        self.stage: PipelineStage | None = None
+        #: whether this worker has the head: it makes logits and samples
+        self.samples = get_pp_group().is_last_rank
         self.capture: HiddenStateCapture | None = None
         self.tap: ResidualTap
         self.sanitizer: Sanitizer | None = None
@@ -134,12 +148,34 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """The model and its drafter on the device; the weights are not there yet."""
         loader = get_model_loader(self.vllm_config.load_config)
         self.model = loader.build_model(self.vllm_config, self.model_config)
-        self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
+        if self.samples:
+            self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
         self.models = [self.model, *([] if self.capture is None else [self.capture.model])]
         if self.drafter is not None:
             self.models += attach_drafter(self.drafter, self.model)
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
+        if get_pp_group().world_size > 1:
+            self.stage = self._join_pipeline()
         self._collect_layers()
+
+    def _join_pipeline(self) -> PipelineStage:
+        """Meet the other stages; `VLLMValidationError` for a model that cannot be a stage."""
+        if not isinstance(self.model, SupportsPP):
+            raise _no_stages(f"{type(self.model).__name__} is not made for them (SupportsPP)")
+        if isinstance(self.model, HasPlacements) and self.model.get_mixer_names():
+            raise _no_stages("the model is a supernet, whose placement would change in all at once")
+        speculative = self.vllm_config.speculative_config
+        if not self.samples and speculative and speculative.uses_extract_hidden_states():
+            ask_for_streams(self.model, sorted(set(aux_layer_ids(self.vllm_config))))
+        config = self.model_config
+        return PipelineStage(
+            (self.inputs.max_tokens, config.get_hidden_size()),
+            config.dtype,
+            self.device,
+            self.max_rows,
+            self.vllm_config.steps_in_flight,
+            *self.model.stage_streams(),
+        )
 
     def _collect_layers(self) -> None:
         """Of a supernet, only the layers that are in use keep state."""
@@ -225,7 +261,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.uploads,
             self.width,
         )
-        if placement not in self._journals:
+        known = self._journals.get(placement)
+        if placement not in self._journals or (known is not None and not known.fits(config)):
             self._journals[placement] = StateJournals.create(
                 self.vllm_config, layers, config, self.inputs.progress, self.depth
             )
@@ -234,6 +271,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             journals.bind(block_tables, reset=not self.placed)
         groups = []
         for group in config.kv_cache_groups:
+            if not group.layer_names:
+                groups.append(StateGroup([], group.kv_cache_spec, None))
+                continue
             backend = layers[group.layer_names[0]].get_attn_backend()
             builder = backend.get_builder_cls()(
                 group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
@@ -273,14 +313,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         # A recurrent layer has a tuple of tensors, as connectors expect.
         layers = cast(dict[str, Tensor], self.arena.layers)
         group = self.kv_cache_config.kv_cache_groups[0]
-        cross = self.arena.cross_layers(group)
-        backend = self.layers[group.layer_names[0]].get_attn_backend()
-        both = None if cross is None else (cross, backend)
+        both = None
+        if group.layer_names and (cross := self.arena.cross_layers(group)) is not None:
+            both = cross, self.layers[group.layer_names[0]].get_attn_backend()
         return StateMemory(self.arena.buffer, self.arena.plan, layers, both)
 
     def plan_graphs(self) -> None:
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
-        backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in self.groups]
+        present = [group for group in self.groups if group.layer_names]
+        backends = [self.layers[g.layer_names[0]].get_attn_backend() for g in present]
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
         graphs = self.padded_steps().graphs(plan, self.drafter)
         self.graphs = self.placed[self.placement].graphs = graphs
@@ -293,7 +334,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.block_tables,
             self.journals,
             self._forward,
-            self.compute_logits,
+            self.compute_logits if self.samples else lambda hidden: hidden,
             self.brief_steps(),
         )
 
@@ -368,7 +409,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._update_states(scheduler_output)
         self._launches = launches
         try:
-            self._step(scheduler_output, False, None)
+            with nullcontext() if self.stage is None else self.stage.alone():
+                self._step(scheduler_output, False, None)
         finally:
             self._launches = True
         if self.sanitizer is not None:
@@ -387,6 +429,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             scheduler_output.sampling_req_ids,
             scheduler_output.decode_set_id,
         )
+        if self.stage is not None and not self.samples:
+            self.stage.take_sampled(order, self.inputs.accept_requests)
         journal = None
         if self.journals is not None:
             looks = use_connector and self.connector_reads_states(scheduler_output)
@@ -409,16 +453,24 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             else nullcontext(None)
         )
         with set_forward_context(context), connector as kv_connector_output:
+            if self.stage is not None:
+                self.stage.receive(inputs.num_tokens)
             hidden, logits = self._run_model(order, inputs, replay)
             if sanitizer is not None:
                 sanitizer.observe(hidden, logits)
-            sampled = self._sample(order, inputs, logits, scheduler_output.masked_req_ids)
-            self._accept(order, inputs, sampled, scheduler_output.num_next_drafts)
+            sampled = None
+            if logits is None:
+                self._hand_on(order, inputs, hidden)
+            else:
+                sampled = self._sample(order, inputs, logits, scheduler_output.masked_req_ids)
+                self._accept(order, inputs, sampled, scheduler_output.num_next_drafts)
         if sanitizer is not None:
             sanitizer.end_step(order, inputs, kv_connector_output)
         # A graph that gives logits is of decodes, which score no prompt position.
         prompt_logprobs = (
-            [] if hidden is None else self.scorer.score(order, hidden, self.compute_logits)
+            []
+            if hidden is None or logits is None
+            else self.scorer.score(order, hidden, self.compute_logits)
         )
         if self.journals is not None:
             self.journals.before_copies(scheduler_output.copies_after)
@@ -436,16 +488,19 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def _run_model(
         self, order: StepOrder, inputs: StepInputs, replay: Replay | None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Hidden states `[tokens, hidden]` unless a whole graph ran, logits `[sampling, vocab]`."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Hidden states `[tokens, hidden]` unless a whole graph ran, logits `[sampling, vocab]`.
+        Without a head: what the next pipeline stage gets, `[tokens, streams, hidden]`, and None."""
         if replay is None:
             hidden = self._forward(inputs)
         else:
             with nullcontext() if self.capture is None else self.capture.layer_hooks():
                 output = self.graphs.replay(replay)[: inputs.num_tokens]
-            if replay.whole:
+            if replay.whole and self.samples:
                 return None, output
             hidden = output
+        if not self.samples:
+            return hidden, None
         return hidden, self._logits_to_sample(order, inputs, hidden)
 
     def _without_forward(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -461,8 +516,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states of every token; captured ones go to their cache."""
-        return self.tap.read(inputs, self.model(inputs.input_ids, inputs.positions))
+        """Hidden states of every token; captured ones go to their cache. Of a pipeline stage before
+        the last, what the next one gets."""
+        if self.stage is None:
+            return self.tap.read(inputs, self.model(inputs.input_ids, inputs.positions))
+        incoming = self.stage.incoming(len(inputs.input_ids))
+        output = self.model(inputs.input_ids, inputs.positions, incoming)
+        return self.tap.read(inputs, output) if self.samples else self.stage.packed(output)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""
@@ -485,6 +545,13 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             positions = inputs.next_positions.index_select(0, inputs.sample_indices)
         return self.sampler.sample(order, logits, positions, masks)
 
+    def _hand_on(self, order: StepOrder, inputs: StepInputs, packed: Tensor | None) -> None:
+        """A pipeline stage before the last: its streams go to the next one, which lets the last
+        one sample."""
+        assert self.stage is not None and packed is not None
+        self.stage.send(packed)
+        self.stage.await_sampled(order, inputs.sample_requests, self.inputs.accept_requests)
+
     def _accept(
         self,
         order: StepOrder,
@@ -499,6 +566,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if not self._launches:
                 tokens.zero_()
             verified = self.inputs.accept(inputs, tokens)
+            if self.stage is not None:
+                self.stage.send_sampled(tokens)
             counts = verified[0]
             self.sampler.observe(tokens, counts)
             if order.width > 1:
@@ -575,3 +644,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if state is not None and self.drafter is not None:
             self.drafter.remove(state)
         self.sampler.remove(req_id)
+
+
+def _no_stages(reason: str) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"--pipeline-parallel-size: {reason}; use --tensor-parallel-size instead",
+        "pipeline_parallel_size",
+    )

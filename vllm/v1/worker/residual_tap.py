@@ -43,15 +43,8 @@ class ResidualTap:
             (reader, [self.layer_ids.index(i) for i in sorted(reader.residual_layer_ids)])
             for reader in present
         ]
-        if not self.layer_ids:
-            return
-        if not isinstance(target, SupportsEagle3):
-            raise ValueError(
-                f"{type(target).__name__} cannot return hidden states of its layers "
-                "(SupportsEagle3); extract_hidden_states and drafters that read them need a model "
-                "that can"
-            )
-        target.set_aux_hidden_state_layers(tuple(self.layer_ids))
+        if self.layer_ids:
+            ask_for_streams(target, self.layer_ids)
 
     def read(self, inputs: StepInputs, output: Tensor | tuple[Tensor, list[Tensor]]) -> Tensor:
         """Show the readers what the target returned; gives its hidden states `[tokens, hidden]`.
@@ -66,3 +59,14 @@ class ResidualTap:
         for reader, places in self._readers:
             reader.observe(inputs, hidden, [streams[i] for i in places])
         return hidden
+
+
+def ask_for_streams(target: nn.Module, layer_ids: Sequence[int]) -> None:
+    """Make `target` return these streams, ascending; raises as `ResidualTap` does."""
+    if not isinstance(target, SupportsEagle3):
+        raise ValueError(
+            f"{type(target).__name__} cannot return hidden states of its layers "
+            "(SupportsEagle3); extract_hidden_states and drafters that read them need a model "
+            "that can"
+        )
+    target.set_aux_hidden_state_layers(tuple(layer_ids))

@@ -216,13 +216,14 @@ class Sanitizer:
 
     # ---- after the forward pass ----------------------------------------------------------------
 
-    def observe(self, hidden: Tensor | None, logits: Tensor) -> None:
+    def observe(self, hidden: Tensor | None, logits: Tensor | None) -> None:
         """Remember which rows of the model's outputs are NaN, before sampling changes them.
 
-        `hidden [tokens, hidden]`, unless a graph ran; `logits [rows, vocab]`.
+        `hidden [tokens, ...]`, unless a graph ran; `logits [rows, vocab]`, on a pipeline stage with
+        the head.
         """
-        self._nan_tokens = None if hidden is None else hidden.isnan().any(-1)
-        self._nan_samples = logits.isnan().any(-1)
+        self._nan_tokens = None if hidden is None else hidden.isnan().flatten(1).any(-1)
+        self._nan_samples = None if logits is None else logits.isnan().any(-1)
 
     def end_step(
         self, order: StepOrder, inputs: StepInputs, transfers: KVConnectorOutput | None
@@ -359,6 +360,8 @@ class Sanitizer:
 
 
 def _names(layer_names: list[str]) -> str:
+    if not layer_names:
+        return "of other pipeline stages"
     if len(layer_names) == 1:
         return layer_names[0]
     return f"{layer_names[0]} to {layer_names[-1]}, {len(layer_names)} layers"

@@ -119,6 +119,15 @@ class StateJournals:
         """The journals' memory."""
         return [tensor for group in self._groups for tensor in group.memory.tensors]
 
+    def fits(self, config: KVCacheConfig) -> bool:
+        """Whether the layers' groups have the same places in `config`."""
+        groups = config.kv_cache_groups
+        return all(
+            group.group_id < len(groups)
+            and group.layers[0].layer_name in groups[group.group_id].layer_names
+            for group in self._groups
+        )
+
     def bind(self, tables: BlockTables, reset: bool = True) -> None:
         """Use the states that the layers have now; nothing is pending in them. Without `reset`
         rows of other placements may have something pending."""

@@ -31,6 +31,9 @@ class GroupProbe:
         stride = arena.plan.page_bytes // plan.blocks_per_page
         num_blocks = arena.plan.num_pages * plan.blocks_per_page
         self._words = arena.buffer.view(torch.int64).view(num_blocks, stride // 8)
+        self.parts: list[Tensor] = []
+        if not group.layer_names:  # they are on other pipeline stages
+            return
         offsets = [plan.layer_offsets[name] for name in group.layer_names]
         pitch = offsets[1] - offsets[0] if len(offsets) > 1 else 0
         first = arena.layers[group.layer_names[0]]
@@ -61,6 +64,8 @@ class GroupProbe:
 
     def nan_tokens(self, block_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Which of these slots (`block_ids, offsets [n]`) hold NaN in any layer, `[n]` bool."""
+        if not self.parts:
+            return np.zeros(len(block_ids), dtype=bool)
         (part,) = self.parts
         width = part[0, 0].numel() * part.element_size()
         size = max(1, _CHUNK_BYTES // width)

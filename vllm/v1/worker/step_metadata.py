@@ -21,11 +21,12 @@ from vllm.v1.worker.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class StateGroup:
-    """One group of layers that share a spec, with its metadata builder."""
+    """One group of layers that share a spec, with its metadata builder; None for a group whose
+    layers are all on other pipeline stages."""
 
     layer_names: list[str]
     spec: KVCacheSpec
-    builder: AttentionMetadataBuilder[Any]
+    builder: AttentionMetadataBuilder[Any] | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class StepMetadata:
                 context.decode_blocks[name] = states
         for index, places in slots.items():
             group, table = self._groups[index], self._tables.groups[index]
+            assert group.builder is not None, "drafters need one pipeline stage"
             metadata = group.builder.build(
                 CommonAttentionMetadata(
                     num_reqs=count,
@@ -177,8 +179,10 @@ class StepMetadata:
             decode_width=batch.width,
         )
         for group, tables in zip(self._groups, uploaded, strict=True):
+            if group.builder is None:
+                continue
             if only is None or not set(only).isdisjoint(group.layer_names):
-                self._add(context, group, batch, inputs, tables)
+                self._add(context, group, group.builder, batch, inputs, tables)
         self._tables.flush()
         return context
 
@@ -186,11 +190,12 @@ class StepMetadata:
     def _add(
         context: ForwardContext,
         group: StateGroup,
+        builder: AttentionMetadataBuilder[Any],
         batch: _Batch,
         inputs: StepInputs,
         tables: _GroupTables,
     ) -> None:
-        metadata = group.builder.build(
+        metadata = builder.build(
             CommonAttentionMetadata(
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,

@@ -84,6 +84,8 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
 @torch.inference_mode()
 def _sample_full_batch(runner: ModelRunner) -> None:
     """With every filter on: the sampler's buffers grow with the batch."""
+    if not runner.samples:
+        return
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, seed=0, logprobs=1)
     rows, model = runner.max_rows, runner.model_config
     hidden = torch.zeros(rows, model.get_hidden_size(), dtype=model.dtype, device=runner.device)
@@ -158,7 +160,8 @@ def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
         runner.journals.rehearse()
     if runner.drafter is not None:
         runner.drafter.rehearse()
-    run_common_samplers(runner)
+    if runner.samples:
+        run_common_samplers(runner)
 
 
 def _batches(runner: ModelRunner) -> Iterator[DummyBatch]:

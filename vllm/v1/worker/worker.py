@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_
 from vllm.distributed.kv_transfer.kv_transfer_state import ConnectorSlot, use_slot
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_world_group,
     init_distributed_environment,
@@ -247,7 +248,8 @@ class Worker:
         """(Pipeline rank, tensor-parallel rank) and what the connector tells its peers."""
         connector = self._connector_slot.connector
         metadata = None if connector is None else connector.get_handshake_metadata()
-        return (0, get_tensor_model_parallel_rank()), metadata
+        ranks = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+        return ranks, metadata
 
     @startup_phase("warm-up")
     def warm_up(self) -> None:

@@ -17,4 +17,4 @@ class AsyncScheduler(Scheduler):
     dropped on arrival, to be sampled again.
     """
 
-    max_steps_in_flight: ClassVar[int] = 2
+    steps_ahead: ClassVar[int] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 
@@ -27,7 +27,7 @@ class SchedulerInterface(ABC):
     `max_steps_in_flight` steps may be scheduled whose output has not come back.
     """
 
-    max_steps_in_flight: ClassVar[int]
+    max_steps_in_flight: int
 
     @abstractmethod
     def __init__(

@@ -7,9 +7,11 @@ import enum
 import time
 from bisect import insort
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan, drafts_of
@@ -49,15 +51,18 @@ class Scheduler(SchedulerResults):
 
     Most steps only decode, and most requests then need no block and no decision: they are taken as
     they are until `Request.quiet_until`. Who is worth another look sets that back to 0.
-    """
 
-    max_steps_in_flight: ClassVar[int] = 1
+    With pipeline stages the requests that decode take turns: a step has an equal share of them, and
+    none that sampled in one of the last `num_stages - 1` steps, whose token the first stage has not
+    got yet. So each stage works on requests that are independent of all other stages'.
+    """
 
     # ---- a step --------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         if len(self._in_flight) >= self.max_steps_in_flight:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
+        self._step += 1
         for cache in self.caches.values():
             cache.begin_step()
         for placement in self.turns.order():
@@ -83,6 +88,8 @@ class Scheduler(SchedulerResults):
         running = self.running
         if not self.turns.alone:
             running = [one for one in running if one.placement == step.placement]
+        if self.num_stages > 1:
+            running = self._whose_turn_it_is(running)
         for request in running:
             if step.token_budget == 0:
                 break
@@ -98,6 +105,19 @@ class Scheduler(SchedulerResults):
             else:
                 enough = self._continue(request, step) and enough
         return enough
+
+    def _whose_turn_it_is(self, running: list[Request]) -> list[Request]:
+        """Those of `running` that the step may take: an equal share of the decodes, longest waiting
+        first, without those that sampled too recently; and every prompt, whose pieces follow each
+        other through the stages."""
+        decodes, prefills = [], []
+        for request in running:
+            known = len(request.all_token_ids) + request.num_output_placeholders
+            (prefills if known - request.num_computed_tokens > 1 else decodes).append(request)
+        last = self._step - self.num_stages
+        able = [request for request in decodes if request.last_sampling_step <= last]
+        able.sort(key=attrgetter("last_sampling_step"))
+        return able[: cdiv(len(decodes), self.num_stages)] + prefills
 
     def _continue(self, request: Request, step: StepPlan) -> bool:
         """Let a running request go on if it has anything to compute; False if blocks ran out."""
@@ -192,9 +212,12 @@ class Scheduler(SchedulerResults):
         num_passed_over = 0
         # Workers still keep a row for each request that awaits its stop.
         max_running = self.max_num_seqs - len(self.awaiting_stop)
+        room = min(max_running - len(self.running), len(self.waiting))
+        share = len(self.running) + cdiv(room, self.num_stages)
         while (
             self.waiting
             and step.token_budget > 0
+            and len(self.running) < share
             and len(self.running) + num_passed_over < max_running
         ):
             request = self.waiting.peek()
@@ -394,7 +417,8 @@ class Scheduler(SchedulerResults):
     # ---- output --------------------------------------------------------------------------------
 
     def _make_output(self, step: StepPlan) -> SchedulerOutput:
-        decodes = self._decodes = self._decode_set(step)
+        decodes = self._decode_set(step)
+        self._decodes[self._step % self.num_stages] = decodes
         drafts = self.draft_policy.choose(step.requests) if self.width > 1 else 0
         copies_before, copies_after = self.caches[step.placement].take_copies()
         kept_states: dict[str, int] = {}
@@ -428,7 +452,7 @@ class Scheduler(SchedulerResults):
         """What a step of decodes only shares with others like it; None for another step."""
         if not step.only_decodes or not step.requests:
             return None
-        last, width = self._decodes, self.next_width
+        last, width = self._decodes[self._step % self.num_stages], self.next_width
         if last is not None and step.requests == last.requests and width == last.width:
             return last
         self._num_decode_sets += 1
@@ -436,12 +460,17 @@ class Scheduler(SchedulerResults):
 
     def _advance(self, step: StepPlan, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; state who samples."""
-        if self._decodes is None:
+        decodes = self._decodes[self._step % self.num_stages]
+        if decodes is None:
             constrained = self._advance_each(step, output.sampling_req_ids)
         else:
-            self._decodes.advance()
-            constrained = self._decodes.constrained
-            output.sampling_req_ids = self._decodes.sampling_req_ids
+            decodes.advance()
+            constrained = decodes.constrained
+            output.sampling_req_ids = decodes.sampling_req_ids
+        if self.num_stages > 1:
+            for request in step.requests:
+                if request.request_id in output.sampling_req_ids:
+                    request.last_sampling_step = self._step
         output.masked_req_ids = [request.request_id for request in constrained]
 
     def get_kv_connector(self) -> KVConnectorBase_V1 | None:

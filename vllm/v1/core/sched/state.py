@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.cache_options import CacheReport
 from vllm.logger import init_logger
@@ -80,6 +80,9 @@ class SchedulerState(SchedulerInterface):
     only the front end sees stop strings, and the connector gets no token that the reply leaves out.
     """
 
+    #: steps that may be in flight besides one per pipeline stage
+    steps_ahead: ClassVar[int] = 0
+
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool = True
     ) -> None:
@@ -104,8 +107,14 @@ class SchedulerState(SchedulerInterface):
         self.preempted_req_ids: set[str] = set()
         #: running requests whose computed tokens were taken back: workers must rebuild them
         self._rewound: set[str] = set()
-        #: the requests of the last step, if all of them decoded
-        self._decodes: DecodeSet | None = None
+        #: stages of the pipeline that steps run through
+        self.num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.max_steps_in_flight = self.num_stages + self.steps_ahead
+        #: of as many last steps as there are stages, by their number modulo that: the requests, if
+        #: all of them decoded
+        self._decodes: list[DecodeSet | None] = [None] * self.num_stages
+        #: number of the step; requests that never sampled did so in step 0, long ago
+        self._step = self.num_stages
         self._num_decode_sets = 0
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         #: by client, outputs made outside `update_from_output`, sent with the next one

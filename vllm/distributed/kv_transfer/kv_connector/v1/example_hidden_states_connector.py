@@ -48,7 +48,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.space_reservatio
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import remove_leftovers
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.storage import Storage
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import stores_hidden_states
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -163,7 +163,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if get_tensor_model_parallel_rank() != 0:
+        if not stores_hidden_states():
             return
         cache = self._own_cache(kv_caches)
         remove_leftovers(self._storage_path)

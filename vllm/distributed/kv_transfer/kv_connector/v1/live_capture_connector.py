@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_stats impor
     LiveCaptureStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import stores_hidden_states
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -101,7 +101,7 @@ class LiveCaptureConnector(ExampleHiddenStatesConnector):
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if get_tensor_model_parallel_rank() != 0:
+        if not stores_hidden_states():
             return
         cache = self._own_cache(kv_caches)
         dtype = str(cache.dtype).removeprefix("torch.")

@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import tokens_to_save
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import stores_hidden_states
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_ring import POLICIES, Policy, RingWriter, Rows, record_bytes
 from vllm.logger import init_logger
@@ -202,7 +202,7 @@ class RingHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if get_tensor_model_parallel_rank() != 0:
+        if not stores_hidden_states():
             return
         name = self._group.layer_name
         if name is None:

@@ -27,13 +27,14 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
     """The group that holds captured hidden states, as the layers' specs say.
 
     A sole group is it whatever its spec says, since a scheduler may see only its first member.
+    On a pipeline stage that does not hold the layer, the group has no name.
     ValueError when there is no such group or more than one.
     """
     groups = kv_cache_config.kv_cache_groups
     found = [
         (i, name)
         for i, group in enumerate(groups)
-        for name, spec in group.layer_specs.items()
+        for name, spec in (group.layer_specs or {None: group.kv_cache_spec}).items()
         if spec.is_hidden_states
     ]
     if len(found) == 1:
