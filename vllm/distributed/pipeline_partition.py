@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from vllm import decisions, envs
 from vllm.exceptions import VLLMValidationError
 
-GIB = 1 << 30
+MIB = 1 << 20
 
 
 def partition_layers(
@@ -79,8 +79,8 @@ def choose_partition(
         "layers per pipeline stage",
         ",".join(map(str, counts)),
         "the largest stage is as small as can be: "
-        + ", ".join(f"{stage / GIB:.2f}" for stage in stages)
-        + " GiB of weights and of state of one request of full length; "
+        + ", ".join(f"{stage / MIB:.1f}" for stage in stages)
+        + " MiB of weights and of state of one request of full length; "
         "VLLM_PP_LAYER_PARTITION chooses otherwise",
     )
     return counts

@@ -19,6 +19,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.pipeline_partition import check_enough_layers
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.quantization.registry import (
     make_quantization_config,
@@ -64,6 +65,7 @@ def _resolve(config: VllmConfig) -> None:
         if rules is not None:
             rules.verify_and_update_config(config)
         _check_placement(config)
+        _check_pipeline(config)
         _resolve_quantization(config)
         recurrent = _recurrent_model(config)
         if recurrent is not None:
@@ -148,6 +150,40 @@ def _check_placement(config: VllmConfig) -> None:
             "choose with --placement",
             parameter="placement_alias",
             value=model.placement_alias,
+        )
+
+
+def _check_pipeline(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what pipeline stages cannot do."""
+    stages, transfer = config.parallel_config.pipeline_parallel_size, config.kv_transfer_config
+    if stages == 1:
+        return
+    check_enough_layers(config.model_config.get_num_layers(), stages)
+    flag = f"--pipeline-parallel-size {stages}"
+    if config.drafter is not None:
+        raise VLLMValidationError(
+            f"{flag} beside speculative_config method {config.drafter.method}: drafts are proposed "
+            "where all layers are; use --tensor-parallel-size instead, or leave the drafter out",
+            parameter="pipeline_parallel_size",
+            value=stages,
+        )
+    if config.model_config.placement is not None:
+        raise VLLMValidationError(
+            f"{flag} beside --placement: a supernet cannot be divided into stages; use "
+            "--tensor-parallel-size instead, or a checkpoint with one mixer per layer",
+            parameter="pipeline_parallel_size",
+            value=stages,
+        )
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not connector.supports_pipeline_stages(transfer):
+        raise VLLMValidationError(
+            f"{flag} beside kv_connector {transfer.kv_connector}, which needs all layers on every "
+            "worker; use --tensor-parallel-size instead. Connectors of hidden states work with "
+            "stages",
+            parameter="pipeline_parallel_size",
+            value=stages,
         )
 
 

@@ -65,6 +65,8 @@ def check_names(names: Sequence[str], choices: Mapping[int, Sequence[str]]) -> N
 
 def why_one_at_a_time(vllm_config: VllmConfig) -> str | None:
     """Why all requests of this engine run with the same placement; None if each may choose."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages share the layers (--pipeline-parallel-size)"
     if vllm_config.kv_transfer_config is not None:
         return "a KV connector knows the layers' memory by its addresses"
     if vllm_config.speculative_config is not None:

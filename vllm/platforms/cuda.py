@@ -128,6 +128,9 @@ class CudaPlatform(Platform):
     def get_device_name(self, device_id: int = 0) -> str:
         return gpu_facts(device_id).name
 
+    def device_count(self) -> int:
+        return count_devices()
+
     def total_memory_bytes(self, device_id: int = 0) -> int:
         return gpu_facts(device_id).total_bytes
 

@@ -149,6 +149,10 @@ class Platform(ABC):
     @abstractmethod
     def get_device_name(self, device_id: int = 0) -> str: ...
 
+    def device_count(self) -> int:
+        """Devices that workers of this host may use; does not initialise any."""
+        return 1
+
     @abstractmethod
     def total_memory_bytes(self, device_id: int = 0) -> int:
         """Memory of the device; does not initialise it."""

@@ -26,6 +26,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
@@ -81,6 +82,7 @@ def make_vllm_config(
     skip_tokenizer_init: bool = True,
     additional_config: dict[str, Any] | None = None,
     num_drafts: int = 0,
+    num_stages: int = 1,
     **scheduler: Any,
 ) -> VllmConfig:
     hf_config = PreTrainedConfig(  # importing a family's own takes seconds in each process
@@ -111,6 +113,7 @@ def make_vllm_config(
             num_gpu_blocks_override=num_blocks,
         ),
         scheduler_config=SchedulerConfig(max_model_len=max_model_len, **scheduler),
+        parallel_config=ParallelConfig(pipeline_parallel_size=num_stages),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=kv_transfer_config,
         speculative_config=(

@@ -73,9 +73,7 @@ def make_layers(
     return start, end, layers
 
 
-def _partition(
-    num_layers: int, layer_fn: LayerFactory, prefix: str, num_stages: int
-) -> list[int]:
+def _partition(num_layers: int, layer_fn: LayerFactory, prefix: str, num_stages: int) -> list[int]:
     """Layers of each stage, by bytes: those of a layer's parameters and of the state that it keeps
     of one request of full length, of the embedding on the first stage and of the head on the
     last."""

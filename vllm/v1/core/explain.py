@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import decisions
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.resolve import resolve
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import ModelOutline, outline_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name
@@ -170,9 +171,17 @@ def explain(
     """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens; `decode_batch`: the
     steps to predict.
 
-    Raises ValueError for a model without state, a length outside `1..max_model_len`, and memory
-    below one page.
+    Raises ValueError for a model without state, a length outside `1..max_model_len`, memory below
+    one page, and pipeline stages.
     """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise VLLMValidationError(
+            f"--pipeline-parallel-size {stages}: what is explained is a device with all layers; "
+            "leave the flag out",
+            "pipeline_parallel_size",
+            stages,
+        )
     longest = vllm_config.model_config.max_model_len
     if lengths is None:
         lengths = [n for n in DEFAULT_LENGTHS if n < longest] or [longest]

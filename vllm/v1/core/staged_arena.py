@@ -175,9 +175,7 @@ def _stage_plan(groups: Sequence[KVCacheGroupSpec], choice: PageChoice) -> Arena
     )
     page_bytes = max(-(-needed // unit), 1) * unit
     plans = tuple(
-        GroupPlan(
-            count, _block_bytes(group), layer_layout(group)[0] if group.layer_names else {}
-        )
+        GroupPlan(count, _block_bytes(group), layer_layout(group)[0] if group.layer_names else {})
         for group, count in zip(groups, choice.blocks_per_page, strict=True)
     )
     return ArenaPlan(page_bytes, 1, plans)

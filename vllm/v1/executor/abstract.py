@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.utils.class_registry import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -42,11 +43,20 @@ class Executor(ABC):
     def get_class(vllm_config: VllmConfig) -> type[Executor]:
         """The executor for this configuration; ValueError for one that is not supported."""
         parallel = vllm_config.parallel_config
-        if parallel.world_size > 1 and vllm_config.device_config.device_type != "cpu":
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        if parallel.tensor_parallel_size > 1 and not on_cpu:
             raise VLLMValidationError(
-                "tensor parallelism on GPUs is not available yet; use one GPU, or a CPU with -tp",
+                "tensor parallelism on GPUs is not available yet; use one GPU, "
+                "--pipeline-parallel-size, or a CPU with -tp",
                 "tensor_parallel_size",
                 parallel.tensor_parallel_size,
+            )
+        if not on_cpu and parallel.world_size > (found := current_platform.device_count()):
+            raise VLLMValidationError(
+                f"--pipeline-parallel-size {parallel.pipeline_parallel_size} needs as many GPUs, "
+                f"this host shows {found}; use at most {found}",
+                "pipeline_parallel_size",
+                parallel.pipeline_parallel_size,
             )
         return resolve_class(_EXECUTORS[parallel.executor_backend])
 

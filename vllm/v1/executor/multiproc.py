@@ -2,8 +2,8 @@
 """One process per worker on this host.
 
 Every message goes to all workers at once. Results of a step come from the first rank of the last
-pipeline stage, or from all ranks if a connector reports something on each. One thread takes the answers and watches the processes: the
-death of one ends all of them.
+pipeline stage, or from all ranks if a connector reports something on each. One thread takes the
+answers and watches the processes: the death of one ends all of them.
 """
 
 from __future__ import annotations

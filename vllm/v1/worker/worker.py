@@ -189,7 +189,7 @@ class Worker:
 
     def _profiled_memory(self) -> int:
         cache, peak = self.cache_config, profile_peak_bytes(self.model_runner)
-        total = current_platform.total_memory_bytes()
+        total = current_platform.total_memory_bytes(self.device.index or 0)
         available = int(total * cache.gpu_memory_utilization) - peak
         decisions.record(
             "state memory",

@@ -38,7 +38,9 @@ async def experts(request: Request) -> ExpertLoads:
     counts: dict[str, list[int]] = {}
     if engine.vllm_config.observability_config.expert_counts:
         # Every rank routes every token.
-        (counts, *_) = await engine.collective_rpc("expert_counts")
+        by_worker = await engine.collective_rpc("expert_counts")
+        # Workers of a pipeline stage count alike, stages have different layers.
+        counts = {layer: count for one in by_worker for layer, count in one.items()}
     if not counts:
         raise APIError(
             HTTPStatus.NOT_FOUND,

@@ -110,7 +110,8 @@ class Scheduler(SchedulerResults):
         """Those of `running` that the step may take: an equal share of the decodes, longest waiting
         first, without those that sampled too recently; and every prompt, whose pieces follow each
         other through the stages."""
-        decodes, prefills = [], []
+        decodes: list[Request] = []
+        prefills: list[Request] = []
         for request in running:
             known = len(request.all_token_ids) + request.num_output_placeholders
             (prefills if known - request.num_computed_tokens > 1 else decodes).append(request)
@@ -118,6 +119,13 @@ class Scheduler(SchedulerResults):
         able = [request for request in decodes if request.last_sampling_step <= last]
         able.sort(key=attrgetter("last_sampling_step"))
         return able[: cdiv(len(decodes), self.num_stages)] + prefills
+
+    def _share_with_new(self, step: StepPlan, max_running: int) -> int:
+        """Up to how many running requests the step may start new ones, so that it has its share of
+        all that there can be."""
+        running = len(self.running)
+        share = cdiv(min(max_running, running + len(self.waiting)), self.num_stages)
+        return running + share - step.counts.count(1)
 
     def _continue(self, request: Request, step: StepPlan) -> bool:
         """Let a running request go on if it has anything to compute; False if blocks ran out."""
@@ -212,12 +220,11 @@ class Scheduler(SchedulerResults):
         num_passed_over = 0
         # Workers still keep a row for each request that awaits its stop.
         max_running = self.max_num_seqs - len(self.awaiting_stop)
-        room = min(max_running - len(self.running), len(self.waiting))
-        share = len(self.running) + cdiv(room, self.num_stages)
+        most = max_running if self.num_stages == 1 else self._share_with_new(step, max_running)
         while (
             self.waiting
             and step.token_budget > 0
-            and len(self.running) < share
+            and len(self.running) < most
             and len(self.running) + num_passed_over < max_running
         ):
             request = self.waiting.peek()

@@ -160,6 +160,12 @@ class KVConnectorBase_V1(ABC):
         return True
 
     @classmethod
+    def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether this class, configured like this, works where each worker has a part of the
+        layers: groups without layers there, and other bytes in a page than elsewhere."""
+        return False
+
+    @classmethod
     def state_tiers(
         cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
     ) -> list[StateTier]:

@@ -157,6 +157,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         check_params(_storage_path(kv_transfer_config), allow_custom_path, params, num_completions)
 
     @classmethod
+    def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """The last stage has all captured streams."""
+        return True
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "NHD"
 

@@ -40,7 +40,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -194,6 +194,11 @@ class RingHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         return False
+
+    @classmethod
+    def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """The last stage has all captured streams."""
+        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

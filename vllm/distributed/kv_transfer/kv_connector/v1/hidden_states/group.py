@@ -31,11 +31,16 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
     ValueError when there is no such group or more than one.
     """
     groups = kv_cache_config.kv_cache_groups
-    found = [
+    found: list[tuple[int, str | None]] = [
         (i, name)
         for i, group in enumerate(groups)
-        for name, spec in (group.layer_specs or {None: group.kv_cache_spec}).items()
+        for name, spec in group.layer_specs.items()
         if spec.is_hidden_states
+    ]
+    found += [
+        (i, None)
+        for i, group in enumerate(groups)
+        if not group.layer_names and group.kv_cache_spec.is_hidden_states
     ]
     if len(found) == 1:
         index, name = found[0]
