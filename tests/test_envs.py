@@ -31,6 +31,7 @@ def test_every_variable_has_a_default_and_a_text(
         ("VLLM_CPU_KVCACHE_SPACE", "0.5", 0.5),
         ("VLLM_PLUGINS", "a, b", ["a", "b"]),
         ("VLLM_PLUGINS", "", []),
+        ("VLLM_PP_LAYER_PARTITION", "3, 1", [3, 1]),
         ("VLLM_API_KEY", "", None),
         ("VLLM_KV_CACHE_LAYOUT", "hnd", "HND"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "spawn"),
@@ -54,6 +55,7 @@ def test_values_are_read_at_look_up(
         ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "soon"),
         ("VLLM_KV_CACHE_LAYOUT", "HWC"),
         ("VLLM_TARGET_DEVICE", "tpu"),
+        ("VLLM_PP_LAYER_PARTITION", "half"),
     ],
 )
 def test_bad_values_name_the_variable(

@@ -118,7 +118,7 @@ def test_caller_keeps_his_dicts(llama: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray.*use mp"),
-    ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
     ({"data_parallel_size": 2}, "--data-parallel-size 2"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
     ({"block_size": 20}, "--block-size"),

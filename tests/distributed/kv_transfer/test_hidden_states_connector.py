@@ -393,7 +393,7 @@ def test_extract_from_kv_cache_reads_strided_blocks() -> None:
 def test_other_ranks_report_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(module, "stores_hidden_states", lambda: False)
     harness = make_harness(tmp_path)
     harness.add("r", 4)
     harness.step({"r": 4})

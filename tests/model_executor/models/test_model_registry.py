@@ -63,7 +63,7 @@ def test_capabilities() -> None:
     hybrid = ModelRegistry.load_model_cls("Qwen3_5ForConditionalGeneration")
     assert is_hybrid(hybrid) and has_inner_state(hybrid) and supports_eagle3(hybrid)
     assert not is_hybrid(LlamaForCausalLM) and not has_inner_state(LlamaForCausalLM)
-    assert supports_eagle3(LlamaForCausalLM) and not supports_pp(LlamaForCausalLM)
+    assert supports_eagle3(LlamaForCausalLM) and supports_pp(LlamaForCausalLM)
     assert ModelRegistry.is_hybrid_model("Qwen3_5ForCausalLM")
     assert not ModelRegistry.has_inner_state(["Qwen3ForCausalLM"])
     assert ModelRegistry.supports_eagle3(["Qwen3ForCausalLM"])

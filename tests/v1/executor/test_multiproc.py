@@ -88,9 +88,9 @@ class FakeWorker:
             Path(self.config.farewell, str(self.rank)).touch()
 
 
-def config_of(**changes: Any) -> Any:
+def config_of(output_rank: int = 0, **changes: Any) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=2),
+        parallel_config=SimpleNamespace(world_size=2, output_rank=output_rank),
         load_config=SimpleNamespace(use_tqdm_on_load=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         decisions=decisions.DecisionLog(),
@@ -145,6 +145,15 @@ def test_rank_0_answers_steps_and_all_answer_calls(start: Any) -> None:
     ]
     assert choice == "0"
     executor.check_health()
+
+
+def test_the_last_pipeline_stage_answers_steps(start: Any) -> None:
+    """And only it keeps the masks."""
+    executor = start(output_rank=1)
+    future = step(executor, 0)
+    assert future.result(20).req_ids == ["1"]
+    connected = start(output_rank=1, kv_transfer_config=object())
+    assert step(connected, 0).result(20).req_ids == ["1"]
 
 
 def test_masks_overtake_the_steps_that_were_sent_before_them(start: Any) -> None:
