@@ -4,7 +4,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm import decisions
@@ -26,6 +26,7 @@ def stage_costs(
     return stages
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.lists(COST, min_size=1, max_size=9), COST, COST)
 def test_the_costliest_stage_is_as_cheap_as_can_be(
     data: st.DataObject, costs: list[float], first: float, last: float

@@ -99,8 +99,8 @@ def test_greedy_text_equals_transformers(
 
 
 def results(llm: LLM, batch: list[list[int]], **fields: Any) -> list[Any]:
-    """Tokens and all logprobs, to the last bit. One prompt at a time: a matmul's rounding depends on
-    what else is in the step, and stages share requests out."""
+    """Tokens and all logprobs, to the last bit. One prompt at a time: a matmul's rounding depends
+    on what else is in the step, and stages share requests out."""
     settings = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 2, **fields}
     found = []
     for ids in batch:
@@ -112,8 +112,8 @@ def results(llm: LLM, batch: list[list[int]], **fields: Any) -> list[Any]:
 
 
 def test_stages_change_no_bit(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of samples, seeded ones, prompts' logprobs; before and after sleep. Penalties and grammars are
-    followed on the last stage."""
+    """Of samples, seeded ones, prompts' logprobs; before and after sleep. Penalties and grammars
+    are followed on the last stage."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_sleep_mode": True}
     one = make_engine("qwen3_5", **settings)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
@@ -157,8 +157,8 @@ def test_without_asynchronous_scheduling(make_engine: MakeEngine) -> None:
 
 
 def _meet(folder: str, first: int, last: int) -> Callable[[Worker], None]:
-    """Makes forwards `first .. last` of the second stage wait for the next one of the first stage to
-    begin, which in turn does not need them."""
+    """Makes forwards `first .. last` of the second stage wait for the next one of the first stage
+    to begin, which in turn does not need them."""
 
     def install(worker: Worker) -> None:
         model, count = worker.get_model(), 0
@@ -299,7 +299,7 @@ def test_captured_rows_are_those_of_one_process(extract: Callable[..., list[Any]
         (
             "llama",
             {"distributed_executor_backend": "uni"},
-            "--pipeline-parallel-size 2 needs mp",
+            "with --pipeline-parallel-size 2 needs mp",
         ),
     ],
 )

@@ -93,7 +93,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (
         ParallelConfig,
         {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
-        "uni is one worker; --tensor-parallel-size 2 needs mp",
+        "uni is one worker; --tensor-parallel-size 2 with --pipeline-parallel-size 1 needs mp",
     ),
     (SchedulerConfig, {"max_num_seqs": 0}, "--max-num-seqs.*greater than 0"),
     (SchedulerConfig, {"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_cases import full, hidden, recurrent, vllm_config, window
 
@@ -56,7 +56,7 @@ def check(configs: list[KVCacheConfig], specs: list[dict[str, KVCacheSpec]]) -> 
             assert placed.block_bytes == max(ends, default=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text("raw", min_size=1, max_size=6), min_size=2, max_size=4), st.data())
 def test_a_block_id_is_valid_on_every_stage(kinds: list[str], data: st.DataObject) -> None:
     specs = [layers(own, 100 * stage) for stage, own in enumerate(kinds)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vllm.config import ParallelConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor import uniproc
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc import MultiprocExecutor
@@ -103,6 +104,11 @@ def test_one_worker_needs_no_process() -> None:
     )
 
 
-def test_several_gpus_are_refused_for_now() -> None:
-    with pytest.raises(ValueError, match="use one GPU, or a CPU with -tp"):
+def test_several_gpus_only_as_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="use one GPU, --pipeline-parallel-size, or a CPU with"):
         Executor.get_class(config_of("cuda", tensor_parallel_size=2))
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 2)
+    staged = config_of("cuda", pipeline_parallel_size=2)
+    assert Executor.get_class(staged) is MultiprocExecutor
+    with pytest.raises(ValueError, match="size 3 needs as many GPUs, this host shows 2"):
+        Executor.get_class(config_of("cuda", pipeline_parallel_size=3))

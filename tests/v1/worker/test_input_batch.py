@@ -49,6 +49,18 @@ def test_another_set_is_ordered_anew() -> None:
     assert _decode(batch, "abc", 6).req_ids == ["a", "b", "c"]
 
 
+def test_sets_that_take_turns_are_ordered_once() -> None:
+    batch = InputBatch(4, num_sets=2)
+    for req_id in "abc":
+        batch.add(req_id, [1, 2, 3], 3, GREEDY, 2)
+    first, second = _decode(batch, "ab", 5), _decode(batch, "c", 6)
+    for _ in range(2):
+        assert _decode(batch, "ab", 5).states is first.states
+        assert _decode(batch, "c", 6).states is second.states
+    batch.remove("c")
+    assert _decode(batch, "ab", 5).states is not first.states
+
+
 def test_a_request_that_comes_back_has_another_row() -> None:
     batch = _batch("a", "b")
     before = _decode(batch, "ab", 5)

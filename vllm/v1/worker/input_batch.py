@@ -7,6 +7,7 @@ so nothing is ever moved when requests come and go.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -114,9 +115,8 @@ class InputBatch:
         self.num_output = np.zeros(max_rows, dtype=np.int64)
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        #: the last order of each set of decodes, while all their requests have their rows
-        self._orders: dict[int, StepOrder] = {}
-        self._num_sets = num_sets
+        #: the last orders and their sets of decodes (0: none), while all requests have their rows
+        self._orders: deque[tuple[int, StepOrder]] = deque(maxlen=num_sets)
 
     def add(
         self,
@@ -152,9 +152,10 @@ class InputBatch:
 
         The order of a set of decodes (see `SchedulerOutput.decode_set_id`) is made once.
         """
-        last = self._orders.get(decode_set_id)
-        if last is not None:
-            return replace(last, num_computed=self.num_computed[last.rows])
+        for set_id, last in self._orders if decode_set_id else ():
+            if set_id == decode_set_id:
+                self._orders.append((set_id, last))
+                return replace(last, num_computed=self.num_computed[last.rows])
         states = [self.requests[req_id] for req_id in num_scheduled]
         rows = np.array([state.row for state in states], dtype=np.int64)
         counts = np.array(list(num_scheduled.values()), dtype=np.int64)
@@ -179,10 +180,7 @@ class InputBatch:
             sampled=SampledRequests([states[i] for i in sampling], [req_ids[i] for i in sampling]),
             width=self.width if wide else 1,
         )
-        if decode_set_id:
-            if len(self._orders) == self._num_sets:
-                del self._orders[next(iter(self._orders))]
-            self._orders[decode_set_id] = order
+        self._orders.append((decode_set_id, order))
         return order
 
     def advance(self, order: StepOrder) -> None:

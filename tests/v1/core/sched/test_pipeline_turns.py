@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.v1.core.sched.helpers import Driver, make_request, make_scheduler
@@ -59,7 +59,7 @@ def test_decodes_do_not_wait_for_a_prompt() -> None:
         assert both == {"r0", "r1", "r2", "r3", "long"}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(2, 4),
     st.booleans(),
@@ -69,7 +69,7 @@ def test_decodes_do_not_wait_for_a_prompt() -> None:
 def test_everybody_is_served_and_nobody_too_soon(
     num_stages: int, async_scheduling: bool, sizes: list[tuple[int, int]], seed: int
 ) -> None:
-    """Requests come at any time, are preempted, and none samples twice within `num_stages` steps."""
+    """Requests come at any time, are preempted, and none samples twice in `num_stages` steps."""
     rng = random.Random(seed)
     driver = make_driver(num_stages, async_scheduling=async_scheduling, max_num_batched_tokens=32)
     coming = [
@@ -92,8 +92,10 @@ def test_everybody_is_served_and_nobody_too_soon(
             continue
         step = driver.launch()
         number = driver.scheduler._step
+        # Of a request that comes back the host knows, and tells, every token.
+        told = step.scheduled_cached_reqs.resumed_req_ids
         for req_id in step.sampling_req_ids:
-            assert number - last.get(req_id, -100) >= num_stages
+            assert req_id in told or number - last.get(req_id, -100) >= num_stages
             last[req_id] = number
     driver.run()
     assert {req_id: len(tokens) for req_id, tokens in driver.tokens.items()} == total
