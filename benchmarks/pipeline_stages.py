@@ -58,7 +58,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = LLM(options.model, pipeline_parallel_size=options.stages, max_model_len=512)
+    llm = LLM(
+        options.model,
+        pipeline_parallel_size=options.stages,
+        max_model_len=512,
+        kv_cache_memory_bytes=64 * 2**20,
+    )
     cost_s = options.cost_ms / 1000
     llm.collective_rpc(slow(cost_s))
     steps = count_steps(llm)
