@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from vllm.model_executor.models.decoder import CAPTURED, STREAM
 from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.input_batch import StepOrder
 
+#: messages with a step's streams that a stage may be ahead of the next one
+_BUFFERS = 3
+
 #: `(sample_requests [n, 4], sampled [n])`: see `AcceptProblem`
 Accept = Callable[[Tensor, Tensor], object]
 
@@ -42,12 +46,14 @@ class _Outgoing:
 
 
 class _Outbox:
-    """Sends copies, so that a step's tensors may be written by the next one. There are more
-    buffers than steps in flight: whoever gets one waits for nothing."""
+    """Sends copies, so that a step's tensors may be written by the next one. A buffer is free again
+    when its message is received, `depth` messages later at the latest."""
 
-    def __init__(self, group: GroupCoordinator, targets: range, buffer: Tensor, depth: int) -> None:
+    def __init__(
+        self, group: GroupCoordinator, targets: range, make: Callable[[], Tensor], depth: int
+    ) -> None:
         self._group, self._targets = group, targets
-        self._ring = deque(_Outgoing(torch.empty_like(buffer)) for _ in range(depth))
+        self._ring = deque(_Outgoing(make()) for _ in range(depth))
 
     def send(self, x: Tensor) -> None:
         """`x [n, ...]` to every target."""
@@ -60,41 +66,64 @@ class _Outbox:
         slot.works = [self._group.isend(message, target) for target in self._targets]
 
 
+@dataclass
+class _Incoming:
+    """A buffer, the message on its way to it, and when that was copied or read."""
+
+    buffer: Tensor
+    taken: torch.cuda.Event | None
+    message: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The message, in the order of this stream."""
+        assert self.work is not None, "nothing was posted"
+        self.work.wait()
+        return self.message
+
+    def release(self) -> None:
+        """What this stream has been given by now was the last to read it."""
+        if self.taken is not None:
+            self.taken.record()
+
+
 class _Inbox:
-    """Receives into a buffer, on a stream of its own where there are streams: a message crosses
-    while the step before is still computed."""
+    """Receives into buffers, on a stream of its own where there are streams: a message crosses
+    while other steps are computed. Whatever is sent is received at once, so that no send is left
+    pending when no step is in flight."""
 
-    def __init__(self, group: GroupCoordinator, source: int, buffer: Tensor) -> None:
-        self._group, self._source, self._buffer = group, source, buffer
-        cuda = buffer.device.type == "cuda"
-        self._stream = torch.cuda.Stream(buffer.device) if cuda else None
-        #: the last message was copied out of the buffer
-        self._taken = torch.cuda.Event() if cuda else None
+    def __init__(
+        self, group: GroupCoordinator, source: int, make: Callable[[], Tensor], depth: int
+    ) -> None:
+        self._group, self._source = group, source
+        buffers = [make() for _ in range(depth)]
+        cuda = buffers[0].device.type == "cuda"
+        self._stream = torch.cuda.Stream(buffers[0].device) if cuda else None
+        self._ring = deque(
+            _Incoming(buffer, torch.cuda.Event() if cuda else None, buffer) for buffer in buffers
+        )
 
-    def receive(self, count: int, target: Tensor) -> None:
-        """Put the next message, `count` rows, into `target`, in the order of this stream."""
-        message = self._buffer[:count]
-        if self._stream is None or self._taken is None:
-            self._group.irecv(message, self._source).wait()
-            target.copy_(message)
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._taken)
-            self._group.irecv(message, self._source).wait()
-        torch.cuda.current_stream(target.device).wait_stream(self._stream)
-        target.copy_(message)
-        self._taken.record()
+    def post(self, count: int) -> _Incoming:
+        """Begin to receive the next message, `count` rows."""
+        slot = self._ring[0]
+        self._ring.rotate(-1)
+        slot.message = slot.buffer[:count]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and slot.taken is not None:
+                self._stream.wait_event(slot.taken)
+            slot.work = self._group.irecv(slot.message, self._source)
+        return slot
 
 
 @dataclass(frozen=True)
 class _Sampling:
-    """Tokens that were not taken in yet: batch rows on the host, and what `accept` wants of them.
+    """Samples that were not taken in yet: their batch rows on the host, and what `accept` wants.
 
     `sample_requests` is a copy: the step's own array is filled again by the next one.
     """
 
     rows: np.ndarray
-    num_sampled: int
+    sampled: _Incoming
     sample_requests: Tensor
 
 
@@ -124,18 +153,20 @@ class PipelineStage:
         self._waiting: deque[_Sampling] = deque()
         self._connected = True
         tokens, hidden = shape
-        rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        new = partial(torch.zeros, dtype=dtype, device=device)
+        rows = partial(torch.zeros, max_rows, dtype=torch.int64, device=device)
         depth = steps_in_flight + 1
         if not self.is_first:
             #: what the model reads, at a fixed address for graphs: `[streams, tokens, hidden]`
-            self._incoming = torch.zeros(streams_in, tokens, hidden, dtype=dtype, device=device)
-            buffer = torch.empty(tokens, streams_in, hidden, dtype=dtype, device=device)
-            self._from_previous = _Inbox(forward, self.rank - 1, buffer)
+            self._incoming = new(streams_in, tokens, hidden)
+            messages = partial(new, tokens, streams_in, hidden)
+            self._from_previous = _Inbox(forward, self.rank - 1, messages, _BUFFERS)
         if not self.is_last:
-            buffer = torch.empty(tokens, streams_out, hidden, dtype=dtype, device=device)
-            self._to_next = _Outbox(forward, range(self.rank + 1, self.rank + 2), buffer, depth)
-            self._sampled = torch.zeros_like(rows)
-            self._from_last = _Inbox(back, self.size - 1, rows)
+            self._first_message = new(1, streams_out, hidden)
+            messages, following = partial(new, tokens, streams_out, hidden), self.rank + 1
+            self._to_next = _Outbox(forward, range(following, following + 1), messages, _BUFFERS)
+            self._nothing = rows()
+            self._from_last = _Inbox(back, self.size - 1, rows, depth)
         else:
             self._to_earlier = _Outbox(back, range(self.size - 1), rows, depth)
         self._meet()
@@ -143,12 +174,14 @@ class PipelineStage:
     def _meet(self) -> None:
         """Open every channel: the first message of one may wait for its other end."""
         if not self.is_first:
-            self._from_previous.receive(1, self._incoming[:, :1].transpose(0, 1))
+            self.receive(1)
         if not self.is_last:
-            self.send(self._to_next._ring[0].buffer[:1].zero_())
-            self._from_last.receive(1, self._sampled[:1])
+            self.send(self._first_message)
+            sampled = self._from_last.post(1)
+            sampled.wait()
+            sampled.release()
         else:
-            self._to_earlier.send(self._incoming.new_zeros(1, dtype=torch.int64))
+            self.send_sampled(self._incoming.new_zeros(1, dtype=torch.int64))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -164,8 +197,9 @@ class PipelineStage:
     def receive(self, num_tokens: int) -> None:
         """Get a step's streams from the stage before; `incoming` are then these."""
         if self._connected and not self.is_first:
-            target = self._incoming[:, :num_tokens].transpose(0, 1)
-            self._from_previous.receive(num_tokens, target)
+            arriving = self._from_previous.post(num_tokens)
+            self._incoming[:, :num_tokens].copy_(arriving.wait().transpose(0, 1))
+            arriving.release()
 
     def incoming(self, num_tokens: int) -> IntermediateTensors | None:
         """What the model takes for `num_tokens` tokens, padding included; None on the first
@@ -205,9 +239,10 @@ class PipelineStage:
             return
         count = int(order.num_samples.sum())
         if self._connected:
-            self._waiting.append(_Sampling(rows, count, sample_requests.clone()))
+            sampled = self._from_last.post(count)
+            self._waiting.append(_Sampling(rows, sampled, sample_requests.clone()))
         else:
-            accept(sample_requests, self._sampled[:count].zero_())
+            accept(sample_requests, self._nothing[:count])
 
     def take_sampled(self, order: StepOrder, accept: Accept) -> None:
         """Before a step: take in the samples of earlier steps up to the last that runs one of its
@@ -220,6 +255,5 @@ class PipelineStage:
                 needed = max(needed, i + 1)
         for _ in range(needed):
             waiting = self._waiting.popleft()
-            sampled = self._sampled[: waiting.num_sampled]
-            self._from_last.receive(waiting.num_sampled, sampled)
-            accept(waiting.sample_requests, sampled)
+            accept(waiting.sample_requests, waiting.sampled.wait())
+            waiting.sampled.release()
