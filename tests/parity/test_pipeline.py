@@ -31,6 +31,7 @@ from vllm.v1.worker.worker import Worker
 
 pytestmark = [
     pytest.mark.parity,
+    pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="compares CPU processes"),
 ]

@@ -115,7 +115,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.model_config.max_model_len,
         )
         self.scorer = PromptScorer(self.vocab_size)
-        self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress)
+        self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress, num_sets=stages)
         self._receive_masks = receive_masks
         #: whether kernels run; see `execute_dummy`
         self._launches = True

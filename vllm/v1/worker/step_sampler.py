@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 
 import torch
@@ -22,20 +23,24 @@ from vllm.v1.worker.input_batch import RequestState, StepOrder
 
 logger = init_logger(__name__)
 
+#: a step's width, its decodes, the ids of the requests that sample
+_Key = tuple[int, int, list[str]]
+
 
 class StepSampler:
-    """Holds the adjustments of requests that ask for some, and the metadata of the last step's
-    requests, which serves again while these stay the same."""
+    """Holds the adjustments of requests that ask for some, and the metadata of the last steps'
+    requests, `num_sets` that take turns, which serves again while these stay the same."""
 
-    def __init__(self, vocab_size: int, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, progress: Progress, num_sets: int = 1
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._progress = progress
         #: the rows with adjustments of the step whose output is not known yet
         self._adjusted: AdjustedRows | None = None
         self._adjustments: dict[str, Adjustments] = {}
-        self._key: tuple[int, int, list[str]] | None = None
-        self._metadata: SamplingMetadata | None = None
+        self._metadata: deque[tuple[_Key, SamplingMetadata]] = deque(maxlen=num_sets)
         self._failed: dict[str, RequestError] = {}
 
     def add(self, state: RequestState) -> None:
@@ -60,7 +65,7 @@ class StepSampler:
     def remove(self, req_id: str) -> None:
         """A request has lost its row; one of the same id may have other parameters."""
         self._adjustments.pop(req_id, None)
-        self._key = None
+        self._metadata.clear()
 
     def sample(
         self,
@@ -151,8 +156,9 @@ class StepSampler:
     def _metadata_of(self, order: StepOrder) -> SamplingMetadata:
         decodes = int((order.sampling < order.num_decodes).sum())
         key = (order.width, decodes, order.sampled.req_ids)
-        if self._metadata is None or key != self._key:
-            params = self._params_of(order)
-            self._metadata = SamplingMetadata.build(params, self._vocab_size, self._device)
-            self._key = key
-        return self._metadata
+        for known, metadata in self._metadata:
+            if known == key:
+                return metadata
+        metadata = SamplingMetadata.build(self._params_of(order), self._vocab_size, self._device)
+        self._metadata.append((key, metadata))
+        return metadata
