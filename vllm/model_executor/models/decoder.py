@@ -161,7 +161,7 @@ class DecoderModel(nn.Module, EagleModelMixin):
             if index not in self.left_out:
                 stream, total = layer(positions, stream)
             self._maybe_add_hidden_state(aux, index, total, None)
-        if not isinstance(self.norm, RMSNorm):
+        if isinstance(self.norm, MissingLayer):
             captured = {CAPTURED.format(i): one for i, one in enumerate(aux)}
             return IntermediateTensors({STREAM: stream.total, **captured})
         hidden, total = self.norm.enter(stream)
