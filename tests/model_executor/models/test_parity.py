@@ -117,9 +117,14 @@ def test_inputs_embeds_equal_input_ids(harness: Harness) -> None:
     torch.testing.assert_close(harness.step([Chunk(1, 0, ids.tolist())]), expected)
 
 
-def test_pipeline_stages_are_refused(harness: Harness) -> None:
-    with pytest.raises(ValueError, match="pipeline parallelism is not supported"):
-        harness.model(torch.zeros(1), torch.zeros(1), IntermediateTensors({}))
+def test_a_stage_takes_the_stream_instead_of_ids(harness: Harness) -> None:
+    """What the pipeline stage before would hand over: here, the embeddings."""
+    ids = torch.arange(40, 60)
+    expected = harness.step([Chunk(0, 0, ids.tolist())])
+    stream = IntermediateTensors({"hidden_states": harness.model.embed_input_ids(ids)})
+    forward = harness.model.forward
+    harness.model.forward = lambda _, positions: forward(None, positions, stream)
+    torch.testing.assert_close(harness.step([Chunk(1, 0, ids.tolist())]), expected)
 
 
 class DamagedState(Harness):
