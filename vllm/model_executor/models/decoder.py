@@ -97,7 +97,7 @@ class DecoderModel(nn.Module, EagleModelMixin):
     """
 
     embed_tokens: nn.Module
-    norm: nn.Module
+    norm: RMSNorm | MissingLayer
 
     def __init__(
         self,
