@@ -46,7 +46,7 @@ class StreamingProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The request's task, which has the same scope, begins later.
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[literal-required]
 
 
 def take_piece_writer(scope: Scope) -> PieceWriter | None:
