@@ -80,6 +80,22 @@ def test_every_kind_of_paged_state_continues_inside_a_block(specs):
     assert [c.source for c in copies[: len(specs) + 1]] == sources
 
 
+@pytest.mark.parametrize("specs", [[full()], [window(20)], [hidden()]])
+def test_no_copy_is_made_of_a_block_that_the_same_step_fills(specs):
+    """Copies come before the step; what an earlier request left inside the block is copied."""
+    manager = manager_of([*specs, recurrent()], 100)
+    early = request("early", range(60))
+    step(manager, early, budget=16)  # before anything of the prompt is in the cache
+    left = run_prompt(manager, "left", range(43))
+    kept = manager.get_block_ids("left")[0][2]
+    manager.free(left)
+    late = request("late", [*range(48), 7])
+    copies = step(manager, early, late)
+    [source] = [c.source for c in copies if c.target == manager.get_block_ids("late")[0][2]
+                and c.group_id == 0]  # fmt: skip
+    assert source == kept != manager.get_block_ids("early")[0][2]
+
+
 def test_models_without_recurrent_state_share_whole_blocks_only():
     manager = manager_of([full(), window(20)], 100)
     manager.free(run_prompt(manager, "a", range(43)))

@@ -115,6 +115,8 @@ class KVCacheManager:
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
         """Block copies to make before and after the step just scheduled."""
+        for manager in self.managers:
+            manager.end_step()
         return self.checkpoints.take_copies() if self.checkpoints is not None else ([], [])
 
     def take_kept_states(self) -> dict[str, int]:

@@ -39,6 +39,9 @@ class SingleTypeKVCacheManager(ABC):
         #: found in the cache rather than computed
         self._num_hashed: dict[str, int] = {}
         self._num_found: dict[str, int] = {}
+        #: full blocks that the step being scheduled may still have to fill: they can be shared,
+        #: but a copy would be made before that
+        self._filling: set[KVCacheBlock] = set()
 
     def keys(self, prefix: Prefix) -> Prefix:
         """Under which hashes this group's blocks and tails of a prefix are found."""
@@ -79,7 +82,7 @@ class SingleTypeKVCacheManager(ABC):
             return None
         if num_blocks == max_tokens // self.block_size and num_blocks < len(prefix.block_hashes):
             block = self.pool.get_cached_block(prefix.block_hashes[num_blocks], self.group_id)
-            if block is not None:
+            if block is not None and block not in self._filling:
                 return max_tokens, block
         return self.find_tail(prefix, num_blocks, max_tokens)
 
@@ -106,7 +109,7 @@ class SingleTypeKVCacheManager(ABC):
         prefix = self.keys(prefix)
         keys = [prefix.prefix_hash(num_tokens)]
         index = num_tokens // self.block_size
-        if index < len(prefix.block_hashes):
+        if index < len(prefix.block_hashes) and source not in self._filling:
             keys.append(prefix.block_hashes[index])
         return any(self.pool.get_cached_block(key, self.group_id) is source for key in keys)
 
@@ -190,7 +193,12 @@ class SingleTypeKVCacheManager(ABC):
         for i in range(num_hashed, num_full):
             if not blocks[i].is_null:
                 self.pool.cache_block(blocks[i], block_hashes[i])
+                self._filling.add(blocks[i])
         self._num_hashed[request_id] = max(num_hashed, num_full)
+
+    def end_step(self) -> None:
+        """A step has been scheduled: what it fills is complete for later ones."""
+        self._filling.clear()
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """The tokens from here on will be computed (and their blocks hashed) again."""
