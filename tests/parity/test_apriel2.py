@@ -76,11 +76,12 @@ def test_tokens_are_those_of_the_equations_with_and_without_drafts(
     compare(drafted.outputs, plain.outputs)
 
 
+@pytest.mark.parametrize("layout", ["mixture", "mambas"])
 def test_the_sanitizer_finds_nothing(
-    checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
+    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine
 ) -> None:
     """With memory so scarce that requests are preempted, and shared prefixes."""
-    checkpoint = checkpoints["mixture"]
+    checkpoint = checkpoints[layout]
     llm = make_engine(
         "llama",
         model=str(checkpoint.path),
