@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.config.draft_methods import DRAFT_METHODS
+from vllm.config.draft_methods import ALIASES, DRAFT_METHODS
 from vllm.config.draft_methods.base import DraftSettings
+from vllm.config.draft_methods.not_served import NOT_SERVED
 from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.class_registry import resolve_class
@@ -96,8 +99,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (given(drafter={"method": "replay"}), "num_speculative_tokens must be given"),
     (given(drafter={"method": "replay", "width": 3}), "unknown key 'width'"),
     (given(drafter=given()), "drafter must have another method"),
-    ({"method": "medusa"}, "medusa is not supported; supported: extract_hidden_states, "),
-    ({"method": "suffix", "model": "x"}, "suffix is not supported"),
+    ({"method": "guess"}, "guess is not supported; supported: extract_hidden_states, "),
+    (given(drafter={"method": "suffix", "suffix_decoding_max_tree_depth": 3}), "use ngram"),
     ({}, "none is not supported"),
     ({"method": "replay"}, "num_speculative_tokens must be given with method replay"),
     ({"method": "replay", "num_speculative_tokens": 0}, "must be 1 to 15, got 0"),
@@ -168,3 +171,61 @@ def test_lengths_that_ngram_looks_up(keys: dict[str, int], lengths: tuple[int, i
 def test_other_names_of_ngram(keys: dict[str, str]) -> None:
     speculative = SpeculativeConfig(num_speculative_tokens=3, **keys)
     assert speculative.method == "ngram" and speculative.use_ngram_gpu()
+
+
+def test_methods_that_are_known_and_not_served() -> None:
+    """By name, as their users write them, with what to use instead."""
+    written = ("eagle", "medusa", "mlp_speculator", "suffix", "peagle", "dflash2", "xpress")
+    assert set(written) <= set(NOT_SERVED)
+    assert not set(NOT_SERVED) & {*DRAFT_METHODS, *ALIASES}
+    for method, instead in NOT_SERVED.items():
+        with pytest.raises(VLLMValidationError) as caught:
+            SpeculativeConfig(method=method, model="somewhere", num_speculative_tokens=3)
+        said = f"speculative_config.method: {method} is not supported; use {instead}; supported: "
+        assert str(caught.value).startswith(said)
+        assert any(name in instead for name in DRAFT_METHODS) or "docs/" in instead
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"model_type": "medusa", "medusa_num_heads": 4}, "medusa"),
+        ({"model_type": "mlp_speculator", "n_predict": 3}, "mlp_speculator"),
+        ({"model_type": "eagle", "architectures": ["EagleModel"]}, "eagle"),
+        ({"model_type": "llama", "architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+    ],
+)
+def test_checkpoints_of_methods_that_are_not_served(
+    config: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VLLMValidationError, match=f"method: {method} is not supported; use"):
+        SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 3}}, "dflash"),
+    ],
+)
+def test_checkpoints_that_can_be_converted(
+    llama: str, config: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    """Another format of a method that is served; the method need not be said."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = f"speculators checkpoint of type {method} .*`speculators convert` makes one"
+    with pytest.raises(VLLMValidationError, match=message):
+        make(ModelConfig(llama), {"model": str(tmp_path), "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp", "deepseek_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "mimo_mtp", "glm4_moe_mtp"]
+)
+def test_names_of_mtp(llama: str, name: str) -> None:
+    """All mean the head in the target's checkpoint; whose head is not known is refused by name."""
+    asked = {"method": name, "num_speculative_tokens": 1}
+    assert SpeculativeConfig(**asked).method == "mtp"
+    with pytest.raises(VLLMValidationError, match="this one is llama. Use eagle3, draft_model or"):
+        make(ModelConfig(llama), asked)

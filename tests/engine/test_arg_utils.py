@@ -136,7 +136,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {}}, "none is not supported; supported: extract"),
     ({"speculative_config": EXTRACTION}, "needs --kv-transfer-config"),
     ({"speculative_config": EXTRACTION, "spec_method": "x"}, "given both by --spec-method"),
-    ({"spec_method": "medusa", "spec_tokens": 3}, "medusa is not supported; supported: "),
+    ({"spec_method": "medusa", "spec_tokens": 3}, "medusa is not supported; use eagle3, dflash or"),
+    (
+        {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 24}},
+        "suffix is not supported; use ngram",
+    ),
+    (
+        {"speculative_config": {"method": "eagle3", "model": "x", "parallel_drafting": True}},
+        "parallel_drafting: peagle is not supported; use dflash",
+    ),
     ({"kv_transfer_config": {"kv_rol": 1}}, "--kv-transfer-config: unknown key 'kv_rol'"),
     ({"kv_transfer_config": "x"}, "--kv-transfer-config must be a JSON object"),
     ({"compilation_config": {"cudagraf": 1}}, "--compilation-config: unknown key 'cudagraf'"),

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.config.draft_methods import resolve_method, settings_of
+from vllm.config.draft_methods import check_asked, resolve_method, settings_of
 from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.model import ModelConfig
 from vllm.utils.options import check_keys, config, option
@@ -113,6 +113,7 @@ class SpeculativeConfig:
         if self.drafter is None:
             return None
         given = dict(self.drafter)
+        check_asked(given)
         check_keys(SpeculativeConfig, given, "speculative_config.drafter", hidden=FILLED_BY_ENGINE)
         if given.get("method") == EXTRACT:
             refuse("drafter", f"must have another method than {EXTRACT}", self.drafter)

@@ -26,6 +26,7 @@ from vllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
 )
+from vllm.config.draft_methods import check_asked
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.capture_flags import capture_connector, capture_extraction
@@ -271,6 +272,7 @@ class EngineArgs(_Fields):
                 f"{flag}: write draft_tensor_parallel_size instead of tensor_parallel_size",
                 parameter="speculative_config.tensor_parallel_size",
             )
+        check_asked(values)
         check_keys(SpeculativeConfig, values, flag, hidden=FILLED_BY_ENGINE)
         return SpeculativeConfig(
             **values, target_model_config=model, target_parallel_config=parallel

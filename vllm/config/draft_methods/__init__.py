@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm import decisions
 from vllm.config.draft_methods.base import DraftSettings, refuse
+from vllm.config.draft_methods.not_served import check_served, method_of_config
 from vllm.utils.class_registry import resolve_class
 
 
@@ -49,13 +50,19 @@ DRAFT_METHODS: Mapping[str, DraftMethod] = {
     ),
 }
 
+#: families that have a name of their own for the head in their checkpoints; whether a target's
+#: head is known is decided by its config
+_MTP_FAMILIES = (
+    *("deepseek", "ernie", "exaone4_5", "exaone_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
+    *("glm_ocr", "hy_v3", "longcat_flash", "mimo", "nemotron_h", "pangu_ultra_moe"),
+    *("qwen3_5", "qwen3_next", "step3p5"),
+)
+
 #: other names of methods, with what they meant
 ALIASES: Mapping[str, str] = {
     "ngram_gpu": "ngram",
-    "deepseek_mtp": "mtp",
     "dspark": "dflash",
-    "qwen3_5_mtp": "mtp",
-    "qwen3_next_mtp": "mtp",
+    **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES},
 }
 
 
@@ -70,10 +77,17 @@ def resolve_method(method: str | None, model: str | None, others: tuple[str, ...
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
     supported = (*others, *DRAFT_METHODS)
+    check_served({"method": method}, supported)
     if method is None or method not in supported:
         named = method or (f"drafting with model {model!r}" if model else "none")
         refuse("method", f": {named} is not supported; supported: {', '.join(supported)}", method)
     return method
+
+
+def check_asked(given: Mapping[str, Any]) -> None:
+    """`VLLMValidationError` if a `speculative_config`, its keys not yet checked, asks for a method
+    that is known and not served: its keys would be unknown, which says less."""
+    check_served(given, tuple(DRAFT_METHODS))
 
 
 def _method_of(model: str) -> str:
@@ -81,8 +95,9 @@ def _method_of(model: str) -> str:
     from vllm.transformers_utils.config import read_config_dict
     from vllm.transformers_utils.speculators import parse_speculators
 
-    found = parse_speculators(model, read_config_dict(model))
-    method = "draft_model" if found is None else found.method
+    raw = read_config_dict(model)
+    found = parse_speculators(model, raw)
+    method = found.method if found else method_of_config(raw) or "draft_model"
     decisions.record("speculative method", method, f"the kind of checkpoint that {model} is")
     return method
 
