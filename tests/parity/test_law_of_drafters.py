@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens sampled beside each drafter have the model's distribution: a chi-square test of whole
+engines, whose model is a Markov chain.
+
+Its layers add nothing to the embedding of the newest token, so the distribution of the next one is
+known; the drafters' layers are as random as ever. `tests/v1/spec_decode/test_law.py` tests the
+verification alone. `VLLM_TEST_LAW_TOKENS` replaces the million of every night.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dflash_models import Block, dflash_tensors, write_dflash
+from draft_models import Shape, eagle3_tensors, gen, mtp_tensors, with_mtp, write_eagle3
+from parity_checks import MakeEngine, in_this_process
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from torch import Tensor
+
+from tests.chi_square import BOUND, deviation
+from vllm import SamplingParams, TokensPrompt
+from vllm.kernels.step import AcceptProblem, accept
+from vllm.v1.core.sched.draft_policy import DraftPolicy
+
+pytestmark = [pytest.mark.parity, pytest.mark.nightly, in_this_process]
+
+VOCAB, LENGTH, ROWS, DRAFTS = 8, 125, 256, 3
+NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "1000000"))
+SHAPE = Shape(intermediate=96, head_dim=32, vocab=VOCAB, draft_vocab=VOCAB // 2)
+METHODS = ("none", "ngram", "mtp", "eagle3", "dflash", "dspark", "draft_model")
+
+
+@lru_cache(1)
+def chain(root: Path) -> Path:
+    """A hybrid with a head of its own."""
+    ends = {"eos_token_id": 2, "pad_token_id": 3}
+    path = make_tiny("qwen3_5", root / "plain", vocab_size=VOCAB, **ends)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            tensor.zero_()
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            tensor.copy_(gen(name, tensor.shape, 1.0 if "embed" in name else 0.25))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return with_mtp(path, root / "chain", mtp_tensors(SHAPE))
+
+
+def logits_of(model: Path) -> Tensor:
+    """`[vocab, vocab]`: of the token after each."""
+    tensors = load_file(model / "model.safetensors")
+    (embedding,) = (t for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
+    (norm,) = (t for name, t in tensors.items() if name.endswith("model.norm.weight"))
+    x = embedding.double()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + norm.double())
+    return x @ tensors["lm_head.weight"].double().T
+
+
+def settings_of(method: str, target: Path, root: Path) -> dict[str, Any] | None:
+    if method == "none":
+        return None
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
+    if method == "ngram":
+        settings |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    elif method == "eagle3":
+        tensors = eagle3_tensors(SHAPE, {})
+        settings["model"] = str(write_eagle3(root / method, target, SHAPE, tensors=tensors))
+    elif method == "draft_model":
+        ends = {"eos_token_id": 2, "pad_token_id": 3}
+        settings["model"] = str(make_tiny("llama", root / method, vocab_size=VOCAB, **ends))
+    elif method in ("dflash", "dspark"):
+        more: dict[str, Any] = {}
+        tensors = dflash_tensors(SHAPE, Block())
+        if method == "dspark":
+            more = {"speculators_model_type": method, "markov_rank": 4}
+            more |= {"markov_head_type": "vanilla", "enable_confidence_head": False}
+            for i, rows in ((1, VOCAB), (2, SHAPE.draft_vocab)):
+                name = f"markov_head.markov_w{i}.weight"
+                tensors[name] = gen(name, [rows, 4], 1.0)
+        path = write_dflash(root / method, target, SHAPE, Block(), tensors=tensors, **more)
+        settings["model"] = str(path)
+    return settings
+
+
+def transitions(
+    method: str, root: Path, make_engine: MakeEngine, num_tokens: int
+) -> tuple[Tensor, Tensor, float]:
+    """The chain's logits, `[vocab, vocab]` counts of what was sampled, and the share of the tokens
+    that were accepted drafts."""
+    target = chain(root)
+    llm = make_engine(
+        "qwen3_5",
+        model=str(target),
+        max_model_len=LENGTH + 8,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=ROWS * (1 + DRAFTS),
+        enable_prefix_caching=False,
+        speculative_config=settings_of(method, target, root),
+    )
+    table, accepted = torch.zeros(VOCAB, VOCAB), 0
+    count = num_tokens // LENGTH
+    prompts = [TokensPrompt(prompt_token_ids=[i % VOCAB]) for i in range(count)]
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+        for i in range(count)
+    ]
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        (one,) = output.outputs
+        tokens = torch.tensor([*output.prompt_token_ids, *one.token_ids])
+        pairs = tokens[:-1] * VOCAB + tokens[1:]
+        table += torch.bincount(pairs, minlength=VOCAB**2).view(VOCAB, VOCAB)
+        accepted += (one.num_drafts or (0, 0))[0]
+    assert int(table.sum()) == count * LENGTH
+    return logits_of(target), table, accepted / (count * LENGTH)
+
+
+@pytest.fixture
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of random heads are hardly ever accepted, which never pays."""
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: policy.num_drafts)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("law")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("always_drafting")
+def test_tokens_have_the_models_law(method: str, root: Path, make_engine: MakeEngine) -> None:
+    logits, table, accepted = transitions(method, root, make_engine, NUM_TOKENS)
+    assert abs(deviation(logits, table)) < BOUND
+    assert (accepted > 0.03) == (method != "none")
+
+
+def _biased(seed: int) -> Callable[[AcceptProblem], None]:
+    """One draft in a hundred is taken for the sample it should have been compared with."""
+    planted = torch.Generator().manual_seed(seed)
+
+    def biased(problem: AcceptProblem) -> None:
+        first, count = problem.requests[:, 1].long(), problem.requests[:, 2].long()
+        rows = problem.requests[:, 0].long()
+        for j in range(1, problem.progress.width):
+            # Of rows that verify a draft at this place.
+            verifies = (problem.progress.num_drafts[rows] >= j) & (count > j)
+            wrong = verifies & (torch.rand(len(rows), generator=planted) < 0.01)
+            drafts = problem.progress.tokens[rows, j].to(problem.sampled.dtype)
+            problem.sampled[(first + j - 1)[wrong]] = drafts[wrong]
+        accept(problem)
+
+    return biased
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.usefixtures("always_drafting")
+def test_a_bias_of_one_percent_is_noticed(
+    method: str, root: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.v1.worker.step_inputs.accept", _biased(5))
+    logits, table, _ = transitions(method, root, make_engine, NUM_TOKENS)
+    assert abs(deviation(logits, table)) > BOUND
