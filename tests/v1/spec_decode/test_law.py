@@ -8,7 +8,6 @@ tables. `VLLM_TEST_LAW_TOKENS=1000000` takes more tokens.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.chi_square import BOUND, deviation
+from tests.nightly import nightly
 from vllm.kernels.ngram import LookupProblem, look_up
 from vllm.kernels.step import AcceptProblem, Progress, accept
 
 VOCAB, WIDTH, LENGTH, CPU = 6, 4, 100, torch.device("cpu")
 NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "200000"))
-#: standard deviations of the (nearly normal) transformed statistic
-BOUND = 4.0
 
 
 @dataclass
@@ -152,29 +151,20 @@ def transitions(
     return chain, table, float(found.sum()) / (steps * rows)
 
 
-def deviation(chain: Chain, table: Tensor) -> float:
-    """Pearson's statistic of all rows of the table, in standard deviations (Wilson and Hilferty,
-    "The distribution of chi-square", 1931)."""
-    expected = chain.logits.double().softmax(-1) * table.sum(-1, keepdim=True)
-    statistic = float(((table - expected) ** 2 / expected).sum())
-    freedom = VOCAB * (VOCAB - 1)
-    spread = 2 / (9 * freedom)
-    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-
-
 DRAFTERS: list[Drafter | None] = [None, fixed, greedy, own_noise, the_targets_noise]
 
 
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS, *nightly(1_000_000)])
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: d.__name__ if d else "none")
-def test_tokens_have_the_targets_law(drafter: Drafter | None) -> None:
-    chain, table, per_step = transitions(drafter, NUM_TOKENS)
-    assert abs(deviation(chain, table)) < BOUND
+def test_tokens_have_the_targets_law(drafter: Drafter | None, num_tokens: int) -> None:
+    chain, table, per_step = transitions(drafter, num_tokens)
+    assert abs(deviation(chain.logits, table)) < BOUND
     assert (per_step > 1.1) == (drafter is not None)
 
 
 def test_looked_up_tokens_have_the_targets_law() -> None:
     chain, table, per_step = transitions(None, NUM_TOKENS // 8, ngram=True)
-    assert abs(deviation(chain, table)) < BOUND and per_step > 1.1
+    assert abs(deviation(chain.logits, table)) < BOUND and per_step > 1.1
 
 
 def test_sharing_the_targets_noise_accepts_more() -> None:
@@ -182,10 +172,11 @@ def test_sharing_the_targets_noise_accepts_more() -> None:
     assert shared > own + 0.2
 
 
-def test_a_bias_of_one_percent_is_noticed() -> None:
+@pytest.mark.parametrize("drafter", [fixed, *nightly(greedy, own_noise)])
+def test_a_bias_of_one_percent_is_noticed(drafter: Drafter) -> None:
     """One draft in a hundred is taken for the sample it should have been compared with."""
-    chain, table, _ = transitions(fixed, NUM_TOKENS, bias=0.01)
-    assert abs(deviation(chain, table)) > BOUND
+    chain, table, _ = transitions(drafter, NUM_TOKENS if drafter is fixed else 1_000_000, bias=0.01)
+    assert abs(deviation(chain.logits, table)) > BOUND
 
 
 def test_drafts_change_no_token() -> None:
