@@ -19,13 +19,13 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("num_runs", [12, *nightly(250)])
+@pytest.mark.parametrize(("part", "num_runs"), [(0, 12), *nightly(*((i, 50) for i in range(1, 6)))])
 @pytest.mark.parametrize(
     "name", ["offload", "files", "p2p", pytest.param("nixl", marks=needs_nixl)]
 )
-def test_equal_tokens_or_one_error(name: str, num_runs: int, tmp_path: Path) -> None:
+def test_equal_tokens_or_one_error(name: str, part: int, num_runs: int, tmp_path: Path) -> None:
     """The first run makes what is made once per process."""
-    kind, first = KINDS[name], SEEDS[name]
+    kind, first = KINDS[name], SEEDS[name] + 50 * part
     counts: Counter[str] = run(kind, first, tmp_path)
     before = _open_things()
     for seed in range(first + 1, first + num_runs):
@@ -33,6 +33,6 @@ def test_equal_tokens_or_one_error(name: str, num_runs: int, tmp_path: Path) -> 
     _expect_closed(before)
     print(f"{num_runs} runs of {name}: {dict(counts)}")
     assert counts["right"] and counts["loaded"] and counts["struck"]
-    if num_runs > 100:
+    if part:
         assert counts["errors"]
-        assert name == "offload" or all(counts[fault] for fault in FAULTS)
+        assert name == "offload" or sum(counts[fault] > 0 for fault in FAULTS) > 3
