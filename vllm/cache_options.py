@@ -80,7 +80,8 @@ class CacheReport(msgspec.Struct, frozen=True):
 
     `limited_by`: the group that ended the hit, None if no group had more. `lost_tokens`: tokens
     after the hit that some group still had, or that were evicted, and `reason` why they had to be
-    computed again; 0 and None when everything known was used.
+    computed again; 0 and None when everything known was used. `data_parallel_rank`: the replica
+    that computed it, where the server has several; else it is left out of the JSON.
     """
 
     prompt_tokens: int
@@ -89,8 +90,11 @@ class CacheReport(msgspec.Struct, frozen=True):
     limited_by: int | None = None
     lost_tokens: int = 0
     reason: LossReason | None = None
+    data_parallel_rank: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
         result: dict[str, Any] = msgspec.to_builtins(self)
+        if self.data_parallel_rank is None:
+            del result["data_parallel_rank"]
         return result

@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from vllm.config.data_parallel import ReplicaFlags
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
-    "data_parallel_size": ("--data-parallel-size", "start one server per replica"),
     "nnodes": ("--nnodes", "use one host"),
     "decode_context_parallel_size": ("--decode-context-parallel-size", "leave it at 1"),
 }
@@ -18,7 +18,7 @@ _SIZES: dict[str, tuple[str, str]] = {
 
 @config
 class ParallelConfig:
-    """Spread over devices; every size but the tensor- and pipeline-parallel ones is 1 so far."""
+    """Spread over devices; sizes other than `-tp`, `-pp` and `-dp` are 1 so far."""
 
     tensor_parallel_size: PositiveInt = option(
         default=1,
@@ -33,7 +33,39 @@ class ParallelConfig:
         "--tensor-parallel-size workers. See docs/pipeline_parallel.md.",
     )
     data_parallel_size: PositiveInt = option(
-        default=1, aliases=("-dp",), help="Replicas behind one port (only 1 so far)."
+        default=1,
+        aliases=("-dp",),
+        help="Replicas of the model, each with devices and state memory of its own "
+        "(docs/parallel.md).",
+    )
+    data_parallel_size_local: PositiveInt | None = option(
+        default=None,
+        aliases=("-dpl",),
+        help="Replicas that this server runs; all by default. Fewer with "
+        "`--data-parallel-hybrid-lb`.",
+    )
+    asked_data_parallel_rank: int | None = option(
+        default=None,
+        name="data_parallel_rank",
+        aliases=("-dpn",),
+        help="Run this replica alone; the others have servers of their own, behind a load balancer "
+        "that is not ours.",
+    )
+    data_parallel_start_rank: int | None = option(
+        default=None,
+        aliases=("-dpr",),
+        help="The first of the `--data-parallel-size-local` replicas that this server runs; "
+        "implies `--data-parallel-hybrid-lb`.",
+    )
+    data_parallel_external_lb: bool = option(
+        default=False,
+        aliases=("-dpe",),
+        help="A server per replica, which `--data-parallel-rank` says already.",
+    )
+    data_parallel_hybrid_lb: bool = option(
+        default=False,
+        aliases=("-dph",),
+        help="A server for some of the replicas, from `--data-parallel-start-rank` (0) on.",
     )
     decode_context_parallel_size: PositiveInt = option(
         default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
@@ -80,6 +112,7 @@ class ParallelConfig:
                 raise VLLMValidationError(
                     f"{flag} {size} is not supported yet, only 1; {instead}", field, size
                 )
+        _ = self.local_ranks  # checks its flags
         if self.node_rank != 0:
             raise VLLMValidationError(
                 f"--node-rank must be 0 with one host, got {self.node_rank}", "node_rank"
@@ -100,6 +133,18 @@ class ParallelConfig:
                 "distributed_executor_backend",
                 backend,
             )
+
+    @property
+    def local_ranks(self) -> range:
+        """The replicas of this server."""
+        return ReplicaFlags(
+            self.data_parallel_size,
+            self.data_parallel_size_local,
+            self.asked_data_parallel_rank,
+            self.data_parallel_start_rank,
+            self.data_parallel_external_lb,
+            self.data_parallel_hybrid_lb,
+        ).local_ranks()
 
     @property
     def executor_backend(self) -> str:

@@ -63,10 +63,10 @@ def capture_extraction(
             "--speculative-config, and write its drafter there",
             cache.capture_live,
         )
-    if parallel.data_parallel_size > 1:
+    if len(parallel.local_ranks) > 1:
         raise _error(
             "--capture-live and --data-parallel-size: engines cannot share a dataset; start a "
-            "server for each, with its own --capture-live-path",
+            "server for each with --data-parallel-rank and its own --capture-live-path",
             cache.capture_live,
         )
     num_layers = model.get_num_layers()

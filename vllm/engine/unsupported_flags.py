@@ -28,8 +28,11 @@ class UnsupportedFlag:
 
 
 _LORA = ("LoRA adapters", "merge the adapter into the checkpoint")
-_DP = ("data parallelism", "start one server per replica")
 _EP = ("expert parallelism over replicas", "use --enable-expert-parallel alone")
+_DP_HOSTS = (
+    "replicas on several hosts behind one server",
+    "leave it out on one host, or start a server per host with --data-parallel-hybrid-lb",
+)
 _CP = ("context parallelism", "leave it out")
 _DBO = ("dual-batch overlap", "leave it out")
 _MEDIA = ("image, audio and video input", "send text")
@@ -64,14 +67,11 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "video_pruning_rate": UnsupportedFlag(None, *_MEDIA),
     "ec_transfer_config": UnsupportedFlag(None, *_MEDIA),
     # parallelism
-    "data_parallel_size_local": UnsupportedFlag(None, *_DP, aliases=("-dpl",)),
-    "data_parallel_address": UnsupportedFlag(None, *_DP, aliases=("-dpa",)),
-    "data_parallel_rpc_port": UnsupportedFlag(None, *_DP, aliases=("-dpp",)),
-    "data_parallel_backend": UnsupportedFlag("mp", *_DP, aliases=("-dpb",)),
-    "data_parallel_start_rank": UnsupportedFlag(None, *_DP, aliases=("-dpr",)),
-    "data_parallel_rank": UnsupportedFlag(None, *_DP, aliases=("-dpn",)),
-    "data_parallel_hybrid_lb": UnsupportedFlag(False, *_DP, aliases=("-dph",)),
-    "data_parallel_external_lb": UnsupportedFlag(False, *_DP, aliases=("-dpe",)),
+    "data_parallel_address": UnsupportedFlag(None, *_DP_HOSTS, aliases=("-dpa",)),
+    "data_parallel_rpc_port": UnsupportedFlag(None, *_DP_HOSTS, aliases=("-dpp",)),
+    "data_parallel_backend": UnsupportedFlag(
+        "mp", "starting replicas with Ray", "leave it out: each is a process", aliases=("-dpb",)
+    ),
     "prefill_context_parallel_size": UnsupportedFlag(1, *_CP, aliases=("-pcp",)),
     "all2all_backend": UnsupportedFlag(None, *_EP),
     "enable_eplb": UnsupportedFlag(False, *_EP),
@@ -85,7 +85,9 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "dbo_prefill_token_threshold": UnsupportedFlag(512, *_DBO),
     "dcp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
     "cp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
-    "disable_nccl_for_dp_synchronization": UnsupportedFlag(None, *_DP),
+    "disable_nccl_for_dp_synchronization": UnsupportedFlag(
+        None, "steps that replicas take together", "leave it out: each takes its own"
+    ),
     "ray_workers_use_nsight": UnsupportedFlag(False, "Ray workers", "profile one process"),
     "numa_bind": UnsupportedFlag(False, "NUMA binding", "start the server under numactl"),
     "device_ids": UnsupportedFlag(None, "device lists", "set CUDA_VISIBLE_DEVICES"),

@@ -57,14 +57,8 @@ class LLM(LLMRefusals):
         *,
         chat_template: str | None = None,
         disable_log_stats: bool = True,
-        data_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        if data_parallel_size > 1:
-            raise ValueError(
-                f"LLM(data_parallel_size={data_parallel_size}) is not supported: run one process "
-                "per replica, each with its own LLM"
-            )
         startup_phases.begin(startup_phases.IMPORT)
         # The engine's process imports what it needs while this one does.
         with prestarted() if envs.VLLM_ENABLE_V1_MULTIPROCESSING else nullcontext():
@@ -121,8 +115,11 @@ class LLM(LLMRefusals):
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(items), int)
         ids: list[str] = []
         finished: list[RequestOutput] = []
+        config = self.llm_engine.vllm_config
         batch = RequestBatch(
-            self.llm_engine.vllm_config.scheduler_config, self.llm_engine.send_requests
+            config.scheduler_config,
+            self.llm_engine.send_requests,
+            len(config.parallel_config.local_ranks),
         )
         try:
             for item, param, adapter, rank in zip(items, params, adapters, priorities, strict=True):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cuda_first_use import use_on_a_thread
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
@@ -75,14 +77,27 @@ def _smi_facts() -> tuple[GpuFacts, ...]:
 
 def gpu_facts(device_id: int = 0) -> GpuFacts:
     """Facts of a visible GPU; CUDA itself is asked only where `nvidia-smi` cannot answer."""
-    import os
-
     gpus = select_visible(_smi_facts(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if device_id < len(gpus):
         return gpus[device_id]
     properties = torch.cuda.get_device_properties(device_id)
     capability = (properties.major, properties.minor)
     return GpuFacts(str(device_id), properties.name, properties.total_memory, capability)
+
+
+def visible_part(visible: str | None, first: int, count: int) -> dict[str, str]:
+    """`CUDA_VISIBLE_DEVICES` for the GPUs `[first, first + count)` of those in `visible`, its value
+    here. Raises `VLLMValidationError` where there are not so many."""
+    found = count_devices()
+    if first + count > found:
+        raise VLLMValidationError(
+            f"{first + count} GPUs are needed for the workers of all replicas, and {found} are "
+            "visible; lower --data-parallel-size or --tensor-parallel-size",
+            "data_parallel_size",
+        )
+    numbers = map(str, range(found))
+    names = list(numbers) if visible is None else [name.strip() for name in visible.split(",")]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
 class CudaPlatform(Platform):
@@ -145,6 +160,9 @@ class CudaPlatform(Platform):
 
     def prepare_device(self) -> None:
         use_on_a_thread(torch.device(self.device_type, 0))
+
+    def environment_of_devices(self, first: int, count: int) -> dict[str, str]:
+        return visible_part(os.environ.get(self.device_control_env_var), first, count)
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -172,6 +172,11 @@ class Platform(ABC):
     def prepare_device(self) -> None:
         """Begin what the first use of the first device takes, beside other work."""
 
+    def environment_of_devices(self, first: int, count: int) -> dict[str, str]:
+        """Variables of a process, not started yet, that is to see `count` of this one's devices
+        from `first` on. Raises `VLLMValidationError` where there are not so many."""
+        return {}
+
     @abstractmethod
     def empty_cache(self) -> None:
         """Return unused memory of the allocator to the device."""

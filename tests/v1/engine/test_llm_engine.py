@@ -180,7 +180,7 @@ def test_a_dying_core_fails_pending_and_later_calls(fault):
         engine.add_request("b", [1, 2], SamplingParams())
     with pytest.raises(EngineDeadError):
         engine.reset_prefix_cache()
-    process = engine.engine_core._link._core.process
+    process = engine.engine_core.links[0]._core.process
     engine.shutdown()
     assert not process.is_alive() and process.exitcode != 0
 
@@ -188,7 +188,7 @@ def test_a_dying_core_fails_pending_and_later_calls(fault):
 def test_killed_core_fails_a_waiting_utility():
     engine = make_engine(True, additional_config={"step_s": 0.3})
     client = engine.engine_core
-    future = client._link.call("collective_rpc", "hang_on")
+    future = client.links[0].call("collective_rpc", "hang_on")
     os.kill(client.process_id, signal.SIGKILL)
     with pytest.raises((EngineDeadError, EngineGenerateError)):
         future.result(timeout=60)
@@ -217,7 +217,7 @@ def test_shutdown_and_collection_leave_nothing_behind(tmp_path, monkeypatch):
 
 def test_terminate_signal_ends_the_core_cleanly():
     engine = make_engine(True)
-    link = engine.engine_core._link
+    link = engine.engine_core.links[0]
     process = link._core.process
     process.terminate()
     link._reader.join(60)  # it collects the exit status, which only one thread can
@@ -231,7 +231,7 @@ def test_terminate_signal_ends_the_core_cleanly():
 def test_sending_before_the_death_is_known_does_not_hang():
     """A socket whose peer is gone accepts nothing, and would wait for ever."""
     engine = make_engine(True)
-    link = engine.engine_core._link
+    link = engine.engine_core.links[0]
     link._core.process.kill()
     link._reader.join(60)
     death, link.dead = link.dead, None

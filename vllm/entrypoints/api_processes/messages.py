@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.v1.engine.core_client import RunningCore
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class ApiSetup:
     place: int
     num_places: int
     client_index: int
-    #: where the core's sockets are
-    directory: str
-    core_process_id: int | None
+    #: one per replica
+    cores: tuple[RunningCore, ...]
     tally_path: str
-    #: level at which the core sleeps, 0 if it is awake
+    #: where the processes share what they know of several replicas
+    board_path: str | None
+    #: level at which the cores sleep, 0 if they are awake
     sleep_level: int = 0

@@ -112,7 +112,8 @@ class CommandedEngine:
 
     async def lose_core(self, cause: str) -> None:
         """The core has died."""
-        self._client.link.lose(cause)
+        for link in self._client.links:
+            link.lose(cause)
 
     async def stop(self) -> None:
         """Finish what runs, then end."""
@@ -151,8 +152,10 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
     def make_engine() -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core_client import AttachedClient
+        from vllm.v1.engine.replica_board import BoardShare
 
-        client = AttachedClient(setup.directory, setup.client_index, setup.core_process_id)
+        share = BoardShare(setup.place, setup.num_places, setup.board_path)
+        client = AttachedClient(setup.vllm_config, setup.cores, setup.client_index, share)
         engine = AsyncLLM(setup.vllm_config, log_stats=setup.log_stats, client=client)
         if setup.sleep_level:
             engine.note_sleep(setup.sleep_level)

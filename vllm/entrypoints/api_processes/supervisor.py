@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, watches and ends the API processes of one engine core, which is this process's child."""
+"""Starts, watches and ends the API processes of one engine, whose cores are this process's
+children."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ from vllm.entrypoints.tally import TallyFile, make_tally_file
 from vllm.logger import init_logger
 from vllm.utils.start_method import start_method
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.replica_board import BoardShare
 from vllm.v1.serial_utils import pickle_setup
 
 if TYPE_CHECKING:
@@ -73,8 +75,8 @@ class _ApiProcess:
 
 
 class Supervisor:
-    """One engine core, and a process at each of `sockets`, which stay open here: what connects
-    while a process is being replaced waits for the next one."""
+    """The core of each replica, and a process at each of `sockets`, which stay open here: what
+    connects while a process is being replaced waits for the next one."""
 
     def __init__(
         self,
@@ -99,6 +101,8 @@ class Supervisor:
         self._metrics: JointMetrics
         self._sleep: JointSleep
         self._tallies: TallyFile
+        #: of several replicas
+        self._board_path: str | None = None
         self._processes: dict[int, _ApiProcess] = {}
 
     def run(self) -> int:
@@ -119,13 +123,16 @@ class Supervisor:
 
     async def _serve(self, directory: Path) -> int:
         self._all_gone = asyncio.Event()
-        self._core = AsyncMPClient(self._vllm_config, self._executor_class, self._log_stats)
+        num_places = len(self._sockets)
+        if len(self._vllm_config.parallel_config.local_ranks) > 1:
+            self._board_path = str(directory / "replicas")
+        share = BoardShare(0, num_places, self._board_path)
+        self._core = AsyncMPClient(self._vllm_config, self._executor_class, self._log_stats, share)
         try:
             self._core.wait_ready()
-            num_places = len(self._sockets)
             self._tally_path = make_tally_file(directory, num_places)
             self._tallies = TallyFile(self._tally_path, num_places)
-            self._metrics = JointMetrics(self._vllm_config, self._ports, self._log_stats)
+            self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
             loop = asyncio.get_running_loop()
             for number in _SIGNALS:
@@ -144,7 +151,8 @@ class Supervisor:
     def _introduce(self, process: _ApiProcess) -> None:
         """Tell a process what to serve, and the core of it."""
         process.client_index = next(self._indices)
-        self._core.link.attach(process.client_index)
+        for link in self._core.links:
+            link.attach(process.client_index)
         setup = ApiSetup(
             self._vllm_config,
             self._args,
@@ -152,9 +160,12 @@ class Supervisor:
             process.place,
             len(self._sockets),
             process.client_index,
-            self._core.link.directory,
-            self._core.process_id,
+            tuple(
+                RunningCore(config, link.directory, link.process_id)
+                for config, link in zip(self._core.configs, self._core.links, strict=True)
+            ),
             self._tally_path,
+            self._board_path,
             self._sleep.level,
         )
         loop = asyncio.get_running_loop()
@@ -200,7 +211,7 @@ class Supervisor:
         while True:
             for outputs in await self._core.get_outputs():
                 if isinstance(outputs, EngineCoreOutputs):
-                    self._metrics.record(outputs.scheduler_stats)
+                    self._metrics.record(outputs.scheduler_stats, outputs.engine_index)
                 else:
                     await self._take_core_death(outputs)
                     return
@@ -240,8 +251,11 @@ class Supervisor:
             return
         self._tallies.clear(place)
         self._metrics.lose(place)
-        with contextlib.suppress(EngineDeadError):  # `_follow_core` is about to hear of it
-            self._core.link.detach(process.client_index)
+        if self._core.router is not None:
+            self._core.router.lose(place)
+        for link in self._core.links:
+            with contextlib.suppress(EngineDeadError):  # `_follow_core` is about to hear of it
+                link.detach(process.client_index)
         self._failed_starts += not process.is_ready
         code = process.process.exitcode
         logger.error("API process %d died (exit code %s); its requests are lost", place, code)

@@ -7,12 +7,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Metric
 
 from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
-from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
 from vllm.v1.metrics.prometheus import REGISTRY
 from vllm.v1.metrics.stats import IterationStats
@@ -40,22 +41,36 @@ class _ThroughputLog(LoggingStatLogger):
 class JointMetrics:
     """The metrics of the engine and of all API processes, and those that are gone."""
 
-    def __init__(self, vllm_config: VllmConfig, ports: Ports, log_stats: bool) -> None:
+    def __init__(self, configs: Sequence[VllmConfig], ports: Ports, log_stats: bool) -> None:
         self._ports = ports
         self._registry = CollectorRegistry()
         self._log = _ThroughputLog() if log_stats else None
-        self._engine: PrometheusStatLogger | None = None
+        self._engine: StatLoggerManager | None = None
         if log_stats:
-            self._engine = PrometheusStatLogger(vllm_config, 0, self._registry)
+            self._engine = StatLoggerManager(configs, self._registry, shows_log=False)
+        #: the newest statistics of each replica
+        self._gauges: dict[int, SchedulerStats] = {}
         self._latest: dict[int, Sequence[Metric]] = {}
         self._gone: list[Metric] = []
         self._logged = (0.0, 0.0)
 
-    def record(self, stats: SchedulerStats | None) -> None:
-        """The core's statistics of one step."""
+    def record(self, stats: SchedulerStats | None, engine_index: int) -> None:
+        """One core's statistics of one step."""
         if self._engine is not None and self._log is not None:
-            self._engine.record(stats, IterationStats())
-            self._log.record(stats, IterationStats())
+            self._engine.record(stats, IterationStats(), engine_index)
+            if stats is not None:
+                self._log.record(self._of_all(stats, engine_index), IterationStats())
+
+    def _of_all(self, stats: SchedulerStats, engine_index: int) -> SchedulerStats:
+        """`stats` with the gauges of all replicas together."""
+        self._gauges[engine_index] = stats
+        latest = self._gauges.values()
+        return msgspec.structs.replace(
+            stats,
+            num_running=sum(one.num_running for one in latest),
+            num_waiting=sum(one.num_waiting for one in latest),
+            kv_cache_usage=sum(one.kv_cache_usage for one in latest) / len(latest),
+        )
 
     def record_sleep(self, level: int) -> None:
         """The core sleeps at `level`, 0 when it is awake."""

@@ -35,11 +35,18 @@ _INCOMPATIBLE = (
 
 
 class ServedBeams:
-    """Runs searches with the server's engine: every step of every beam is a request for a token."""
+    """Runs searches with the server's engine, or one replica of it: every step of every beam is a
+    request for a token."""
 
-    def __init__(self, engine: AsyncLLM, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        data_parallel_rank: int | None = None,
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._rank = data_parallel_rank
 
     async def search(
         self,
@@ -99,6 +106,7 @@ class ServedBeams:
             one_id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            data_parallel_rank=self._rank,
         )
         output = [output async for output in outputs][-1]
         completion = output.outputs[0]

@@ -58,6 +58,8 @@ class RequestContext:
 
     request_id: str | None = None
     trace_headers: Mapping[str, str] | None = None
+    #: the replica that the client asks for
+    data_parallel_rank: int | None = None
 
     def base_id(self, from_body: str | None) -> str:
         """The body's id before the header's before a random one."""
@@ -141,7 +143,7 @@ class OpenAIServing:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         self.options.log.received(planned.request_id, planned.prompt, planned.params)
         if request.use_beam_search:
-            beams = ServedBeams(self.engine, self.renderer.tokenizer)
+            beams = ServedBeams(self.engine, self.renderer.tokenizer, context.data_parallel_rank)
             found = await beams.search(request, planned.request_id, planned.prompt, planned.params)
             self.options.log.produced(planned.request_id, found)
             yield index, found
@@ -163,6 +165,7 @@ class OpenAIServing:
             cache_salt=request.cache_salt,
             trace_headers=context.trace_headers,
             take_text=take_text,
+            data_parallel_rank=context.data_parallel_rank,
         )
         try:
             async for output in outputs:

@@ -215,13 +215,15 @@ class BlockHasher:
     Called with a request, it gives the hashes of its full blocks not hashed yet: it reads
     `request.block_hashes` for what is done and only known tokens; the caller appends the result.
     The parent of first blocks stays what `NONE_HASH` was when the hasher was made: another engine
-    in the process sets that anew.
+    in the process sets that anew. `root` replaces it.
     """
 
-    def __init__(self, block_size: int, hash_fn: HashFunction) -> None:
+    def __init__(
+        self, block_size: int, hash_fn: HashFunction, root: BlockHash | None = None
+    ) -> None:
         self.block_size = block_size
         self._hash_fn = hash_fn
-        self._root = NONE_HASH
+        self._root = NONE_HASH if root is None else root
 
     def __call__(self, request: HashedRequest) -> list[BlockHash]:
         size, hashes, tokens = self.block_size, request.block_hashes, request.all_token_ids
@@ -261,5 +263,7 @@ class BlockHasher:
         )
 
 
-def get_request_block_hasher(block_size: int, hash_fn: HashFunction) -> BlockHasher:
-    return BlockHasher(block_size, hash_fn)
+def get_request_block_hasher(
+    block_size: int, hash_fn: HashFunction, root: BlockHash | None = None
+) -> BlockHasher:
+    return BlockHasher(block_size, hash_fn, root)

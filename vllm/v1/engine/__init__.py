@@ -48,6 +48,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     client_index: int = 0
     trace_headers: dict[str, str] | None = None
     cache: CacheOptions = CacheOptions()
+    #: the replica that it must go to; None leaves that to the front end
+    data_parallel_rank: int | None = None
 
 
 class StopRequest(msgspec.Struct, array_like=True):
@@ -189,3 +191,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     num_plain: int = 0
     #: those, when the message comes from another process
     plain: PlainOutputs | None = None
+    #: rank of the replica that sent it; filled in by the front end
+    engine_index: int = 0

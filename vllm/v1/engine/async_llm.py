@@ -134,7 +134,9 @@ class AsyncLLM:
         self._placement_gate = PlacementGate()
         self._shares_core = client is not None
         self._error: BaseException | None = None
-        self._loggers = self._front_end.make_stat_loggers(alone=client is None)
+        self._loggers = self._front_end.make_stat_loggers(
+            self.engine_core.configs, self.engine_core.router, alone=client is None
+        )
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -205,8 +207,10 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         take_text: TakeText | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Leaving the loop early aborts the request.
+        `data_parallel_rank`: the replica to run it; chosen here by default.
 
         `take_text`: called with what would be an output of nothing but new text, while the caller
         waits for the next output and has all before; what it takes is not yielded. An exception of
@@ -226,6 +230,7 @@ class AsyncLLM:
             trace_headers=trace_headers,
             tokenization_kwargs=tokenization_kwargs,
             cache_salt=cache_salt,
+            data_parallel_rank=data_parallel_rank,
         )
         try:
             processed = await self._process(prompt, sampling_params, process)
@@ -345,7 +350,9 @@ class AsyncLLM:
             await asyncio.sleep(0)
             outputs.outputs = part
             self._finish_with(self.output_processor.process_outputs(outputs, iteration))
-        rows = [] if plain is None else self.output_processor.plain_rows(plain)
+        rows = []
+        if plain is not None:
+            rows = self.output_processor.plain_rows(plain, outputs.engine_index)
         for first in range(0, len(rows), _CHUNK):
             await asyncio.sleep(0)
             some = rows[first : first + _CHUNK]
@@ -353,7 +360,7 @@ class AsyncLLM:
                 self.output_processor.process_plain(some, outputs.timestamp, iteration)
             )
         if self._loggers is not None and iteration is not None:
-            self._loggers.record(outputs.scheduler_stats, iteration)
+            self._loggers.record(outputs.scheduler_stats, iteration, outputs.engine_index)
 
     def _finish_with(self, processed: ProcessedOutputs) -> None:
         self.engine_core.abort_requests(processed.aborts)
@@ -375,7 +382,7 @@ class AsyncLLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method; one result per worker."""
+        """Call a worker method; one result per worker, replica after replica."""
         if (placement := asked_for(method, args, kwargs)) is not None:
             return await self.change_placement(placement, "refuse")
         self._ensure_handler()
@@ -402,13 +409,22 @@ class AsyncLLM:
                 "placement",
             )
         async with self._placement_gate.closed():
+            if self.engine_core.router is not None:
+                # All replicas or none: not before none of them has a request.
+                await self._requests_end(mode)
+                mode = "wait"
             while (change := await asyncio.shield(self._change_placement(placement))).is_busy:
                 if mode == "refuse":
                     raise busy()
-                while self.output_processor.has_unfinished_requests():
-                    await asyncio.sleep(_TICK_S)
+                await self._requests_end(mode)
                 await asyncio.sleep(_TICK_S)
         return change.placements
+
+    async def _requests_end(self, mode: str) -> None:
+        while self.output_processor.has_unfinished_requests():
+            if mode == "refuse":
+                raise busy()
+            await asyncio.sleep(_TICK_S)
 
     async def _change_placement(self, placement: Placement) -> PlacementChange:
         self._ensure_handler()

@@ -10,19 +10,26 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink
+from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink, Sink, StartedCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
+from vllm.v1.engine.replica_board import BoardShare
+from vllm.v1.engine.replica_calls import combined, forgets_prefixes, undo
+from vllm.v1.engine.replica_config import adopt_starts, device_environment, replica_configs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.replica_router import ReplicaRouter
     from vllm.v1.executor.abstract import Executor
 
 _TICK_S = 0.001
@@ -33,6 +40,11 @@ _FLUSH_S = 10.0
 class EngineCoreClient(ABC):
     """Requests in, outputs out; used from one thread. Its core starts with the constructor and can
     be used after `wait_ready`, by the process that made it."""
+
+    #: of each replica, in the order of their ranks
+    configs: Sequence[VllmConfig]
+    #: chooses among several replicas
+    router: ReplicaRouter | None = None
 
     @abstractmethod
     def require_own_process(self) -> None:
@@ -95,8 +107,17 @@ class InprocClient(EngineCoreClient):
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
-        self._setup = (vllm_config, executor_class, log_stats)
-        self._decisions = vllm_config.decisions
+        if len(vllm_config.parallel_config.local_ranks) > 1:
+            raise VLLMValidationError(
+                "several replicas are processes of their own; unset "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0, or use --data-parallel-size 1",
+                "data_parallel_size",
+            )
+        self._vllm_config = vllm_config
+        (own,) = self.configs = replica_configs(vllm_config)
+        self._setup = (own, executor_class, log_stats)
+        self._rank = own.parallel_config.data_parallel_rank
+        self._decisions = own.decisions
         self._refused: list[EngineCoreOutput] = []
         self._process = OwnProcess()
         self._finalizer: weakref.finalize[..., InprocClient] | None = None
@@ -109,6 +130,7 @@ class InprocClient(EngineCoreClient):
         executor_class = executor_class or Executor.get_class(vllm_config)
         with self._decisions.current():
             self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+        adopt_starts(self._vllm_config, self.configs)
         self._finalizer = weakref.finalize(
             self, self._process.run_if_own, self.engine_core.shutdown
         )
@@ -121,12 +143,16 @@ class InprocClient(EngineCoreClient):
         self._process.require()
         if self._refused:
             refused, self._refused = self._refused, []
-            return EngineCoreOutputs(outputs=refused, timestamp=time.monotonic())
+            return EngineCoreOutputs(
+                outputs=refused, timestamp=time.monotonic(), engine_index=self._rank
+            )
         with self._decisions.current():
             produced = self.engine_core.step()
         if not produced and self.engine_core.only_waits:
             time.sleep(_TICK_S)
-        return produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
+        outputs = produced.get(0) or EngineCoreOutputs(timestamp=time.monotonic())
+        outputs.engine_index = self._rank
+        return outputs
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         self._process.require()
@@ -159,36 +185,142 @@ class InprocClient(EngineCoreClient):
 
 
 class _MPClient:
-    """The core in its own process. Sending never blocks."""
+    """Cores in processes of their own, one per replica. Sending never blocks."""
 
-    def __init__(self, link: ClientLink) -> None:
-        self._link = link
-        self._finalizer = weakref.finalize(self, link.close)
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        configs: Sequence[VllmConfig],
+        links: Sequence[ClientLink],
+        share: BoardShare | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._share = share
+        #: of each replica, in the order of their ranks
+        self.configs = configs
+        self.links = links
+        #: chooses among several replicas
+        self.router: ReplicaRouter | None = None
+        self._finalizer = weakref.finalize(self, close_all, links)
 
     @property
     def process_id(self) -> int | None:
-        return self._link.process_id
+        return self.links[0].process_id
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Set as soon as the death of one replica is known."""
+        return next((link.dead for link in self.links if link.dead is not None), None)
 
     def wait_ready(self) -> None:
-        self._link.wait_ready()
+        for link in self.links:
+            link.wait_ready()
+        adopt_starts(self._vllm_config, self.configs)
+        if len(self.links) > 1:
+            # Chains of hashes come with the core's own modules, which a front end seldom needs.
+            from vllm.v1.engine.replica_router import make_router
+
+            self.router = make_router(self._vllm_config, self.configs, self._share)
 
     def require_own_process(self) -> None:
-        self._link.process.require()
+        self.links[0].process.require()
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
-        if requests:
-            self._link.add(requests)
+        if not requests:
+            return
+        if self.router is None:
+            self.links[0].add(requests)
+            return
+        for replica, own in self.router.place(requests).items():
+            self.links[replica].add(own)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        if request_ids:
-            self._link.abort(request_ids)
+        if not request_ids:
+            return
+        if self.router is None:
+            self.links[0].abort(request_ids)
+            return
+        groups = self.router.by_replica(request_ids, lambda request_id: request_id)
+        self.router.end(request_ids)
+        for replica, own in groups.items():
+            self.links[replica].abort(own)
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
-        if stops:
-            self._link.stop(stops)
+        if not stops:
+            return
+        if self.router is None:
+            self.links[0].stop(stops)
+            return
+        groups = self.router.by_replica(stops, lambda stop: stop.request_id)
+        for replica, own in groups.items():
+            self.links[replica].stop(own)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        self._link.close(timeout)
+        close_all(self.links, timeout)
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> list[Future[Any]]:
+        """Ask all replicas at once."""
+        if self.router is not None and forgets_prefixes(method, args):
+            self.router.forget_prefixes()
+        futures: list[Future[Any]] = []
+        for link in self.links:
+            try:
+                futures.append(link.call(method, *args))
+            except EngineDeadError as error:
+                dead: Future[Any] = Future()
+                dead.set_exception(error)
+                futures.append(dead)
+        return futures
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [config.parallel_config.data_parallel_rank for config in self.configs]
+
+
+def close_all(links: Sequence[ClientLink], timeout: float | None = None) -> None:
+    """Stop all cores; they end at the same time."""
+    for link in links:
+        link.begin_close()
+    for link in links:
+        link.close(timeout)
+
+
+def start_replicas(
+    vllm_config: VllmConfig,
+    executor_class: type[Executor] | None,
+    log_stats: bool,
+    sink: Sink,
+) -> tuple[list[VllmConfig], list[CoreLink]]:
+    """Start the core of every replica of this server; each has devices of its own."""
+    configs = replica_configs(vllm_config)
+    started: list[StartedCore] = []
+    try:
+        for index, config in enumerate(configs):
+            environment = device_environment(config, index) if index else None
+            started.append(StartedCore(config, executor_class, log_stats, environment))
+    except BaseException:
+        for core in started:
+            core.stop()
+        raise
+    links: list[CoreLink] = []
+    for core in started:
+        rank = core.vllm_config.parallel_config.data_parallel_rank
+        name = f"replica {rank}: " if len(started) > 1 else ""
+        links.append(CoreLink(core, _from(rank, name, sink), reports_start=not links))
+    return configs, links
+
+
+def _from(rank: int, name: str, sink: Sink) -> Sink:
+    """Says of what goes to `sink` which replica it comes from."""
+
+    def put(item: EngineCoreOutputs | EngineDeadError) -> None:
+        if isinstance(item, EngineCoreOutputs):
+            item.engine_index = rank
+        elif name:
+            item = EngineDeadError(f"{name}{item.cause}")
+        sink(item)
+
+    return put
 
 
 class SyncMPClient(_MPClient, EngineCoreClient):
@@ -198,19 +330,29 @@ class SyncMPClient(_MPClient, EngineCoreClient):
         self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
     ) -> None:
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
-        super().__init__(CoreLink(vllm_config, executor_class, log_stats, self._outputs.put))
+        configs, links = start_replicas(vllm_config, executor_class, log_stats, self._outputs.put)
+        super().__init__(vllm_config, configs, links)
 
     def get_output(self) -> EngineCoreOutputs:
         self.require_own_process()
-        if self._link.dead is not None and self._outputs.empty():
-            raise EngineDeadError(self._link.dead.cause)
+        if (dead := self.dead) is not None and self._outputs.empty():
+            raise EngineDeadError(dead.cause)
         outputs = self._outputs.get()
         if isinstance(outputs, EngineDeadError):
             raise outputs
+        if self.router is not None:
+            self.router.observe(outputs)
         return outputs
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        return self._link.call(method, *args).result()
+        futures = self._call(method, args)
+        if len(futures) == 1:
+            return futures[0].result()
+        answers = [_outcome(future) for future in futures]
+        replicas, call = undo(method, answers)
+        for future in [self.links[i].call(*call) for i in replicas]:
+            future.result()
+        return combined(method, self._ranks, answers)
 
     def flush(self) -> None:
         """The core's own loop goes on as long as there is anything to wait for."""
@@ -255,41 +397,90 @@ class _Mailbox:
 class _AsyncClient(_MPClient):
     """Outputs for an event loop."""
 
-    def __init__(self, link: ClientLink, mailbox: _Mailbox) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        configs: Sequence[VllmConfig],
+        links: Sequence[ClientLink],
+        mailbox: _Mailbox,
+        share: BoardShare | None = None,
+    ) -> None:
         self._mailbox = mailbox
-        super().__init__(link)
-
-    @property
-    def dead(self) -> EngineDeadError | None:
-        """Set as soon as the engine's death is known."""
-        return self._link.dead
+        super().__init__(vllm_config, configs, links, share)
 
     async def get_outputs(self) -> list[EngineCoreOutputs | EngineDeadError]:
         """All outputs that wait, at least one, in order; when the engine is dead, its error is the
         last one."""
-        return await self._mailbox.get()
+        waiting = await self._mailbox.get()
+        if self.router is not None:
+            for outputs in waiting:
+                if isinstance(outputs, EngineCoreOutputs):
+                    self.router.observe(outputs)
+        return waiting
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(self._link.call(method, *args))
+        calls = [asyncio.wrap_future(future) for future in self._call(method, args)]
+        if len(calls) == 1:
+            return await calls[0]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        replicas, call = undo(method, answers)
+        await asyncio.gather(*(asyncio.wrap_future(self.links[i].call(*call)) for i in replicas))
+        return combined(method, self._ranks, answers)
 
 
 class AsyncMPClient(_AsyncClient):
-    """For `AsyncLLM`, with a core of its own; further clients may be attached to that."""
+    """For `AsyncLLM`, with cores of its own; further clients may be attached to those."""
+
+    links: Sequence[CoreLink]
 
     def __init__(
-        self, vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor] | None,
+        log_stats: bool,
+        share: BoardShare | None = None,
     ) -> None:
         mailbox = _Mailbox()
-        #: the sockets' end
-        self.link = CoreLink(vllm_config, executor_class, log_stats, mailbox.put)
-        super().__init__(self.link, mailbox)
+        configs, links = start_replicas(vllm_config, executor_class, log_stats, mailbox.put)
+        super().__init__(vllm_config, configs, links, mailbox, share)
+
+
+@dataclass(frozen=True)
+class RunningCore:
+    """A core that another process has started: its configuration, and where to reach it."""
+
+    vllm_config: VllmConfig
+    directory: str
+    process_id: int | None
 
 
 class AttachedClient(_AsyncClient):
-    """For `AsyncLLM`, with a core that another process has started (see `AttachedLink`)."""
+    """For `AsyncLLM`, with cores that another process has started (see `AttachedLink`)."""
 
-    def __init__(self, directory: str, client_index: int, core_process_id: int | None) -> None:
+    links: Sequence[AttachedLink]
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        cores: Sequence[RunningCore],
+        client_index: int,
+        share: BoardShare | None = None,
+    ) -> None:
         mailbox = _Mailbox()
-        #: the sockets' end
-        self.link = AttachedLink(directory, client_index, core_process_id, mailbox.put)
-        super().__init__(self.link, mailbox)
+        links = [
+            AttachedLink(
+                core.directory,
+                client_index,
+                core.process_id,
+                _from(core.vllm_config.parallel_config.data_parallel_rank, "", mailbox.put),
+            )
+            for core in cores
+        ]
+        super().__init__(vllm_config, [c.vllm_config for c in cores], links, mailbox, share)
+
+
+def _outcome(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except Exception as error:
+        return error

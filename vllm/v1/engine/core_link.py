@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class ClientLink(ABC):
         self._send_lock = threading.RLock()  # a signal handler may close while sending
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
-        self._closed = False
+        self._closing = self._closed = False
         self._context = zmq.Context()
         self._requests = self._bind(zmq.PUSH, addresses.requests)
         self._outputs = self._bind(zmq.PULL, addresses.outputs)
@@ -87,6 +87,10 @@ class ClientLink(ABC):
     @abstractmethod
     def wait_ready(self) -> None:
         """Block until the core can take requests; raises what kept it from starting."""
+
+    def begin_close(self) -> None:
+        """Tell the core to stop if it is this link's own, and do not wait for it."""
+        self._closing = True
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
@@ -143,7 +147,7 @@ class ClientLink(ABC):
             raise EngineDeadError(self.dead.cause)
         frame = self._encoder.encode(message)
         with self._send_lock:
-            if self._closed:
+            if self._closing:
                 raise EngineDeadError("it was shut down")
             # Without its peer the socket would wait for another one, which never comes.
             while not self._requests.poll(_PEER_POLL_MS, zmq.POLLOUT):
@@ -172,6 +176,10 @@ class ClientLink(ABC):
                         return self._die(outputs.fatal)
                     unpacker.unpack(outputs)
                     self._deliver(outputs)
+                elif self._closing:
+                    # Whoever closes waits for the process, and only one thread can.
+                    for watched in self._watched():
+                        poller.unregister(watched)
                 elif (cause := self._core_ended()) is not None:
                     return self._die(cause)
         except Exception as error:
@@ -215,30 +223,54 @@ class ClientLink(ABC):
         os.close(self._stop_write)
 
 
-class CoreLink(ClientLink):
-    """A core process of one's own and the sockets to it; nothing may be sent before `wait_ready`
-    has returned. Its client has the index 0, and tells the core of further ones."""
+class StartedCore:
+    """A core process that was told what to run. Processes start before any socket or thread exists,
+    so that forking is safe.
+
+    `environment`: see `CoreProcess`.
+    """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         executor_class: type[Executor] | None,
         log_stats: bool,
-        sink: Sink,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._vllm_config = vllm_config
-        self._started = False
-        #: where further clients may put their sockets
+        self.vllm_config = vllm_config
+        #: where its clients may put their sockets
         self.directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
         addresses = client_addresses(self.directory, 0)
         try:
-            # the process starts before any socket or thread exists, so that forking is safe
             with vllm_config.decisions.current():
-                self._core = CoreProcess(vllm_config, executor_class, log_stats, addresses)
+                self.core = CoreProcess(
+                    vllm_config, executor_class, log_stats, addresses, environment
+                )
         except BaseException:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
-        super().__init__(addresses, 0, sink)
+
+    def stop(self) -> None:
+        """End it; nobody uses it."""
+        self.core.stop(0.0)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class CoreLink(ClientLink):
+    """A core process of one's own and the sockets to it; nothing may be sent before `wait_ready`
+    has returned. Its client has the index 0, and tells the core of further ones.
+
+    `reports_start`: whether the core's start is a part of this process's, phase by phase.
+    """
+
+    def __init__(self, started: StartedCore, sink: Sink, reports_start: bool = True) -> None:
+        self._vllm_config = started.vllm_config
+        self._core = started.core
+        self._reports_start = reports_start
+        self._started = False
+        #: where further clients may put their sockets
+        self.directory = started.directory
+        super().__init__(client_addresses(self.directory, 0), 0, sink)
         atexit.register(self.close)
 
     def wait_ready(self) -> None:
@@ -253,7 +285,8 @@ class CoreLink(ClientLink):
             ends_itself = isinstance(error, (ValueError, RuntimeError))
             self.close(_SHUTDOWN_S if ends_itself else 0.0)
             raise
-        startup_phases.adopt(ready.phases)
+        if self._reports_start:
+            startup_phases.adopt(ready.phases)
         config = self._vllm_config
         config.decisions.adopt(ready.decisions)
         assert config.model_config is not None
@@ -283,10 +316,24 @@ class CoreLink(ClientLink):
         return [self._core.process.sentinel]
 
     def _core_ended(self) -> str | None:
-        if self._closed or self._core.process.is_alive():
+        if self._closing or self._core.process.is_alive():
             return None
         self._core.process.join(1.0)
         return f"its process ended (exit code {self._core.process.exitcode})"
+
+    def begin_close(self) -> None:
+        if not self.process.is_own:
+            return
+        with self._send_lock:
+            if self._closing:
+                return
+            self._closing = True
+            if self._started and self.dead is None:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._requests.setsockopt(zmq.LINGER, 1000)
+                    frames = (EngineCoreRequestType.SHUTDOWN.value, b"\xc0")
+                    if self._requests.poll(_PEER_TIMEOUT_MS, zmq.POLLOUT):
+                        self._requests.send_multipart(frames)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Stop the core, release sockets, thread and files; safe to call twice.
@@ -296,16 +343,11 @@ class CoreLink(ClientLink):
         if not self.process.is_own:
             return
         timeout_s = _SHUTDOWN_S if timeout_s is None else timeout_s
+        self.begin_close()
         with self._send_lock:
             if self._closed:
                 return
             self._closed = True
-            if self._started and self.dead is None:
-                with contextlib.suppress(zmq.ZMQError):
-                    self._requests.setsockopt(zmq.LINGER, 1000)
-                    frames = (EngineCoreRequestType.SHUTDOWN.value, b"\xc0")
-                    if self._requests.poll(_PEER_TIMEOUT_MS, zmq.POLLOUT):
-                        self._requests.send_multipart(frames)
         atexit.unregister(self.close)
         self._release()
         self._core.stop(timeout_s)
@@ -342,6 +384,7 @@ class AttachedLink(ClientLink):
     def close(self, timeout_s: float | None = None) -> None:
         if not self.process.is_own:
             return
+        self.begin_close()
         with self._send_lock:
             if self._closed:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
@@ -24,7 +25,11 @@ _SLICE_S = 1.0
 
 
 class CoreProcess:
-    """The core's process, from start to exit."""
+    """The core's process, from start to exit.
+
+    `environment`: variables that the process needs before it looks for its device; None takes the
+    process that has been started before there was a configuration, which sees this one's devices.
+    """
 
     def __init__(
         self,
@@ -32,10 +37,12 @@ class CoreProcess:
         executor_class: type[Executor] | None,
         log_stats: bool,
         addresses: CoreAddresses,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         setup = pickle_setup(CoreSetup(vllm_config, executor_class, log_stats))
         startup_phases.begin("spawn engine")
-        spare = spare_process.take() or spare_process.SpareProcess()
+        spare = spare_process.take() if environment is None else None
+        spare = spare or spare_process.SpareProcess(environment=environment)
         self.process: BaseProcess = spare.process
         self._ready: Connection = spare.ready
         with contextlib.suppress(OSError):  # it died: `wait_ready` says so

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -13,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.sleep import ASLEEP, FrontEndSleep
-from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.placements import Placement
     from vllm.v1.engine.placements import PlacementChange
+    from vllm.v1.engine.replica_router import ReplicaRouter
 
 
 class FrontEnd:
@@ -49,14 +51,19 @@ class FrontEnd:
         if self.sleep.is_sleeping:
             raise EngineSleepingError(ASLEEP)
 
-    def make_stat_loggers(self, alone: bool = True) -> StatLoggerManager | None:
-        """After the core has started: some metrics show what it decided. One of several front ends
-        leaves the log to the process that knows them all."""
+    def make_stat_loggers(
+        self,
+        configs: Sequence[VllmConfig],
+        router: ReplicaRouter | None = None,
+        alone: bool = True,
+    ) -> StatLoggerManager | None:
+        """After the cores have started: some metrics show what they decided, which is in `configs`.
+        `router`: chooses among several. One of several front ends leaves the log to the process
+        that knows them all."""
         if self.log_stats:
-            loggers: list[StatLoggerBase] | None = None
-            if not alone:
-                loggers = [PrometheusStatLogger(self.vllm_config, 0, self.metrics)]
-            self._loggers = StatLoggerManager(self.vllm_config, self.metrics, loggers)
+            self._loggers = StatLoggerManager(configs, self.metrics, shows_log=alone)
+            if router is not None:
+                self.metrics.register(router.collector(self.model_config.served_names[0]))
         return self._loggers
 
     def get_metrics(self) -> list[Metric]:

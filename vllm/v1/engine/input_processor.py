@@ -89,9 +89,11 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> ProcessedInput:
         """`request_id` is the caller's; the engine's is derived from it."""
         check_no_lora(lora_request)
+        self._check_rank(data_parallel_rank)
         self._check_scalars(request_id, priority, params)
         parsed = parse_prompt(prompt)
         token_ids = self.tokenize(parsed, tokenization_kwargs, params.max_tokens)
@@ -106,6 +108,7 @@ class InputProcessor:
             cache_salt=cache_salt or parsed.cache_salt,
             cache=parsed.cache,
             trace_headers=None if trace_headers is None else dict(trace_headers),
+            data_parallel_rank=data_parallel_rank,
         )
         _check_can_travel(request)
         return ProcessedInput(request, parsed.text)
@@ -128,6 +131,16 @@ class InputProcessor:
         if priority != 0 and self.vllm_config.scheduler_config.policy != "priority":
             raise VLLMValidationError(
                 f"priority {priority} needs --scheduling-policy priority", "priority", priority
+            )
+
+    def _check_rank(self, rank: int | None) -> None:
+        here = self.vllm_config.parallel_config.local_ranks
+        if rank is not None and (type(rank) is not int or rank not in here):
+            raise VLLMValidationError(
+                f"data_parallel_rank must be a replica of this server, {here[0]} to {here[-1]}, "
+                f"got {rank!r}",
+                "data_parallel_rank",
+                rank,
             )
 
     # ---- tokens --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.engine.batch_defaults import UsageContext
     from vllm.model_executor.placements import Placement
     from vllm.v1.executor.abstract import Executor
+
+#: pause between questions whether a replica is at rest
+_TICK_S = 0.001
 
 
 class LLMEngine:
@@ -62,7 +66,9 @@ class LLMEngine:
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self.processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        self._loggers = self._front_end.make_stat_loggers()
+        self._loggers = self._front_end.make_stat_loggers(
+            self.engine_core.configs, self.engine_core.router
+        )
         startup_phases.log_ledger()
 
     @classmethod
@@ -97,9 +103,13 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> None:
-        """Validate and start a request; raises `VLLMValidationError` before the engine sees it,
-        `EngineSleepingError` while it sleeps."""
+        """Validate and start a request, at the replica `data_parallel_rank` or one chosen here.
+
+        Raises `VLLMValidationError` before the engine sees it, `EngineSleepingError` while it
+        sleeps.
+        """
         request = self.prepare_request(
             request_id,
             prompt,
@@ -109,6 +119,7 @@ class LLMEngine:
             tokenization_kwargs,
             trace_headers,
             priority,
+            data_parallel_rank,
         )
         try:
             self.send_requests([request])
@@ -126,6 +137,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> EngineCoreRequest:
         """As `add_request`, but leaves it to the caller to hand the result to `send_requests`;
         until then the request can be aborted."""
@@ -139,6 +151,7 @@ class LLMEngine:
             lora_request=lora_request,
             trace_headers=trace_headers,
             tokenization_kwargs=tokenization_kwargs,
+            data_parallel_rank=data_parallel_rank,
         )
         placement = placement_to_admit(self.model_config, processed.request)
         if placement is not None:
@@ -169,7 +182,7 @@ class LLMEngine:
         self.engine_core.abort_requests(processed.aborts)
         self.engine_core.stop_requests(processed.stops)
         if self._loggers is not None and iteration is not None:
-            self._loggers.record(outputs.scheduler_stats, iteration)
+            self._loggers.record(outputs.scheduler_stats, iteration, outputs.engine_index)
         if not self.has_unfinished_requests():
             self.engine_core.flush()
         return processed.request_outputs
@@ -202,9 +215,16 @@ class LLMEngine:
 
     def change_placement(self, placement: Placement) -> list[dict[int, str]]:
         """See `LLM.change_placement`."""
-        change: PlacementChange = self.engine_core.call_utility("change_placement", placement)
-        if change.is_busy:
+        several = self.engine_core.router is not None
+        if several and self.has_unfinished_requests():
             raise busy()
+        while True:
+            change: PlacementChange = self.engine_core.call_utility("change_placement", placement)
+            if not change.is_busy:
+                break
+            if not several:
+                raise busy()
+            time.sleep(_TICK_S)  # a replica has yet to take in the end of its last request
         self._front_end.show_placement(placement, change)
         return change.placements
 

@@ -67,9 +67,8 @@ class OutputProcessor:
         self._core_sees_stops = core_sees_stops
         self.request_states: dict[str, RequestState] = {}
         self._internal_ids: defaultdict[str, list[str]] = defaultdict(list)
-        #: the requests of the last plain outputs, while the same ones may come again
-        self._plain_ids: list[str] | None = None
-        self._plain_states: list[RequestState | None] = []
+        #: the requests of each replica's last plain outputs, while the same ones may come again
+        self._plain: dict[int, tuple[list[str], list[RequestState | None]]] = {}
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.request_states)
@@ -98,7 +97,7 @@ class OutputProcessor:
                 raise VLLMValidationError(
                     f"request id {child.request_id!r} is already in use", "request_id"
                 )
-        self._plain_ids = None
+        self._plain.clear()
         for index, child in enumerate(children):
             self.request_states[child.request_id] = RequestState(
                 child,
@@ -125,17 +124,18 @@ class OutputProcessor:
             if state is not None:
                 self._try(state, output, outputs.timestamp, iteration, processed)
         if outputs.plain is not None:
-            rows = self.plain_rows(outputs.plain)
+            rows = self.plain_rows(outputs.plain, outputs.engine_index)
             self._take_plain(rows, outputs.timestamp, iteration, processed)
         return processed
 
-    def plain_rows(self, plain: PlainOutputs) -> list[PlainRow]:
-        """The requests that still run and their new tokens."""
+    def plain_rows(self, plain: PlainOutputs, engine_index: int = 0) -> list[PlainRow]:
+        """The requests that still run and their new tokens; `engine_index`: their replica."""
         assert plain.request_ids is not None
-        if plain.request_ids is not self._plain_ids:
-            self._plain_ids = plain.request_ids
-            self._plain_states = [self.request_states.get(one) for one in plain.request_ids]
-        rows = zip(self._plain_states, split_tokens(plain), strict=True)
+        ids, states = self._plain.get(engine_index, (None, []))
+        if plain.request_ids is not ids:
+            states = [self.request_states.get(one) for one in plain.request_ids]
+            self._plain[engine_index] = plain.request_ids, states
+        rows = zip(states, split_tokens(plain), strict=True)
         return [(state, tokens) for state, tokens in rows if state is not None]
 
     def process_plain(

@@ -16,15 +16,18 @@ class RequestBatch:
     """Hands prepared requests to `send` once they fill a step, and the rest when told.
 
     Requests sent one by one would be scheduled one by one: the core starts with the first while
-    the next is being tokenised, and runs a step for it alone.
+    the next is being tokenised, and runs a step for it alone. `num_replicas` steps run at a time.
     """
 
     def __init__(
-        self, scheduler: SchedulerConfig, send: Callable[[list[EngineCoreRequest]], None]
+        self,
+        scheduler: SchedulerConfig,
+        send: Callable[[list[EngineCoreRequest]], None],
+        num_replicas: int = 1,
     ) -> None:
         self._send = send
-        self._max_sequences = scheduler.max_num_seqs
-        self._max_tokens = scheduler.max_num_batched_tokens
+        self._max_sequences = scheduler.max_num_seqs * num_replicas
+        self._max_tokens = scheduler.max_num_batched_tokens * num_replicas
         self._requests: list[EngineCoreRequest] = []
         self._num_sequences = self._num_tokens = 0
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 class SpareProcess:
     """A process that imports the engine core, then waits to be told what to run.
 
-    `method`: "fork" or "spawn"; by default `start_method` chooses.
+    `method`: "fork" or "spawn"; by default `start_method` chooses. `environment`: variables of its
+    own, which it sets before it looks for a device.
     """
 
-    def __init__(self, method: str | None = None) -> None:
+    def __init__(
+        self, method: str | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         context: Any = multiprocessing.get_context(method or start_method())
         self._give: Connection
         work, self._give = context.Pipe(duplex=False)
@@ -38,7 +41,9 @@ class SpareProcess:
         self.ready: Connection
         self.ready, child_ready = context.Pipe(duplex=False)
         self.process: BaseProcess = context.Process(
-            target=_run, args=(work, child_ready, os.getpid()), name="vllm-engine-core"
+            target=_run,
+            args=(work, child_ready, os.getpid(), dict(environment or {})),
+            name="vllm-engine-core",
         )
         self.process.start()
         work.close()
@@ -87,7 +92,8 @@ def take() -> SpareProcess | None:
     return spare
 
 
-def _run(work: Connection, ready: Connection, parent_pid: int) -> None:
+def _run(work: Connection, ready: Connection, parent_pid: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     from vllm.kernels.triton.compiler_start import start_on_a_thread
     from vllm.platforms.cuda_driver import initialise_on_a_thread
 

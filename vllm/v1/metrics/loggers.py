@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
+from vllm.v1.metrics.replicas import registries_of_replicas
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -136,29 +137,43 @@ class PrometheusStatLogger(StatLoggerBase):
 
 
 class StatLoggerManager:
-    """All consumers of one front end."""
+    """All consumers of one front end, for each replica of its engine.
+
+    `configs`: of the replicas, which have started; `registry`: where their metrics are shown, told
+    apart by the label `engine`. `shows_log`: whether to print throughput.
+    """
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        registry: CollectorRegistry,
-        loggers: list[StatLoggerBase] | None = None,
+        self, configs: Sequence[VllmConfig], registry: CollectorRegistry, shows_log: bool = True
     ) -> None:
-        self.loggers: list[StatLoggerBase] = loggers or [
-            LoggingStatLogger(),
-            PrometheusStatLogger(vllm_config, 0, registry),
-        ]
+        registries = registries_of_replicas(registry, len(configs))
+        self._loggers: dict[int, list[StatLoggerBase]] = {}
+        for config, own in zip(configs, registries, strict=True):
+            rank = config.parallel_config.data_parallel_rank
+            log: list[StatLoggerBase] = [LoggingStatLogger(rank)] if shows_log else []
+            self._loggers[rank] = [*log, PrometheusStatLogger(config, rank, own)]
 
     def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats,
+        engine_index: int | None = None,
     ) -> None:
-        for stat_logger in self.loggers:
+        """Statistics of one message of a replica, by its rank; of none, the first counts them."""
+        if engine_index is None:
+            engine_index = next(iter(self._loggers))
+        for stat_logger in self._loggers[engine_index]:
             stat_logger.record(scheduler_stats, iteration_stats)
 
     def record_sleep(self, level: int) -> None:
-        for stat_logger in self.loggers:
+        """All replicas sleep at `level`, 0 when they are awake."""
+        for stat_logger in self._all():
             stat_logger.record_sleep(level)
 
     def log(self) -> None:
-        for stat_logger in self.loggers:
+        """Print what was gathered since the last call."""
+        for stat_logger in self._all():
             stat_logger.log()
+
+    def _all(self) -> Iterator[StatLoggerBase]:
+        return chain.from_iterable(self._loggers.values())

@@ -31,6 +31,7 @@ Reply = bytes | Document | AsyncGenerator[bytes, None] | EventSource
 _LARGE = 32 * 1024
 #: the client closed the connection; nobody sees this status but the access log
 _CLIENT_CLOSED_REQUEST = 499
+_RANK_HEADER = "X-data-parallel-rank"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -79,9 +80,19 @@ def _parse(model: type[Body], data: bytes) -> Body:
 
 
 def context_of(request: Request) -> RequestContext:
-    """Headers that matter to the engine."""
+    """Headers that matter to the engine; raises `APIError` for one that makes no sense."""
     trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
-    return RequestContext(request.headers.get("x-request-id"), trace or None)
+    rank = _replica(request.headers.get(_RANK_HEADER))
+    return RequestContext(request.headers.get("x-request-id"), trace or None, rank)
+
+
+def _replica(header: str | None) -> int | None:
+    if header is None:
+        return None
+    if not header.isascii() or not header.isdigit():
+        message = f"{_RANK_HEADER} must be the rank of a replica, got {header!r}"
+        raise APIError(HTTPStatus.BAD_REQUEST, "Bad Request", message, _RANK_HEADER)
+    return int(header)
 
 
 async def respond(

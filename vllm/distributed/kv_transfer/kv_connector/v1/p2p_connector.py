@@ -155,7 +155,9 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
             self._sender = Sender(
                 copies, outgoing, transport, transfer.engine_id, identity, settings.lease_s
             )
-            port = settings.port + rank if settings.port else 0
+            parallel = self._vllm_config.parallel_config
+            first = settings.port + parallel.data_parallel_rank * parallel.world_size
+            port = first + rank if settings.port else 0
             self._server = MessageServer(settings.host, port, self._sender.handlers())
         if incoming is not None:
             decisions.record(

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replicas of a data-parallel engine one server runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.exceptions import VLLMValidationError
+
+
+@dataclass(frozen=True)
+class ReplicaFlags:
+    """What the `--data-parallel-...` flags say; None is a flag that is absent.
+
+    Replicas of a dense model compute nothing together, so servers that share them need not know of
+    each other. Experts that are spread over replicas would: every replica would have to join every
+    step, with or without requests of its own.
+    """
+
+    size: int
+    size_local: int | None
+    rank: int | None
+    start_rank: int | None
+    external_lb: bool
+    hybrid_lb: bool
+
+    def local_ranks(self) -> range:
+        """The ranks of this server's replicas; `VLLMValidationError` for flags that contradict
+        each other, or that ask for replicas elsewhere."""
+        if self.rank is not None or self.external_lb:
+            return self._external()
+        if self.hybrid_lb or self.start_rank is not None:
+            return self._hybrid()
+        if self.size_local not in (None, self.size):
+            raise VLLMValidationError(
+                f"--data-parallel-size-local {self.size_local} of --data-parallel-size {self.size}:"
+                " one server cannot reach replicas on other hosts; start a server for each part "
+                "with --data-parallel-hybrid-lb and --data-parallel-start-rank, behind a load "
+                "balancer",
+                "data_parallel_size_local",
+                self.size_local,
+            )
+        return range(self.size)
+
+    def _external(self) -> range:
+        """One replica per server."""
+        if self.hybrid_lb or self.start_rank is not None:
+            raise VLLMValidationError(
+                "--data-parallel-rank and --data-parallel-external-lb are for servers with one "
+                "replica, --data-parallel-hybrid-lb and --data-parallel-start-rank for servers "
+                "with several; use one of them",
+                "data_parallel_rank",
+                self.rank,
+            )
+        if self.rank is None:
+            raise VLLMValidationError(
+                "--data-parallel-external-lb needs --data-parallel-rank: which replica this "
+                "server is",
+                "data_parallel_external_lb",
+            )
+        if self.size_local not in (None, 1):
+            raise VLLMValidationError(
+                f"--data-parallel-rank is for one replica, --data-parallel-size-local "
+                f"{self.size_local} for several; use --data-parallel-start-rank",
+                "data_parallel_size_local",
+                self.size_local,
+            )
+        return self._within("rank", self.rank, 1)
+
+    def _hybrid(self) -> range:
+        """Some of the replicas."""
+        if self.size_local is None:
+            raise VLLMValidationError(
+                "--data-parallel-hybrid-lb and --data-parallel-start-rank need "
+                "--data-parallel-size-local: how many of the replicas this server runs",
+                "data_parallel_size_local",
+            )
+        return self._within("start_rank", self.start_rank or 0, self.size_local)
+
+    def _within(self, field: str, first: int, count: int) -> range:
+        if first < 0 or first + count > self.size:
+            flag = f"--data-parallel-{field.replace('_', '-')} {first}"
+            raise VLLMValidationError(
+                f"{flag} with {count} replicas here: ranks are 0 to --data-parallel-size less 1, "
+                f"{self.size - 1}",
+                f"data_parallel_{field}",
+                first,
+            )
+        return range(first, first + count)
