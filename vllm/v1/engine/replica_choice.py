@@ -14,6 +14,12 @@ from vllm.v1.engine.replica_board import ReplicaBoard
 Reason = Literal["pinned", "prefix", "load"]
 REASONS: tuple[Reason, ...] = ("pinned", "prefix", "load")
 
+#: what a token of cached prefix is worth in tokens of waiting: one for the request itself, and one
+#: for the others, who would wait for it to be computed again and lose the memory of a second copy
+_HIT_WEIGHT = 2
+#: tokens of recent work that count as much as one that waits, and how long work is recent: until
+#: so many times the replicas' capacity was given out
+_WORK_SHARE, _HALF_LIFE_OF_WORK = 16.0, 4.0
 #: tokens that a request is expected to generate before any has ended, and how many requests that
 #: guess counts for later
 _FIRST_GUESS, _WEIGHT_OF_GUESS = 128.0, 8.0
@@ -54,12 +60,12 @@ class ReplicaChooser:
     """Counts, in tokens, what each replica has to do, and sends requests where least is ahead of
     their first token.
 
-    A request's own work at a replica is its prompt less the part whose state that replica has, so
-    a turn of a conversation goes where the earlier ones went, unless others have less to do by
-    more than what would have to be computed again. What waits at a replica are prompts until their
-    first token comes, and the tokens that a sequence is expected to generate until it ends: the
-    mean of those before it, at most its limit. Among equals the one with the least work so far is
-    chosen. A replica that is behind in nothing is never passed over, so none starves.
+    What waits at a replica are prompts until their first token comes, and the tokens that a
+    sequence is expected to generate until it ends: the mean of those before it, at most its limit.
+    From that is taken what the replica has of the request's prompt, twice, so a turn of a
+    conversation goes where the earlier ones went unless others have less to do by more than twice
+    what would be computed again. A small part of a replica's recent work is added, which evens out
+    what conversations of unequal length leave uneven; it is bounded, so none starves.
 
     `capacities`: tokens of state that each replica holds; what it saw longer ago is forgotten here
     as there. `place`: this front end's row of the board.
@@ -73,6 +79,10 @@ class ReplicaChooser:
         self._block_size = block_size
         self._waiting, self._worked = board.waiting[place], board.worked[place]
         self._sequences: dict[str, _Outstanding] = {}
+        #: what of the replicas' work is in `_recent`
+        self._clocks = board.clocks
+        self._recent = np.zeros(board.num_replicas)
+        self._work_half_life = _HALF_LIFE_OF_WORK * float(self._capacities.sum())
         self._generated = _FIRST_GUESS * _WEIGHT_OF_GUESS
         self._ended = _WEIGHT_OF_GUESS
 
@@ -83,11 +93,17 @@ class ReplicaChooser:
         hits = np.minimum(found, work.num_prompt_tokens - 1)
         if pinned is not None:
             return Choice(pinned, "pinned", int(hits[pinned]))
-        ahead = self._board.loads - hits
-        least = np.flatnonzero(ahead == ahead.min())
-        replica = int(least[self._board.clocks[least].argmin()])
+        cost = self._board.loads - _HIT_WEIGHT * hits + self._recent_work() / _WORK_SHARE
+        replica = int(cost.argmin())
         hit = int(hits[replica])
         return Choice(replica, "prefix" if hit else "load", hit)
+
+    def _recent_work(self) -> np.ndarray:
+        """Tokens that each replica was given, the older the less `[replicas]`."""
+        clocks = self._board.clocks
+        new, self._clocks = clocks - self._clocks, clocks
+        self._recent = self._recent * 0.5 ** (new.sum() / self._work_half_life) + new
+        return self._recent
 
     def start(self, choice: Choice, work: Work, sequence_ids: Sequence[str]) -> None:
         """The request's sequences are sent there; the first one computes the prompt."""
