@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of several API processes in front of an engine without a model:
-`python -m tests.entrypoints.many_processes FLAGS`. STEP_MS: milliseconds per step."""
+`python -m tests.entrypoints.many_processes FLAGS`. STEP_MS: milliseconds per step; REPLICAS: how
+many engine cores."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.token_source import TokenExecutor, make_config
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.entrypoints.api_processes.serve import serve_together
 from vllm.entrypoints.cli.main import report_failure
 from vllm.entrypoints.launcher import bind
@@ -50,6 +51,9 @@ def main() -> int:
             args = FrontEndArgs.from_cli_args(parser.parse_args())
             step_s = float(os.environ.get("STEP_MS", "10")) / 1e3
             config = make_config(Path(directory), max_num_seqs=8, step_s=step_s)
+            config.parallel_config = ParallelConfig(
+                data_parallel_size=int(os.environ.get("REPLICAS", "1"))
+            )
             assert config.model_config is not None
             config.model_config.enable_sleep_mode = True
             return serve_together(bind(args, shared=True), args, config, SleepingExecutor)

@@ -118,8 +118,12 @@ def test_salts_part_equal_prompts() -> None:
 
 def test_keys_are_the_same_in_all_processes() -> None:
     code = (
-        "from tests.v1.engine.test_replica_choice import *\n"
-        "print(work_of(list(range(64)), salt='a').chain.tolist())\n"
+        "from vllm.sampling_params import SamplingParams\n"
+        "from vllm.v1.engine import EngineCoreRequest\n"
+        "from vllm.v1.engine.prompt_chain import PromptChains\n"
+        "tokens = list(range(64))\n"
+        "request = EngineCoreRequest('r', tokens, SamplingParams(), 0.0, cache_salt='a')\n"
+        "print(PromptChains(16).of(request).tolist())\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     found = subprocess.run(

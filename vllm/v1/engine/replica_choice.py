@@ -19,7 +19,7 @@ REASONS: tuple[Reason, ...] = ("pinned", "prefix", "load")
 _HIT_WEIGHT = 2
 #: tokens of recent work that count as much as one that waits, and how long work is recent: until
 #: so many times the replicas' capacity was given out
-_WORK_SHARE, _HALF_LIFE_OF_WORK = 16.0, 4.0
+_WORK_SHARE, _HALF_LIFE_OF_WORK = 6.0, 4.0
 #: tokens that a request is expected to generate before any has ended, and how many requests that
 #: guess counts for later
 _FIRST_GUESS, _WEIGHT_OF_GUESS = 128.0, 8.0
