@@ -119,7 +119,11 @@ def test_caller_keeps_his_dicts(llama: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray.*use mp"),
     ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
-    ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+    ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank 2.*0 to"),
+    ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address.*--data-parallel-hybrid-lb"),
+    ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port.*several hosts"),
+    ({"data_parallel_backend": "ray"}, "--data-parallel-backend.*Ray"),
+    ({"data_parallel_size": 2, "enable_expert_parallel": True}, "--enable-expert-parallel.*-tp"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
     ({"block_size": 20}, "--block-size"),
     ({"max_model_len": 10**6}, "--max-model-len 1000000"),

@@ -79,7 +79,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (CacheConfig, {"mamba_block_size": 64}, "--mamba-block-size needs --mamba-cache-mode=all"),
     (CacheConfig, {"mamba_block_size": 0}, "--mamba-block-size.*greater than 0"),
     (ParallelConfig, {"pipeline_parallel_size": 0}, "--pipeline-parallel-size.*greater than 0"),
-    (ParallelConfig, {"data_parallel_size": 4}, "--data-parallel-size 4.*one server per replica"),
+    (ParallelConfig, {"data_parallel_size": 0}, "--data-parallel-size.*greater than 0"),
     (ParallelConfig, {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
     (ParallelConfig, {"tensor_parallel_size": 0}, "--tensor-parallel-size.*greater than 0"),
     (ParallelConfig, {"nnodes": 2}, "--nnodes 2"),
