@@ -90,8 +90,8 @@ def test_mismatched_lists_and_bad_prompts_leave_no_request_behind(make_llm):
 def test_unknown_keyword_and_unsupported_sizes(model):
     with pytest.raises(TypeError, match="no_such_option"):
         LLM(model, no_such_option=1)
-    with pytest.raises(ValueError, match="pipeline-parallel-size"):
-        LLM(model, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="nnodes"):
+        LLM(model, nnodes=2)
 
 
 #: every documented keyword, with a value that a caller may pass

@@ -113,6 +113,12 @@ class ParallelConfig:
                     f"{flag} {size} is not supported yet, only 1; {instead}", field, size
                 )
         _ = self.local_ranks  # checks its flags
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
+            raise VLLMValidationError(
+                "--enable-expert-parallel with --data-parallel-size: experts are not spread over "
+                "replicas, which would have to take every step together; leave out one of them",
+                "enable_expert_parallel",
+            )
         if self.node_rank != 0:
             raise VLLMValidationError(
                 f"--node-rank must be 0 with one host, got {self.node_rank}", "node_rank"

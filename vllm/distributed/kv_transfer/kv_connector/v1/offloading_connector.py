@@ -103,6 +103,9 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.files is None:
             return None
         identity = store_identity(self._vllm_config, self._config)
+        # Counted over all replicas: each has its own limit, and removes what is over it.
+        parallel = self._vllm_config.parallel_config
+        rank += parallel.data_parallel_rank * parallel.world_size
         return FileStore(self._settings.files.root_dir, identity, rank)
 
     @property
