@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.engine.replica_calls import combined, forgets_prefixes, undo
 from vllm.v1.engine.replica_config import adopt_starts, replica_configs
+from vllm.v1.metrics.expert_metrics import total_counts
 
 #: what is said of four replicas, and which of them run here
 LOCAL: list[tuple[dict[str, Any], range]] = [
@@ -88,6 +89,14 @@ def test_gpus_of_a_replica(
     assert cuda.visible_part(visible, first, 2) == {"CUDA_VISIBLE_DEVICES": expected}
     with pytest.raises(VLLMValidationError, match="6 GPUs are needed.*4 are visible"):
         cuda.visible_part(visible, 4, 2)
+
+
+def test_expert_counts_of_all_replicas_add_up() -> None:
+    ranks = [{"a": [1, 2]}, {"a": [1, 2]}, {"a": [10, 20]}, {"a": [10, 20]}]
+    assert total_counts(ranks, 2) == {"a": [11, 22]}
+    assert total_counts(ranks[:1], 1) == {"a": [1, 2]}
+    stages = [{"a": [1, 2]}, {"b": [3, 0]}, {"a": [10, 20]}, {"b": [0, 30]}]
+    assert total_counts(stages, 2) == {"a": [11, 22], "b": [3, 30]}
 
 
 def test_answers_of_all_replicas_as_one() -> None:

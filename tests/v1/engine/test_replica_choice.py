@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.nightly import nightly
 from tests.v1.engine.replica_traffic import Replicas, conversations
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -210,7 +211,7 @@ def test_a_full_table_forgets_what_is_oldest() -> None:
     assert sum(hits) == 64 and sum(hits[-32:]) >= 24 and sum(hits[:200]) == 0
 
 
-@pytest.mark.parametrize("ticks_between", [0.5, 4.0])
+@pytest.mark.parametrize("ticks_between", [0.5, *nightly(4.0)])
 def test_conversations_on_four_replicas(ticks_between: float) -> None:
     """They keep their hits, and the replicas compute about equally much."""
     single, several = Replicas(1, 4000, 1024), Replicas(4, 1000, 256)

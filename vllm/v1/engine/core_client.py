@@ -306,18 +306,16 @@ def start_replicas(
     for core in started:
         rank = core.vllm_config.parallel_config.data_parallel_rank
         name = f"replica {rank}: " if len(started) > 1 else ""
-        links.append(CoreLink(core, _from(rank, name, sink), reports_start=not links))
+        links.append(CoreLink(core, _from(rank, sink), name, reports_start=not links))
     return configs, links
 
 
-def _from(rank: int, name: str, sink: Sink) -> Sink:
-    """Says of what goes to `sink` which replica it comes from."""
+def _from(rank: int, sink: Sink) -> Sink:
+    """Says of outputs on their way to `sink` which replica they come from."""
 
     def put(item: EngineCoreOutputs | EngineDeadError) -> None:
         if isinstance(item, EngineCoreOutputs):
             item.engine_index = rank
-        elif name:
-            item = EngineDeadError(f"{name}{item.cause}")
         sink(item)
 
     return put
@@ -472,7 +470,7 @@ class AttachedClient(_AsyncClient):
                 core.directory,
                 client_index,
                 core.process_id,
-                _from(core.vllm_config.parallel_config.data_parallel_rank, "", mailbox.put),
+                _from(core.vllm_config.parallel_config.data_parallel_rank, mailbox.put),
             )
             for core in cores
         ]

@@ -59,12 +59,15 @@ class ClientLink(ABC):
     """One client's sockets to a core, which may have several clients.
 
     Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
-    its finalizer. Belongs to the process that made it: in a forked child sending raises
+    its finalizer. `name`: which core it is, put before what ended it. Belongs to the process that made it: in a forked child sending raises
     `RuntimeError`, and `close` leaves everything to the parent.
     """
 
-    def __init__(self, addresses: CoreAddresses, client_index: int, sink: Sink) -> None:
+    def __init__(
+        self, addresses: CoreAddresses, client_index: int, sink: Sink, name: str = ""
+    ) -> None:
         self.client_index = client_index
+        self._name = name
         self.process = OwnProcess()
         self.dead: EngineDeadError | None = None
         self._sink = sink
@@ -202,7 +205,7 @@ class ClientLink(ABC):
             future.set_exception(EngineGenerateError(reply.error))
 
     def _die(self, cause: str) -> None:
-        error = EngineDeadError(cause)
+        error = EngineDeadError(f"{self._name}{cause}")
         self.dead = error
         for future in list(self._calls.values()):
             if future.set_running_or_notify_cancel():
@@ -263,14 +266,16 @@ class CoreLink(ClientLink):
     `reports_start`: whether the core's start is a part of this process's, phase by phase.
     """
 
-    def __init__(self, started: StartedCore, sink: Sink, reports_start: bool = True) -> None:
+    def __init__(
+        self, started: StartedCore, sink: Sink, name: str = "", reports_start: bool = True
+    ) -> None:
         self._vllm_config = started.vllm_config
         self._core = started.core
         self._reports_start = reports_start
         self._started = False
         #: where further clients may put their sockets
         self.directory = started.directory
-        super().__init__(client_addresses(self.directory, 0), 0, sink)
+        super().__init__(client_addresses(self.directory, 0), 0, sink, name)
         atexit.register(self.close)
 
     def wait_ready(self) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +14,22 @@ def imbalance(tokens: list[int]) -> float | None:
     """The most tokens of an expert over the mean: 1 where all got as many; None without tokens."""
     total = sum(tokens)
     return max(tokens) * len(tokens) / total if total else None
+
+
+def total_counts(
+    of_workers: Sequence[dict[str, list[int]]], num_ranks: int
+) -> dict[str, list[int]]:
+    """Tokens per expert of each layer, over all replicas. `of_workers`: what each worker counted,
+    `num_ranks` of each replica in a row: those that have a layer all route every token, pipeline
+    stages have different layers."""
+    total: dict[str, list[int]] = {}
+    for first in range(0, len(of_workers), num_ranks):
+        ranks = of_workers[first : first + num_ranks]
+        replica = {layer: tokens for counts in ranks for layer, tokens in counts.items()}
+        for layer, tokens in replica.items():
+            before = total.get(layer, [0] * len(tokens))
+            total[layer] = [a + b for a, b in zip(before, tokens, strict=True)]
+    return total
 
 
 class _ExpertImbalance(Collector):

@@ -68,5 +68,6 @@ async def server_info(
 
 @router.get("/get_world_size")
 async def get_world_size(request: Request) -> dict[str, int]:
-    """How many workers the engine has."""
-    return {"world_size": server_of(request).engine.vllm_config.parallel_config.world_size}
+    """How many workers the engine has, over all replicas."""
+    parallel = server_of(request).engine.vllm_config.parallel_config
+    return {"world_size": parallel.world_size * len(parallel.local_ranks)}

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.state import server_of
-from vllm.v1.metrics.expert_metrics import imbalance
+from vllm.v1.metrics.expert_metrics import imbalance, total_counts
 
 router = APIRouter()
 
@@ -37,10 +37,8 @@ async def experts(request: Request) -> ExpertLoads:
     engine = server_of(request).engine
     counts: dict[str, list[int]] = {}
     if engine.vllm_config.observability_config.expert_counts:
-        # Every rank routes every token.
-        by_worker = await engine.collective_rpc("expert_counts")
-        # Workers of a pipeline stage count alike, stages have different layers.
-        counts = {layer: count for one in by_worker for layer, count in one.items()}
+        counted = await engine.collective_rpc("expert_counts")
+        counts = total_counts(counted, engine.vllm_config.parallel_config.world_size)
     if not counts:
         raise APIError(
             HTTPStatus.NOT_FOUND,

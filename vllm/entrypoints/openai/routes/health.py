@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm.entrypoints.openai.state import server_of
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.expert_metrics import expert_metrics_text
+from vllm.v1.metrics.expert_metrics import expert_metrics_text, total_counts
 from vllm.version import __version__
 
 router = APIRouter()
@@ -52,6 +52,7 @@ async def metrics(request: Request) -> Response:
     text = await server.siblings.metrics_text()
     config = server.engine.vllm_config
     if config.observability_config.expert_counts:
-        (counts, *_) = await server.engine.collective_rpc("expert_counts")
+        counted = await server.engine.collective_rpc("expert_counts")
+        counts = total_counts(counted, config.parallel_config.world_size)
         text += expert_metrics_text(counts, config.model_config.served_names[0])
     return Response(text, media_type=CONTENT_TYPE_LATEST)
