@@ -59,8 +59,9 @@ class ClientLink(ABC):
     """One client's sockets to a core, which may have several clients.
 
     Holds no reference to its owner, so that a forgotten owner can be collected and `close` run by
-    its finalizer. `name`: which core it is, put before what ended it. Belongs to the process that made it: in a forked child sending raises
-    `RuntimeError`, and `close` leaves everything to the parent.
+    its finalizer. Belongs to the process that made it: in a forked child sending raises
+    `RuntimeError`, and `close` leaves everything to the parent. `name`: which core it is, for
+    errors.
     """
 
     def __init__(
