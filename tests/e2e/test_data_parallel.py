@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forking")]
 
 NUM_TOKENS = 12
 
@@ -46,7 +46,6 @@ def expected(asked: list[list[int]]) -> list[list[int]]:
         llm.shutdown()
 
 
-@pytest.mark.extraction
 def test_tokens_and_hidden_states_of_two_replicas(
     asked: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:

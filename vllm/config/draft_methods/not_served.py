@@ -39,7 +39,7 @@ _KEYS: Mapping[str, str] = {
 def check_served(given: Mapping[str, Any], supported: tuple[str, ...]) -> None:
     """`VLLMValidationError` if the keys of a `speculative_config`, checked or not, ask for a method
     that is not served; it names what to use instead."""
-    method = given.get("method")
+    method: Any = given.get("method")
     if method in NOT_SERVED:
         refuse(
             "method",
