@@ -73,7 +73,7 @@ def test_everybody_is_served_and_nobody_too_soon(
     rng = random.Random(seed)
     driver = make_driver(num_stages, async_scheduling=async_scheduling, max_num_batched_tokens=32)
     coming = [
-        make_request(f"r{i}", [i] * length, max_tokens=tokens)
+        make_request(f"r{i}", [i] * length, max_tokens=tokens, ignore_eos=True)
         for i, (length, tokens) in enumerate(sizes)
     ]
     total = {request.request_id: request.max_tokens for request in coming}
