@@ -80,13 +80,16 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     u, w = torch.linalg.solve_triangular(eye + among, right, upper=False).chunk(2, dim=-1)
     end = total[..., -1:, :]
     kept, queries = k * (end - total).exp(), q * total.exp()
-    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
-    outputs = []
-    for i in range(q.shape[2]):
-        update = u[:, :, i] - w[:, :, i] @ state
-        outputs.append(queries[:, :, i] @ state + reads[:, :, i] @ update)
-        state = end[:, :, i].mT.exp() * state + kept[:, :, i].mT @ update
-    return torch.cat(outputs, dim=2)
+    batch = q.shape[:2]
+    parts = (x.flatten(0, 1).unbind(1) for x in (u, w, kept.mT, end.mT.exp()))
+    state = u.new_zeros(batch.numel(), q.shape[-1], v.shape[-1])
+    states, updates = [], []
+    for right, left, key, decay in zip(*parts, strict=True):
+        states.append(state)
+        updates.append(torch.baddbmm(right, left, state, alpha=-1))
+        state = torch.baddbmm(decay * state, key, updates[-1])
+    before, update = (torch.stack(x, dim=1).unflatten(0, batch) for x in (states, updates))
+    return (queries @ before + reads @ update).flatten(2, 3)
 
 
 def _linear(inner: int, outer: int) -> nn.Linear:

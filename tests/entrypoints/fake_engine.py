@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCAB_SIZE = 259
+MAX_LOGPROBS = 300
 MAX_MODEL_LEN = 512
 
 
@@ -77,6 +78,7 @@ class FakeParallelConfig:
     """The part of `ParallelConfig` that the server reads."""
 
     world_size: int = 1
+    local_ranks: range = range(1)
 
 
 @dataclass
@@ -181,6 +183,9 @@ class FakeAsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         if self.dead:
             raise self.dead_error
+        for asked in (sampling_params.logprobs, sampling_params.prompt_logprobs):
+            if asked is not None and asked > MAX_LOGPROBS:
+                raise VLLMValidationError(f"at most {MAX_LOGPROBS} logprobs per token", "logprobs")
         self.calls.append(Call(prompt, sampling_params, request_id, kwargs))
         self.running.add(request_id)
         finished = False

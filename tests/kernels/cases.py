@@ -7,6 +7,7 @@ a read of an unwritten slot or a write to a foreign one shows.
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecod
 Case = dict[str, Any]
 CACHES = {"kv_cache", "cache", "conv_state", "ssm_state"}
 EPS = 1e-6
+_MANY = 1 << 24
 
 
 def over_dtypes(*choices: Sequence[Any]) -> list[Any]:
@@ -96,8 +98,10 @@ def check(kernels: Kernels, op: str, case: Case, tolerance: float) -> None:
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
-    """Normal values drawn on the CPU, so a seed gives the same case on every device."""
-    return (torch.randn(*shape) * scale).to(dtype).to(device)
+    """Normal values drawn on the CPU, so a seed gives the same case on every device; so many that
+    only a GPU computes with them are drawn there."""
+    source = "cpu" if prod(shape) < _MANY else device
+    return (torch.randn(*shape, device=source) * scale).to(dtype).to(device)
 
 
 def strided(rows: Tensor, extra: int = 8) -> Tensor:

@@ -47,10 +47,13 @@ def kernels(
     return made[request.param]()
 
 
-def stack(rows: int, channels: int, form: str, experts: int = EXPERTS) -> tuple[Tensor, Tensor]:
+def stack(
+    rows: int, channels: int, form: str, device: str, experts: int = EXPERTS
+) -> tuple[Tensor, Tensor]:
     """Weights of very different sizes, and their scales: a wrong one is a large error."""
     sizes = torch.logspace(-2, 0, rows)[torch.randperm(rows)][:, None] / channels**0.5
-    wide = torch.randn(experts, rows, channels) * sizes
+    drawn = randn(experts, rows, channels, dtype=torch.float32, device=device)
+    wide = drawn * sizes.to(device)
     matrices, scales = [], []
     for matrix in wide:
         if form == "rows":
@@ -78,16 +81,16 @@ def problem_of(
     experts, hidden, inner = sizes
     logits = randn(tokens, experts, dtype=torch.float32, device=device, scale=2.0)
     routing = naive.route_experts(RoutingProblem(logits, experts, RoutingRule(slots)))
-    gate_up, gate_up_scale = stack((1 + gated) * inner, hidden, form, experts)
-    down, down_scale = stack(hidden, inner, form, experts)
+    gate_up, gate_up_scale = stack((1 + gated) * inner, hidden, form, device, experts)
+    down, down_scale = stack(hidden, inner, form, device, experts)
     x = exact_in_fp8(tokens, hidden) / 100 if tokens else torch.zeros(0, hidden)
     return ExpertsProblem(
         strided(x.to(dtype).to(device), 16),
-        gate_up.to(device),
-        down.to(device),
+        gate_up,
+        down,
         routing,
         gated=gated,
-        scales=ExpertScales(gate_up_scale.to(device), down_scale.to(device)),
+        scales=ExpertScales(gate_up_scale, down_scale),
         **fields,
     )
 

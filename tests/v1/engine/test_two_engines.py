@@ -31,6 +31,12 @@ from vllm.v1.metrics.reader import Counter
 PROMPTS = [TokensPrompt(prompt_token_ids=list(range(1, 20 + i))) for i in range(4)]
 
 
+@pytest.fixture(autouse=True)
+def log_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what tests before these decided outside any engine."""
+    monkeypatch.setattr(decisions.PROCESS, "_records", {})
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LLM]]:
     """Filled by the test; shut down after it."""
