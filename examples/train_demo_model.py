@@ -309,6 +309,7 @@ def main() -> None:
     if args.supernet:
         sizes = Sizes(len(tokenizer), args.context, args.hidden_size, 2 * args.hidden_size)
         model = Supernet(sizes, args.seed).to(device)
+        model.silence_blocks()
     else:
         model = Qwen3_5ForCausalLM(model_config(len(tokenizer), args.context)).to(device)
     history = train(model, train_ids, held_out, args)
