@@ -8,8 +8,9 @@
 Without `--model` the engine's executor makes tokens at no cost (see `token_source`), at most one
 step every `--step-ms`; scheduler, sockets, detokenisation and HTTP are the real ones. With it,
 `vllm serve` serves that model with dummy weights, and the same load is then given to `LLM` in a
-process of its own: the last column is what HTTP leaves of it. Further words `key=value` (JSON
-values) are engine settings of both.
+process of its own: the last columns are what HTTP leaves of it, and how long the engine alone takes
+until all requests, given at once, have their first token. Further words `key=value` (JSON values)
+are engine settings of both.
 
 Every number of streams is a load of its own: `--rounds` requests per stream, at once or at
 `--rate`. The exit status is 1 when a request failed, 3 when the clients were too busy for the
@@ -55,8 +56,8 @@ _WARM_UP_TOKENS = 4
 @dataclass(frozen=True)
 class Point:
     """Figures of one number of streams. Latencies in milliseconds, CPU time in microseconds per
-    output token; `client_busy` is that of the busiest process, `offline_tokens_per_s` None
-    without a model."""
+    output token; `client_busy` is that of the busiest process, `offline_*` are None without a
+    model."""
 
     streams: int
     requests: int
@@ -75,6 +76,7 @@ class Point:
     client_busy: float
     client_limited: bool
     offline_tokens_per_s: float | None = None
+    offline_first_ms: float | None = None
 
     @property
     def tokens_per_api_core(self) -> float:
@@ -93,7 +95,7 @@ def table(points: Sequence[Point]) -> str:
     head += ["API CPU", "tok/s per API core", "engine CPU", "client CPU"]
     head += ["client processes", "busiest"]
     compared = any(point.ratio for point in points)
-    head += ["offline tok/s", "HTTP / offline"] if compared else []
+    head += ["offline tok/s", "HTTP / offline", "all first tokens, offline"] if compared else []
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for p in points:
         cells = [f"{p.streams}", f"{p.tokens_per_s:,.0f}"]
@@ -104,6 +106,7 @@ def table(points: Sequence[Point]) -> str:
         cells += [f"{p.client_processes}", f"{p.client_busy:.0%}"]
         if compared:
             cells += [f"{p.offline_tokens_per_s:,.0f}", f"{p.ratio:.2f}"]
+            cells += [f"{p.offline_first_ms:,.1f} ms"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -251,27 +254,31 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     return offline.default_settings() | {"model": str(options.model)} | words
 
 
-def offline_rates(
+def offline_figures(
     settings: dict[str, Any], loads: Sequence[int], rounds: int, prompt: int, output: int
-) -> list[float]:
-    """Output tokens per second of `LLM.generate` for each number of streams."""
-    from vllm import LLM, SamplingParams
+) -> list[dict[str, float]]:
+    """For each number of streams what `LLM.generate` makes of it, by fields of `Point`."""
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(**settings)
     source = random.Random(0)
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    rates = []
+
+    def seconds(count: int, tokens: int) -> float:
+        ids = [[source.randrange(10, vocab_size) for _ in range(prompt)] for _ in range(count)]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        llm.generate([TokensPrompt(prompt_token_ids=i) for i in ids], params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    found = []
     for streams in loads:
-        for count, tokens in ((streams, _WARM_UP_TOKENS), (streams * rounds, output)):
-            ids = [[source.randrange(10, vocab_size) for _ in range(prompt)] for _ in range(count)]
-            params = SamplingParams(
-                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-            )
-            began = time.perf_counter()
-            llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-        rates.append(count * output / seconds)
-    return rates
+        seconds(streams, _WARM_UP_TOKENS)
+        first = seconds(streams, 1)
+        count = streams * rounds
+        rate = count * output / seconds(count, output)
+        found.append({"offline_tokens_per_s": rate, "offline_first_ms": 1e3 * first})
+    return found
 
 
 def with_offline(points: Sequence[Point], options: argparse.Namespace) -> list[Point]:
@@ -281,12 +288,9 @@ def with_offline(points: Sequence[Point], options: argparse.Namespace) -> list[P
     with ProcessPoolExecutor(1, spawn) as pool:
         settings = engine_settings(options)
         job = pool.submit(
-            offline_rates, settings, loads, options.rounds, options.prompt, options.output
+            offline_figures, settings, loads, options.rounds, options.prompt, options.output
         )
-        return [
-            Point(**asdict(point) | {"offline_tokens_per_s": rate})
-            for point, rate in zip(points, job.result(), strict=True)
-        ]
+        return [Point(**asdict(p) | f) for p, f in zip(points, job.result(), strict=True)]
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -42,10 +42,11 @@ def test_a_row_per_number_of_streams() -> None:
 
 
 def test_the_ratio_is_what_http_leaves() -> None:
-    compared = replace(POINT, offline_tokens_per_s=2048.0)
+    compared = replace(POINT, offline_tokens_per_s=2048.0, offline_first_ms=12.5)
     assert compared.ratio == 0.5 and POINT.ratio is None
     head, _, row = table([compared]).split("\n")
-    assert head.endswith("| offline tok/s | HTTP / offline |") and row.endswith("| 2,048 | 0.50 |")
+    assert head.endswith("| offline tok/s | HTTP / offline | all first tokens, offline |")
+    assert row.endswith("| 2,048 | 0.50 | 12.5 ms |")
 
 
 def test_picture(tmp_path: Path) -> None:

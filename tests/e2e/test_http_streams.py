@@ -51,5 +51,6 @@ def test_a_model_beside_itself_without_http(tmp_path: Path) -> None:
         *["enforce_eager=true", "kv_cache_memory_bytes=64000000"],
     )
     assert point["output_tokens"] == 16 and point["offline_tokens_per_s"] > 0
+    assert point["offline_first_ms"] > 0
     assert point["ratio"] == pytest.approx(point["tokens_per_s"] / point["offline_tokens_per_s"])
     assert "HTTP / offline" in shown
