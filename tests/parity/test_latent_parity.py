@@ -54,7 +54,8 @@ def _other_values(problem: LatentAttentionProblem) -> LatentAttentionProblem:
 
 
 def _no_choice_bias(problem: RoutingProblem) -> RoutingProblem:
-    assert problem.bias is not None and problem.bias.abs().max() > 0.1
+    # Zeros before the weights are there: kernels are found by running them.
+    assert problem.bias is not None
     return replace(problem, bias=torch.zeros_like(problem.bias))
 
 

@@ -27,7 +27,7 @@ from vllm.v1.core.sched.draft_policy import DraftPolicy
 pytestmark = [pytest.mark.parity, pytest.mark.nightly, in_this_process]
 
 NUM_PROMPTS = int(os.environ.get("VLLM_TEST_PROMPTS", "500"))
-DRAFTS, ROWS = 3, 32
+DRAFTS, ROWS, PADDING = 3, 32, 3
 #: so few tokens that drafts of random layers are accepted now and then
 SHAPE = dataclasses.replace(TINY, vocab=16, draft_vocab=8)
 #: gated delta net, Kimi delta attention, attention
@@ -39,7 +39,7 @@ CASES = [(f, m) for f in FAMILIES for m in METHODS if m != "mtp" or f == "qwen3_
 
 @lru_cache(len(FAMILIES))
 def target_of(family: str, root: Path) -> Path:
-    ends = {"eos_token_id": 2, "pad_token_id": 3}
+    ends = {"eos_token_id": 2, "pad_token_id": PADDING}
     path = make_tiny(family, root / family, vocab_size=SHAPE.vocab, **ends)
     if family != "qwen3_5":
         return path
@@ -63,7 +63,8 @@ def speculation(family: str, method: str, target: Path, root: Path) -> dict[str,
 
 @lru_cache(1)
 def prompts() -> list[list[int]]:
-    """A third begins as another does; many are longer than a step, all of them than a chunk."""
+    """A third begins as another does; many are longer than a step, all of them than a chunk. None
+    is padding alone: its embedding is zero, and of equal logits no text is the greedy one."""
     rng = random.Random(0)
     stems = [[rng.randrange(SHAPE.vocab) for _ in range(length)] for length in (33, 64, 120)]
     found = []
@@ -73,7 +74,7 @@ def prompts() -> list[list[int]]:
         found.append(
             stem + [rng.randrange(SHAPE.vocab) for _ in range(rng.choice((1, 3, 9, 17, 40, 90)))]
         )
-    return found
+    return [ids if set(ids) != {PADDING} else [PADDING + 1] for ids in found]
 
 
 def texts(llm: LLM) -> tuple[list[list[list[int]]], int, int]:
