@@ -31,6 +31,11 @@ FORMATS = ("rows", "groups")
 #: of results whose activation is rounded to float8 after another order of sums: what is near a
 #: boundary falls to either side
 ROUNDED_AGAIN = 0.005
+#: the same after sums of 128 channels that the tensor cores made: of their products they keep some
+#: 14 bits, 1/3000 of a result, by which one activation in 250 falls to the other side, which is
+#: 1/11 of it on average: sqrt(1/250) / 11 is 0.006. Measured on an H200: 0.005 to 0.008; with sums
+#: of 32 channels, which take 30 % longer, 0.003; with sums of 2,048 0.012.
+SUMMED_BY_TENSOR_CORES = 0.01
 
 
 @pytest.fixture(params=["triton", "cpu"])
@@ -166,4 +171,6 @@ def test_large_experts(tokens: int, form: str) -> None:
     """Of the sizes of Qwen3.5-35B-A3B."""
     problem = problem_of(tokens, form, "cuda", torch.bfloat16, sizes=(257, 2048, 512), slots=9)
     found = CudaKernels().run_experts(problem)
-    assert error_ratio(found, naive.run_experts(problem).double()) < ROUNDED_AGAIN
+    # Few rows per expert are multiplied by instructions that keep all bits.
+    bound = ROUNDED_AGAIN if tokens <= 64 else SUMMED_BY_TENSOR_CORES
+    assert error_ratio(found, naive.run_experts(problem).double()) < bound

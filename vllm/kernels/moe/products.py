@@ -6,7 +6,9 @@ Weights are the left operand, so blocks may be as narrow as 16 rows: at few toke
 bound by the bytes of the experts that are hit. Blocks that are not used leave at once.
 
 Float8 operands (SCALED) have scales: per row of activations and per row of weights, applied to the
-whole sum, or with GROUP_K > 0 also per GROUP_K channels, applied to each group's.
+whole sum, or with GROUP_K > 0 also per GROUP_K channels, applied to each group's. Hopper's tensor
+cores keep some 14 bits of such a sum, so they add no more than SUMMED channels (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2); those sums are added in fp32.
 """
 
 import triton
@@ -15,6 +17,8 @@ import triton.language as tl
 from vllm.kernels.activation.triton import clamped_gate
 from vllm.kernels.triton.dependent_launch import await_previous, start_next
 from vllm.kernels.triton.launcher import Launcher
+
+SUMMED = tl.constexpr(128)
 
 
 @triton.jit
@@ -85,6 +89,7 @@ def _gate_up_kernel(
     if SCALED:
         xs_at = xs_ptr + token[None, :] * stride_xs_row
         ws_at = _scale_at(ws_ptr, expert, rows, K, GROUP_K) + column[:, None]
+    ALONE: tl.constexpr = SUMMED if SCALED else None
     gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -101,12 +106,12 @@ def _gate_up_kernel(
                 gate += tl.dot(w, x) * (ws * xs)
                 ws = tl.load(ws_at + group * rows + N, mask=exists, other=0.0)
             else:
-                gate = tl.dot(w, x, gate, input_precision="ieee")
+                gate = tl.dot(w, x, gate, input_precision="ieee", max_num_imprecise_acc=ALONE)
             w = _load(up_at + N * K + start, exists, k[None, :], K, BLOCK_K)
         if GROUP_K > 0:
             up += tl.dot(w, x) * (ws * xs)
         else:
-            up = tl.dot(w, x, up, input_precision="ieee")
+            up = tl.dot(w, x, up, input_precision="ieee", max_num_imprecise_acc=ALONE)
     if SCALED and GROUP_K == 0:
         xs = tl.load(xs_at)
         if GATED:
@@ -159,6 +164,7 @@ def _down_kernel(
     if SCALED:
         xs_at = xs_ptr + place[None, :].to(tl.int64) * stride_xs_row
         ws_at = _scale_at(ws_ptr, expert, N, K, GROUP_K) + column[:, None]
+    ALONE: tl.constexpr = SUMMED if SCALED else None
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + kk
@@ -169,7 +175,7 @@ def _down_kernel(
             xs = tl.load(xs_at + group * stride_xs_group)
             acc += tl.dot(w, x) * (tl.load(ws_at + group * N, mask=exists, other=0.0) * xs)
         else:
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+            acc = tl.dot(w, x, acc, input_precision="ieee", max_num_imprecise_acc=ALONE)
     if SCALED and GROUP_K == 0:
         acc *= tl.load(ws_at, mask=exists, other=0.0) * tl.load(xs_at)
     if BIAS:
