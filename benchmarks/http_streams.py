@@ -162,7 +162,7 @@ class Sweep:
         before = self._server.cpu()
         with self._server.watching(1.0):
             load = self._load(streams, streams * options.rounds, options.output)
-        after = self._server.cpu()
+        spent = self._server.spent(before)
         failed = [o.error for o in load.outcomes if o.error is not None]
         if failed:
             raise SystemExit(f"error: {len(failed)} requests failed: {failed[0]}")
@@ -184,9 +184,9 @@ class Sweep:
             ttft_p99_ms=ttft[99],
             itl_p50_ms=itl[50],
             itl_p99_ms=itl[99],
-            api_processes=after.num_api,
-            api_us=(after.api_s - before.api_s) * 1e6 / tokens,
-            engine_us=(after.engine_s - before.engine_s) * 1e6 / tokens,
+            api_processes=spent.num_api,
+            api_us=spent.api_s * 1e6 / tokens,
+            engine_us=spent.engine_s * 1e6 / tokens,
             client_us=usage["client_cpu_us_per_token"],
             client_processes=usage["client_processes"],
             client_busy=usage["client_max_busy"],

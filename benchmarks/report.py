@@ -75,6 +75,31 @@ def api_table() -> str:
     return "\n".join(rows)
 
 
+def http_table() -> str:
+    """Streams over HTTP beside the same load offline; one sweep per number of API processes."""
+    rows = [
+        "| streams | API processes | tokens/s | offline | ratio | first token, p50 | p99 "
+        "| all first tokens, offline | gap, p50 | p99 | CPU per token: API | core | client |",
+        "|---" * 13 + "|",
+    ]
+    for name in ("h200_http.json", "h200_http_4.json"):
+        data = load(name)
+        for p in data["points"]:
+            cells = [
+                f"{p['streams']:,}",
+                f"{data['options']['api_server_count']}",
+                f"{p['tokens_per_s']:,.0f}",
+                f"{p['offline_tokens_per_s']:,.0f}",
+                f"{p['ratio']:.2f}",
+                *(f"{p[key]:,.0f} ms" for key in ("ttft_p50_ms", "ttft_p99_ms")),
+                f"{p['offline_first_ms']:,.0f} ms",
+                *(f"{p[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")),
+                *(f"{p[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def host_table() -> str:
     """CPU time of the core's process per decode step."""
     rows = [
@@ -164,6 +189,7 @@ TABLES = {
     "experts": mixture_tables.experts,
     "cpu": cpu_table,
     "api": api_table,
+    "http": http_table,
     "host": host_table,
     "prefix_cache": prefix_cache_table,
     "prefix_cache_live": prefix_cache_live_table,

@@ -24,7 +24,7 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True)
 class ServerCpu:
-    """User and system seconds so far, and how many API processes were seen."""
+    """User and system seconds, and how many API processes were seen."""
 
     num_api: int
     api_s: float
@@ -84,16 +84,24 @@ class ServedProcess:
             over.set()
             thread.join()
 
-    def cpu(self) -> ServerCpu:
-        """Look at every process of the server."""
-        api_s = engine_s = 0.0
+    def cpu(self) -> dict[int, float]:
+        """User and system seconds so far of every process, by its id."""
+        found = {}
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                if process.pid in self._api_pids or process.pid == self._process.pid:
-                    api_s += times.user + times.system
-                else:
-                    engine_s += times.user + times.system
+                found[process.pid] = times.user + times.system
+        return found
+
+    def spent(self, before: dict[int, float]) -> ServerCpu:
+        """Since `before`. What a process is may have been seen only meanwhile."""
+        api_s = engine_s = 0.0
+        for pid, seconds in self.cpu().items():
+            seconds -= before.get(pid, 0.0)
+            if pid in self._api_pids or pid == self._process.pid:
+                api_s += seconds
+            else:
+                engine_s += seconds
         return ServerCpu(max(1, len(self._api_pids)), api_s, engine_s)
 
     def _processes(self) -> list[psutil.Process]:
