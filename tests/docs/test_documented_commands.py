@@ -7,17 +7,14 @@ appended to it, or why it is not run. A command that no line covers fails the fi
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import re
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.apriel2_models import make_tensors, save, stochastic
 from tests.docs.commands import ROOT, Command, commands_of, documented_commands
 from tests.forked_python import run_python
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -30,6 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 pytestmark = pytest.mark.slow
 
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3_5-code")
+SUPERNET = str(ROOT / "examples" / "models" / "tiny-apriel2-supernet")
 #: words of the text that stand for a model
 _MODELS = ("MODEL", "$MODEL", "M", "Qwen3.5-4B", "Qwen/Qwen3-8B", "SUPERNET")
 #: of a deeper model than the one at hand
@@ -115,16 +113,9 @@ def is_mention(command: Command) -> bool:
     return command.words[0] == "vllm" and flags_only and "--list" not in rest
 
 
-@functools.cache
-def supernet() -> str:
-    """A tiny supernet; its directory stays until the machine forgets its temporary files."""
-    decoder = stochastic(4)
-    return str(save(Path(tempfile.mkdtemp(prefix="supernet-")), decoder, make_tensors(decoder)))
-
-
 def stand_in(word: str) -> str:
     """The model that is tried where the text says `word`."""
-    return supernet() if word == "SUPERNET" else MODEL
+    return SUPERNET if word == "SUPERNET" else MODEL
 
 
 def test_every_command_is_declared() -> None:
@@ -212,7 +203,7 @@ def test_server_flags_make_a_configuration(
     if args.kv_transfer_config and "my_package" in str(args.kv_transfer_config):
         return  # the page's own connector lives in a package of the reader
     model = args.create_engine_config().model_config.model
-    assert str(Path(model).resolve()) in (MODEL, supernet())
+    assert str(Path(model).resolve()) in (MODEL, SUPERNET)
 
 
 @pytest.mark.parametrize("name", ["vllm bench startup MODEL", "vllm run-batch"])
