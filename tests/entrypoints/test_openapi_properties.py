@@ -76,6 +76,9 @@ def test_the_schema_names_every_route() -> None:
 
 
 def check(case: schemathesis.Case) -> int:
+    if isinstance(case.body, dict):
+        # The stand-in engine has no beams; tests/e2e/test_server.py asks for them.
+        case.body.pop("use_beam_search", None)
     if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):
         case.body["n"] = min(case.body["n"], 8)  # thousands of choices are allowed, but slow
     reply = case.call()
