@@ -86,7 +86,12 @@ _VARIABLES = (
     Variable("VLLM_ALLOW_INSECURE_SERIALIZATION", _bool, False, "pickle callables over RPC"),
     Variable("VLLM_RPC_BASE_PATH", str, _rpc_base, "directory of the engine's IPC sockets"),
     Variable("VLLM_ENGINE_READY_TIMEOUT_S", int, 600, "seconds to wait for the engine's start"),
-    Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "seconds to wait for one step"),
+    Variable(
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+        int,
+        None,
+        "seconds to wait for one step; by default 300, and 20 with workers on several GPUs",
+    ),
     Variable(
         "VLLM_PP_LAYER_PARTITION",
         _counts,

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding arithmetic, and the groups of one process."""
 
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from vllm import distributed
 from vllm.distributed import parallel_state
@@ -42,3 +48,98 @@ def test_initialising_a_world_of_one() -> None:
     finally:
         parallel_state.destroy_distributed_environment()
     assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_run_without_communication_has_the_right_shapes() -> None:
+    """There is nobody to answer: a collective would fail."""
+    x = torch.ones(3, 2)
+    with parallel_state.as_first_rank_of(4), parallel_state.without_communication():
+        group = parallel_state.get_tp_group()
+        assert group.all_reduce(x).shape == (3, 2)
+        assert group.all_gather(x).shape == (3, 8) and group.all_gather(x, 0).shape == (12, 2)
+    with parallel_state.as_first_rank_of(4), pytest.raises(ValueError):
+        parallel_state.get_tp_group().all_reduce(x)
+
+
+class _Torch:
+    """What torch.distributed was asked for."""
+
+    def __init__(self) -> None:
+        self.bound: dict[tuple[int, ...], torch.device | None] = {}
+        self.current: Any = None
+
+    def init_process_group(self, backend: str, device_id: torch.device | None, **_: Any) -> None:
+        self.bound[()] = device_id
+
+    def new_group(self, ranks: list[int], device_id: torch.device | None) -> object:
+        self.bound[tuple(ranks)] = device_id
+        return object()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Torch]:
+    asked = _Torch()
+    monkeypatch.setattr(dist, "init_process_group", asked.init_process_group)
+    monkeypatch.setattr(dist, "new_group", asked.new_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda one: setattr(asked, "current", one))
+    yield asked
+    parallel_state.destroy_distributed_environment()
+
+
+def _join(tp: int, pp: int, rank: int, backend: str = "nccl") -> None:
+    parallel_state.init_distributed_environment(
+        tp * pp, rank, "file:///nowhere", rank, backend, has_collectives=pp == 1
+    )
+    parallel_state.initialize_model_parallel(tp, pp)
+
+
+def test_ranks_of_a_layer_are_bound_to_their_gpus(asked: _Torch) -> None:
+    _join(tp=2, pp=1, rank=1)
+    assert asked.bound == {(): torch.device("cuda", 1)}
+    assert asked.current == torch.device("cuda", 1)
+    assert parallel_state.get_tp_group().device_group is dist.group.WORLD
+
+
+def test_channels_of_stages_are_not_bound(asked: _Torch) -> None:
+    """Messages of bound groups would wait for each other."""
+    _join(tp=2, pp=2, rank=3)
+    own = torch.device("cuda", 3)
+    assert asked.bound == {(): None, (0, 1): own, (2, 3): own, (0, 2): None, (1, 3): None}
+
+
+def test_nothing_is_bound_on_a_cpu(asked: _Torch) -> None:
+    _join(tp=2, pp=2, rank=3, backend="gloo")
+    assert set(asked.bound.values()) == {None} and asked.current is None
+
+
+def _vote(rank: int, folder: Path) -> None:
+    parallel_state.init_distributed_environment(2, rank, f"file://{folder}/store", backend="gloo")
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tp_group()
+    votes = [group.all_agree(mine) for mine in (True, rank == 0, False)]
+    x = torch.full((2, 3), float(rank + 1))
+    kept = group.all_reduce(x)
+    gathered = [group.all_gather(x, dim) for dim in (0, 1)]
+    transposed = group.all_gather(torch.arange(6.0).reshape(2, 3).t() + rank)
+    summed = group.all_reduce(x.clone().t(), in_place=True)
+    torch.save((votes, x, kept, gathered, transposed, summed), folder / f"{rank}.pt")
+    parallel_state.destroy_distributed_environment()
+
+
+def test_collectives_of_two_processes(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_vote, args=(rank, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for rank in range(2):
+        votes, x, kept, gathered, transposed, summed = torch.load(tmp_path / f"{rank}.pt")
+        assert votes == [True, False, False]
+        assert x.unique().tolist() == [rank + 1] and kept.unique().tolist() == [3]
+        assert torch.equal(gathered[0], torch.tensor([[1.0] * 3] * 2 + [[2.0] * 3] * 2))
+        assert torch.equal(gathered[1], torch.tensor([[1.0] * 3 + [2.0] * 3] * 2))
+        columns = torch.arange(6.0).reshape(2, 3).t()
+        assert torch.equal(transposed, torch.cat([columns, columns + 1], dim=-1))
+        assert torch.equal(summed, torch.full((3, 2), 3.0))

@@ -14,10 +14,11 @@ import psutil
 import pytest
 import torch
 
-from vllm import platforms
+from vllm import decisions, platforms
 from vllm.platforms import DeviceCapability, Platform, cpu, cuda, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform, GpuFacts, parse_gpu_facts, select_visible
+from vllm.platforms.nccl import prepare_nccl
 
 GIB = 2**30
 GPUS = (
@@ -147,6 +148,27 @@ def test_cuda_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.bfloat16 not in platform.supported_dtypes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert torch.bfloat16 in platform.supported_dtypes
+
+
+def test_nccl_defaults() -> None:
+    log = decisions.DecisionLog()
+    with log.current():
+        ours: dict[str, str] = {}
+        prepare_nccl(ours)
+        assert ours == {"NCCL_NVLS_ENABLE": "0"}
+        (record,) = [d for d in log.decisions() if d.what == "NVLink multicast"]
+        assert record.chosen == "off" and "NCCL_NVLS_ENABLE=1" in record.why
+        log.clear()
+        theirs = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+        prepare_nccl(theirs)
+        assert theirs["NCCL_NVLS_ENABLE"] == "1"
+        assert "NVLink multicast" not in [d.what for d in log.decisions()]
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_collectives_that_block_the_host_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=1 makes the host wait"):
+        prepare_nccl({name: "1"})
 
 
 def test_parse_nvidia_smi() -> None:

@@ -23,8 +23,8 @@ class ParallelConfig:
     tensor_parallel_size: PositiveInt = option(
         default=1,
         aliases=("-tp",),
-        help="Workers that share each layer, each with a part of its heads, columns and state. On "
-        "a CPU they are processes of this host; on GPUs only 1 so far.",
+        help="Workers that share each layer, each with a part of its heads, columns and state: "
+        "processes of this host, on GPUs one per GPU (docs/parallel.md).",
     )
     pipeline_parallel_size: PositiveInt = option(
         default=1,
@@ -83,7 +83,7 @@ class ParallelConfig:
     )
     disable_custom_all_reduce: bool = option(
         default=False,
-        help="Use NCCL's all-reduce; with one device there is none, so both values are the same.",
+        help="Use NCCL's all-reduce. There is no other so far, so both values are the same.",
     )
     worker_extension_cls: str = option(
         default="",
@@ -98,8 +98,8 @@ class ParallelConfig:
     master_port: int = option(default=29501, help="Port of the first host; unused with one host.")
     distributed_timeout_seconds: int | None = option(
         default=None,
-        help="Longest wait of one worker for another in a collective; torch's own by default (30 "
-        "minutes). Unused with one worker.",
+        help="Longest wait of one worker for another at the start and in a collective outside of "
+        "graphs; torch's own by default (30 minutes on CPUs, 10 on GPUs). Unused with one worker.",
     )
     data_parallel_rank: int = option(default=0, flag=False, help="This replica.")
     rank: int = option(default=0, flag=False, help="This worker among all.")

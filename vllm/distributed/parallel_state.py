@@ -47,16 +47,19 @@ class GroupCoordinator:
     def is_last_rank(self) -> bool:
         return self.rank_in_group == self.world_size - 1
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group; `x` itself when the group is one process.
+    def all_reduce(self, x: Tensor, in_place: bool = False) -> Tensor:
+        """The sum over the group; `x` itself when the group is one process. With `in_place` the
+        sum may be in `x`.
 
         On a CPU more than two are added in rank order, so that an element's bits do not depend on
-        what else the tensor holds: the library's order follows its size.
+        what else the tensor holds: the library's order follows its size. On GPUs it is NCCL's, the
+        same on all ranks; two have only one.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or _groups.communicates_not:
             return x
         if self.world_size == 2 or x.device.type != "cpu":
-            total = x.clone()
+            reuse = in_place and x.is_contiguous()
+            total = x if reuse else x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.device_group)
             return total
         first, *others = self._gathered(x)
@@ -71,9 +74,20 @@ class GroupCoordinator:
         return torch.cat(self._gathered(x), dim=dim)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
+        if _groups.communicates_not:
+            return [x] * self.world_size
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.ranks]
         dist.all_gather(parts, x.contiguous(), group=self.device_group)
         return parts
+
+    def all_agree(self, opinion: bool) -> bool:
+        """Whether every process of the group says so. Waits for the others and the device, so no
+        step may ask."""
+        if self.world_size == 1:
+            return opinion
+        vote = torch.tensor(int(opinion), device=_groups.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.device_group)
+        return bool(vote.item())
 
     def isend(self, x: Tensor, target: int) -> dist.Work:
         """Begin to send the contiguous `x` to the group's `target`-th process. `x` may be written
@@ -92,7 +106,9 @@ class GroupCoordinator:
     def barrier(self) -> None:
         """Wait until every process of the group is here."""
         if self.world_size > 1:
-            dist.barrier(group=self.device_group)
+            index = _groups.device.index
+            devices = None if index is None else [index]
+            dist.barrier(group=self.device_group, device_ids=devices)
 
 
 _SOLO = GroupCoordinator(ranks=(0,), rank_in_group=0)
@@ -105,6 +121,10 @@ class _Groups:
     pp: GroupCoordinator = _SOLO
     pp_back: GroupCoordinator = _SOLO
     initialized: bool = False
+    #: where this process's collectives run
+    device: torch.device = torch.device("cpu")
+    #: see `without_communication`
+    communicates_not: bool = False
 
 
 _groups = _Groups()
@@ -117,17 +137,22 @@ def init_distributed_environment(
     local_rank: int = -1,
     backend: str = "nccl",
     timeout_s: int | None = None,
+    has_collectives: bool = True,
 ) -> None:
     """Join the world of `world_size` processes; a world of one needs no process group.
 
     `local_rank` is the CUDA device index of this process, -1 for `rank`. `timeout_s`: longest wait
-    of a collective, torch's own default for None.
+    of a collective, torch's own default for None. `has_collectives`: whether all processes share
+    collectives of steps, so that on GPUs the group is bound to the device and connected at once. A
+    bound group has one channel for all its messages, which would wait for each other, so the world
+    of a pipeline is none; its tensor-parallel groups are.
     """
     if world_size == 1:
         _groups.world = _SOLO
         return
     if backend == "nccl":
-        torch.cuda.set_device(rank if local_rank < 0 else local_rank)
+        _groups.device = torch.device("cuda", rank if local_rank < 0 else local_rank)
+        torch.cuda.set_device(_groups.device)
     if not dist.is_initialized():
         dist.init_process_group(
             backend,
@@ -135,6 +160,7 @@ def init_distributed_environment(
             world_size=world_size,
             rank=rank,
             timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+            device_id=_bound_device() if has_collectives else None,
         )
     _groups.world = GroupCoordinator(tuple(range(world_size)), rank, dist.group.WORLD)
 
@@ -149,7 +175,8 @@ def initialize_model_parallel(
     world = _groups.world
     tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
     ensure_divisibility(world.world_size, tp * pp)
-    _groups.tp = _own_group([range(i, i + tp) for i in range(0, world.world_size, tp)])
+    rows = [range(i, i + tp) for i in range(0, world.world_size, tp)]
+    _groups.tp = _own_group(rows, has_collectives=True)
     span = tp * pp
     columns = [
         range(first + i, first + span, tp)
@@ -162,26 +189,45 @@ def initialize_model_parallel(
     _groups.initialized = True
 
 
-def _own_group(partition: list[range], own_channels: bool = False) -> GroupCoordinator:
+def _bound_device() -> torch.device | None:
+    """What groups with collectives are bound to: this process's GPU, if that is where they run."""
+    return _groups.device if _groups.device.type == "cuda" else None
+
+
+def _own_group(
+    partition: list[range], own_channels: bool = False, has_collectives: bool = False
+) -> GroupCoordinator:
     """Make every group of `partition` (a collective call) and return this process's."""
     rank = _groups.world.rank
     own: GroupCoordinator | None = None
     for ranks in partition:
-        handle = _process_group(ranks, own_channels) if len(ranks) > 1 else None
+        several = len(ranks) > 1
+        handle = _process_group(ranks, own_channels, has_collectives) if several else None
         if rank in ranks:
             own = GroupCoordinator(tuple(ranks), ranks.index(rank), handle)
     assert own is not None, f"rank {rank} is in none of {partition}"
     return own
 
 
-def _process_group(ranks: range, own_channels: bool) -> dist.ProcessGroup | None:
+def _process_group(
+    ranks: range, own_channels: bool, has_collectives: bool
+) -> dist.ProcessGroup | None:
     """Torch's handle; that of the world, which exists already, where it is the same and need not
     have channels of its own."""
-    return (
-        _groups.world.device_group
-        if len(ranks) == _groups.world.world_size and not own_channels
-        else dist.new_group(list(ranks))
-    )
+    if len(ranks) == _groups.world.world_size and not own_channels:
+        return _groups.world.device_group
+    return dist.new_group(list(ranks), device_id=_bound_device() if has_collectives else None)
+
+
+@contextmanager
+def without_communication() -> Iterator[None]:
+    """Inside the block collectives give tensors of the right shapes and tell nobody, for runs that
+    not every rank makes and whose numbers nobody wants."""
+    _groups.communicates_not = True
+    try:
+        yield
+    finally:
+        _groups.communicates_not = False
 
 
 @contextmanager
@@ -212,6 +258,7 @@ def destroy_distributed_environment() -> None:
     """Leave the world."""
     destroy_model_parallel()
     _groups.world = _SOLO
+    _groups.device = torch.device("cpu")
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

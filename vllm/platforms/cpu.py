@@ -99,5 +99,8 @@ class CpuPlatform(Platform):
     def prepare_device(self) -> None:
         """Nothing to do."""
 
+    def prepare_collectives(self) -> None:
+        """Nothing to do."""
+
     def empty_cache(self) -> None:
         """The CPU allocator keeps no cache."""

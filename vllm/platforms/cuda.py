@@ -14,6 +14,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cuda_first_use import use_on_a_thread
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.platforms.nccl import prepare_nccl
 
 if TYPE_CHECKING:
     from vllm.kernels.interface import Kernels
@@ -163,6 +164,9 @@ class CudaPlatform(Platform):
 
     def environment_of_devices(self, first: int, count: int) -> dict[str, str]:
         return visible_part(os.environ.get(self.device_control_env_var), first, count)
+
+    def prepare_collectives(self) -> None:
+        prepare_nccl(os.environ)
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

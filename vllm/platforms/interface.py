@@ -178,6 +178,11 @@ class Platform(ABC):
         return {}
 
     @abstractmethod
+    def prepare_collectives(self) -> None:
+        """Settings of the library that runs the device's collectives, before its first use. Raises
+        `VLLMValidationError` for the user's that steps cannot work with."""
+
+    @abstractmethod
     def empty_cache(self) -> None:
         """Return unused memory of the allocator to the device."""
 

@@ -134,7 +134,7 @@ def test_slow_step_times_out(monkeypatch):
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
     core = make_core(additional_config={"step_s": 1.5})
     add(core)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="no result after 1 s.*VLLM_EXECUTE_MODEL_TIMEOUT"):
         run(core)
     core.shutdown()
 

@@ -126,6 +126,14 @@ def gone(workers: list[psutil.Process]) -> bool:
     return False
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until workers have read what they were sent."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def step(executor: MultiprocExecutor, number: int, action: str = "") -> Any:
     return executor.execute_model((number, action))  # type: ignore[arg-type]
 
@@ -220,6 +228,43 @@ def test_a_failing_step_is_the_end_of_all(start: Any, rank: int) -> None:
     step(executor, 0, f"fail {rank}")
     with pytest.raises(RuntimeError, match=f"rank {rank} cannot"):
         step(executor, 1, "hang").result(20)
+    assert gone(workers)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_hangs_is_named_and_killed(
+    start: Any, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, so that it takes neither the step nor the request to end."""
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
+    executor = start()
+    failures: list[Exception] = []
+    executor.register_failure_callback(failures.append)
+    workers = processes(executor)
+    workers[victim].suspend()
+    future = step(executor, 0)
+    wait_until(lambda: executor._sender.slowest_receivers() == [victim])
+    error = executor.overdue()
+    assert isinstance(error, TimeoutError)
+    assert f"rank {victim} is behind the others: a step has no result after 1 s" in str(error)
+    assert gone(workers)
+    assert failures == [error]
+    if victim == 0:
+        with pytest.raises(TimeoutError, match="no result after 1 s"):
+            future.result(20)
+    with pytest.raises(TimeoutError, match="behind the others"):
+        step(executor, 1)
+
+
+def test_a_step_that_hangs_everywhere_blames_nobody(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = start()
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
+    workers = processes(executor)
+    step(executor, 0, "hang")
+    wait_until(lambda: not executor._sender.slowest_receivers())
+    assert str(executor.overdue()).startswith("a step has no result after 1 s")
     assert gone(workers)
 
 

@@ -104,11 +104,44 @@ def test_one_worker_needs_no_process() -> None:
     )
 
 
-def test_several_gpus_only_as_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="use one GPU, --pipeline-parallel-size, or a CPU with"):
-        Executor.get_class(config_of("cuda", tensor_parallel_size=2))
-    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 2)
-    staged = config_of("cuda", pipeline_parallel_size=2)
-    assert Executor.get_class(staged) is MultiprocExecutor
-    with pytest.raises(ValueError, match="size 3 needs as many GPUs, this host shows 2"):
-        Executor.get_class(config_of("cuda", pipeline_parallel_size=3))
+def _show_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "device_count", lambda self: len(names))
+    monkeypatch.setattr(platform, "get_device_name", lambda self, device_id=0: names[device_id])
+
+
+def test_workers_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show_gpus(monkeypatch, "H200", "H200", "H200")
+    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
+        assert Executor.get_class(config_of("cuda", **{field: 3})) is MultiprocExecutor
+        flag = "--" + field.replace("_", "-")
+        with pytest.raises(ValueError, match=f"{flag} 4 needs 4 GPUs, .* and 3 are visible"):
+            Executor.get_class(config_of("cuda", **{field: 4}))
+    both = config_of("cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="size 2 with --pipeline-parallel-size 2 needs 4 GPUs"):
+        Executor.get_class(both)
+
+
+def test_gpus_that_share_layers_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show_gpus(monkeypatch, "H200", "H200", "L4", "L4")
+    with pytest.raises(ValueError, match="size 4: GPUs that share layers.*H200, H200, L4, L4"):
+        Executor.get_class(config_of("cuda", tensor_parallel_size=4))
+    for sizes in ((2, 2), (1, 4)):
+        parallel = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
+        assert Executor.get_class(config_of("cuda", **parallel)) is MultiprocExecutor
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "asked", "expected"),
+    [("cpu", 2, None, 300), ("cuda", 1, None, 300), ("cuda", 2, None, 20), ("cuda", 2, "90", 90)],
+)
+def test_how_long_a_step_may_take(
+    device: str, ranks: int, asked: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uniproc, "Worker", _Worker)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", asked)
+    executor = UniProcExecutor(config_of(device, tensor_parallel_size=ranks))
+    assert executor.step_timeout_s == expected
+    assert f"after {expected} s" in str(executor.overdue())
+    executor.shutdown()

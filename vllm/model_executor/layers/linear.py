@@ -339,5 +339,5 @@ class RowParallelLinear(LinearBase):
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
         output = self.quant_method.apply(self, x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:
-            output = tensor_model_parallel_all_reduce(output)
+            output = tensor_model_parallel_all_reduce(output, in_place=True)
         return output

@@ -382,4 +382,4 @@ class MixtureOfExperts(nn.Module):
             # Linear, so that a rank's part of the sum may go through it.
             out = self.fc2_latent_proj(out)[0]
             out = out if shared is None else out + shared
-        return tensor_model_parallel_all_reduce(out) if self.tp_size > 1 else out
+        return tensor_model_parallel_all_reduce(out, in_place=True) if self.tp_size > 1 else out

@@ -65,7 +65,8 @@ class VocabParallelEmbedding(nn.Module):
         rows = input_ids - self.first_row
         outside = (rows < 0) | (rows >= self.num_embeddings_per_partition)
         part = nn.functional.embedding(rows.masked_fill(outside, 0), self.weight)
-        return tensor_model_parallel_all_reduce(part.masked_fill(outside[:, None], 0))
+        own = part.masked_fill(outside[:, None], 0)
+        return tensor_model_parallel_all_reduce(own, in_place=True)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_rank}/{self.tp_size}"

@@ -404,8 +404,6 @@ def _notes(base: _Plan, plan: _Plan, tp_size: int) -> list[str]:
     notes = ["per device"]
     if _layer_bytes(plan) * tp_size > _layer_bytes(base) * parallel.tensor_parallel_size:
         notes.append("some state is replicated")
-    if tp_size > 1:
-        notes.append("on CPUs only so far")
     return notes
 
 

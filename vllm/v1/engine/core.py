@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm import decisions, envs
+from vllm import decisions
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -105,6 +105,7 @@ class EngineCore:
             self.executor.shutdown()
             raise
         self._depth = self.executor.max_concurrent_batches
+        self._step_timeout_s = self.executor.step_timeout_s
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
@@ -307,11 +308,18 @@ class EngineCore:
         if not self._in_flight:
             return {}
         step = self._in_flight.popleft()
-        result = step.result.result(timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        produced = self.scheduler.update_from_output(step.output, result)
+        produced = self.scheduler.update_from_output(step.output, self._result(step))
         self._publish_events()
         self._send_token_masks()
         return produced
+
+    def _result(self, step: StepInFlight) -> ModelRunnerOutput:
+        try:
+            return step.result.result(timeout=self._step_timeout_s)
+        except TimeoutError:
+            if step.result.done():  # the error is the step's own
+                return step.result.result()
+            raise self.executor.overdue() from None
 
     def _publish_events(self) -> None:
         if self._event_publisher is None:

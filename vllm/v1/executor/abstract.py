@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.config import VllmConfig
+from vllm import envs
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.utils.class_registry import resolve_class
@@ -28,6 +29,10 @@ _EXECUTORS = {
     "uni": "vllm.v1.executor.uniproc.UniProcExecutor",
     "mp": "vllm.v1.executor.multiproc.MultiprocExecutor",
 }
+#: see `Executor.step_timeout_s`
+_STEP_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_OF_GPUS_S = 20.0
+
 #: takes the error that ended the workers
 FailureCallback = Callable[[Exception], None]
 
@@ -44,26 +49,28 @@ class Executor(ABC):
         """The executor for this configuration; ValueError for one that is not supported."""
         parallel = vllm_config.parallel_config
         on_cpu = vllm_config.device_config.device_type == "cpu"
-        if parallel.tensor_parallel_size > 1 and not on_cpu:
-            raise VLLMValidationError(
-                "tensor parallelism on GPUs is not available yet; use one GPU, "
-                "--pipeline-parallel-size, or a CPU with -tp",
-                "tensor_parallel_size",
-                parallel.tensor_parallel_size,
-            )
-        if not on_cpu and parallel.world_size > (found := current_platform.device_count()):
-            raise VLLMValidationError(
-                f"--pipeline-parallel-size {parallel.pipeline_parallel_size} needs as many GPUs, "
-                f"this host shows {found}; use at most {found}",
-                "pipeline_parallel_size",
-                parallel.pipeline_parallel_size,
-            )
+        if not on_cpu and parallel.world_size > 1:
+            _check_gpus(parallel)
         return resolve_class(_EXECUTORS[parallel.executor_backend])
 
     @property
     def max_concurrent_batches(self) -> int:
         """Steps that may be in flight at once."""
         return self.vllm_config.steps_in_flight
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long a step may take. GPUs need seconds at most, so that workers that hang are found
+        soon; nobody knows how long a CPU may need."""
+        if (asked := envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS) is not None:
+            return asked
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        alone = on_cpu or self.vllm_config.parallel_config.world_size == 1
+        return _STEP_TIMEOUT_S if alone else _STEP_TIMEOUT_OF_GPUS_S
+
+    def overdue(self) -> Exception:
+        """The oldest step has no result after `step_timeout_s`: give up. Returns what to raise."""
+        return TimeoutError(overdue_message(self.step_timeout_s))
 
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
@@ -118,3 +125,39 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers, giving up steps that wait for masks; safe to call twice."""
+
+
+def overdue_message(timeout_s: float) -> str:
+    """What is wrong, and what to do where it is not."""
+    return (
+        f"a step has no result after {timeout_s:g} s; if steps may take that long, set "
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+    )
+
+
+def _check_gpus(parallel: ParallelConfig) -> None:
+    """Raises `VLLMValidationError` where there are too few for the workers, or where those that
+    share layers are of several kinds: they would round, and so sample, differently."""
+    count, found = parallel.world_size, current_platform.device_count()
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    flags = {
+        "tensor_parallel_size": ("--tensor-parallel-size", tp),
+        "pipeline_parallel_size": ("--pipeline-parallel-size", pp),
+    }
+    used = {field: f"{flag} {size}" for field, (flag, size) in flags.items() if size > 1}
+    if count > found:
+        raise VLLMValidationError(
+            f"{' with '.join(used.values())} needs {count} GPUs, one per worker, and {found} are "
+            f"visible (CUDA_VISIBLE_DEVICES); use at most {found} workers",
+            next(iter(used)),
+            count,
+        )
+    for first in range(0, count if tp > 1 else 0, tp):
+        names = [current_platform.get_device_name(i) for i in range(first, first + tp)]
+        if len(set(names)) > 1:
+            raise VLLMValidationError(
+                f"--tensor-parallel-size {tp}: GPUs that share layers must be of one kind, and "
+                f"those visible are {', '.join(names)}; choose others with CUDA_VISIBLE_DEVICES",
+                "tensor_parallel_size",
+                tp,
+            )

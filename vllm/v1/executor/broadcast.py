@@ -117,6 +117,11 @@ class Sender:
                 with contextlib.suppress(BrokenPipeError):
                     os.write(wake.fileno(), b"\0")
 
+    def slowest_receivers(self) -> list[int]:
+        """Those that have read less than others; empty where all have read equally much."""
+        taken = self._taken.tolist()
+        return [i for i, count in enumerate(taken) if count < max(taken)]
+
     def close(self) -> None:
         """Receivers get EOFError once they have read everything."""
         for wake in self._wakes:

@@ -34,7 +34,7 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.start_method import start_method
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.abstract import Executor, overdue_message
 from vllm.v1.executor.broadcast import Sender
 from vllm.v1.executor.worker_process import Answer, Kind, WorkerSetup, run_worker
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -123,6 +123,7 @@ class MultiprocExecutor(Executor):
         self._is_loaded = False
         self._asking = threading.Lock()
         self._ending = threading.Lock()
+        self._failing = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
         self._processes: list[_Process] = []
         self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
@@ -277,12 +278,22 @@ class MultiprocExecutor(Executor):
         process.process.join(_BLAME_S)
         self._fail(process.death())
 
+    def overdue(self) -> Exception:
+        """Ends all workers; the error names those that have not begun what others have."""
+        slowest = self._sender.slowest_receivers()
+        ranks = ", ".join(map(str, slowest))
+        who = f"the worker of rank {ranks} is behind the others: " if slowest else ""
+        self._fail(TimeoutError(who + overdue_message(self.step_timeout_s)))
+        assert self._failure is not None, "who waits for a step has not shut the executor down"
+        return self._failure
+
     def _fail(self, error: Exception) -> None:
         """End all workers, then whoever waits for one."""
-        if self._failure is not None or self._closed:
-            return
+        with self._failing:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
         logger.error("%s; ending all workers", error)
-        self._failure = error
         self._fail_questions(error)
         if self._on_failure is not None:
             self._on_failure(error)

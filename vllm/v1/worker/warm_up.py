@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm import decisions
+from vllm.distributed.parallel_state import get_tp_group, without_communication
 from vllm.kernels.chunks import CHUNK
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import WORTH_CUTTING
 from vllm.model_executor.layers.moe import forget_counts, has_mixtures
@@ -115,7 +116,8 @@ def note_kernels(runner: ModelRunner) -> list[Variant]:
     from vllm.kernels.triton.compile_ahead import noted_launches
 
     bind_small_arena(runner)
-    with noted_launches() as variants:
+    # Other ranks may know their kernels from an earlier start.
+    with noted_launches() as variants, without_communication():
         for index in reversed(runner.placed):
             runner.use_placement(index)
             # Sampled tokens are whatever was in memory, so none of them may become an input.
@@ -137,11 +139,12 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
-    """Capture sizes until `deadline_s` of `time.monotonic()`; None: all of them."""
+    """Capture sizes until `deadline_s` of `time.monotonic()`; None: all of them. Ranks that share
+    layers capture the same."""
     if deadline_s is None:
         graphs.capture_all()
         return
-    while time.monotonic() < deadline_s and graphs.capture_next():
+    while get_tp_group().all_agree(time.monotonic() < deadline_s) and graphs.capture_next():
         pass
     if graphs.num_pending:
         decisions.record(

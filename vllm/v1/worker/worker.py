@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     get_pp_group,
     get_tensor_model_parallel_rank,
+    get_tp_group,
     get_world_group,
     init_distributed_environment,
     initialize_model_parallel,
@@ -123,6 +124,8 @@ class Worker:
     def _join_world(self) -> None:
         """Make the process groups; waits for the other ranks."""
         parallel = self.parallel_config
+        if parallel.world_size > 1:
+            current_platform.prepare_collectives()
         init_distributed_environment(
             parallel.world_size,
             self.rank,
@@ -130,9 +133,12 @@ class Worker:
             self.local_rank,
             current_platform.dist_backend,
             parallel.distributed_timeout_seconds,
+            has_collectives=parallel.pipeline_parallel_size == 1,
         )
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         get_world_group().barrier()
+        if get_tp_group() != get_world_group():
+            get_tp_group().barrier()
 
     def load_model(self) -> None:
         """Build the model, then read its weights while its kernels compile."""
@@ -331,8 +337,9 @@ class Worker:
         with self.at_work():
             ensure_kv_transfer_shutdown()
         self.model_runner.close()
+        # Communicators do not end before the graphs that use them.
+        gc.collect()
         if self.parallel_config.world_size > 1:
             destroy_distributed_environment()
-        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
