@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
+import psutil
 
 from vllm import decisions
 from vllm.logger import init_logger
@@ -279,13 +280,22 @@ class MultiprocExecutor(Executor):
         self._fail(process.death())
 
     def overdue(self) -> Exception:
-        """Ends all workers; the error names those that have not begun what others have."""
-        slowest = self._sender.slowest_receivers()
-        ranks = ", ".join(map(str, slowest))
-        who = f"the worker of rank {ranks} is behind the others: " if slowest else ""
+        """Ends all workers; the error names those that do not go on, if that can be seen."""
+        suspects = self._stopped() or self._sender.slowest_receivers()
+        ranks = ", ".join(map(str, suspects))
+        who = f"the worker of rank {ranks} does not go on: " if suspects else ""
         self._fail(TimeoutError(who + overdue_message(self.step_timeout_s)))
         assert self._failure is not None, "who waits for a step has not shut the executor down"
         return self._failure
+
+    def _stopped(self) -> list[int]:
+        """Ranks whose processes do not run, and have not ended."""
+        found = []
+        for one in self._processes:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED:
+                    found.append(one.rank)
+        return found
 
     def _fail(self, error: Exception) -> None:
         """End all workers, then whoever waits for one."""

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that share layers on GPUs of their own, over NCCL: tokens, graphs, rows, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.parity.parity_checks import assert_equals_reference, generate, prompts
+from tests.tiny_models import tiny_model
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+from vllm.v1.executor.multiproc import WorkerDiedError
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs"),
+]
+four_gpus = pytest.mark.skipif(NUM_GPUS < 4, reason="needs four GPUs")
+
+#: from the fault of a rank to the end of the engine
+END_S = 30.0
+MakeEngine = Callable[..., LLM]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    """Engines in this process, their workers in others."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engines: list[LLM] = []
+
+    def make_engine(family: str = "qwen3_5", **settings: Any) -> LLM:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "kv_cache_memory_bytes": 64 * 2**20,
+            "tensor_parallel_size": 2,
+        }
+        model = str(tiny_model(family, torch.float32))
+        engines.append(LLM(model, **{**defaults, **settings}))
+        return engines[-1]
+
+    yield make_engine
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+def place(worker: Any) -> tuple[str, str, list[int], list[int]]:
+    """The GPU, the group's backend and the captured sizes."""
+    group = worker_group()
+    graphs = worker.model_runner.graphs
+    uuid = str(torch.cuda.get_device_properties(worker.device).uuid)
+    return uuid, group, graphs.sizes, graphs.piecewise_sizes
+
+
+def worker_group() -> str:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return str(torch.distributed.get_backend(get_tp_group().device_group))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_two_gpus_give_the_tokens_of_one(
+    family: str, enforce_eager: bool, make: MakeEngine
+) -> None:
+    """Twice, the second time from the prefix cache, and once more after sleep."""
+    batch = prompts((1, 17, 63, 300))
+    one = make(family, tensor_parallel_size=1, enforce_eager=enforce_eager)
+    expected = tokens(generate(one, batch, 32))
+    two = make(family, enforce_eager=enforce_eager, enable_sleep_mode=True)
+    (gpu, backend, sizes, pieces), other = two.collective_rpc(place)
+    assert gpu != other[0] and backend == "nccl"
+    assert (sizes, pieces) == other[2:]
+    assert bool(sizes) is bool(pieces) is not enforce_eager
+    for again in range(3):
+        outputs = generate(two, batch, 32)
+        assert tokens(outputs) == expected
+        for output in outputs:
+            assert_equals_reference(output, tiny_model(family), 32)
+        if again == 1:
+            two.sleep(1)
+            two.wake_up()
+
+
+def test_state_memory_is_what_the_gpus_have_left(make: MakeEngine) -> None:
+    """The worst step is measured on both at once."""
+    llm = make(kv_cache_memory_bytes=None, gpu_memory_utilization=0.2)
+    for output in generate(llm, prompts((5, 40)), 16):
+        assert_equals_reference(output, tiny_model("qwen3_5"), 16)
+
+
+def test_samples_of_two_gpus_are_those_of_one(make: MakeEngine) -> None:
+    """Drawn, filtered and several of a prompt; the ranks draw them apart."""
+    params = SamplingParams(
+        temperature=1.0, seed=3, top_p=0.9, top_k=20, n=3, max_tokens=24, ignore_eos=True
+    )
+    batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 33, 70))]
+    found = [
+        tokens(make(tensor_parallel_size=ranks).generate(batch, params, use_tqdm=False))
+        for ranks in (1, 2)
+    ]
+    assert found[0] == found[1]
+
+
+def test_ranks_agree_on_what_is_captured_before_the_start(make: MakeEngine) -> None:
+    """The clock decides how much is captured first, and the rest follows between steps."""
+    llm = make(ready_in=0.0)
+    pending = llm.collective_rpc("num_pending_graphs")
+    assert pending[0] == pending[1] > 0
+    for _ in range(2):
+        for output in generate(llm, prompts((1, 17, 63)), 16):
+            assert_equals_reference(output, tiny_model("qwen3_5"), 16)
+        llm.collective_rpc("capture_next_graph")
+    after = llm.collective_rpc("num_pending_graphs")
+    assert after[0] == after[1] < pending[0]
+
+
+def test_hidden_states_are_whole_and_written_once(make: MakeEngine, tmp_path: Path) -> None:
+    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
+        folder = tmp_path / str(ranks)
+        llm = make(
+            tensor_parallel_size=ranks,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+                },
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+            },
+        )
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
+        found = []
+        for output in llm.generate(batch, params, use_tqdm=False):
+            assert output.kv_transfer_params is not None
+            found.append(load_hidden_states(output.kv_transfer_params["hidden_states_path"]))
+        assert len(list(folder.glob("*.safetensors"))) == len(batch)
+        return found
+
+    for whole, shared in zip(extract(1), extract(2), strict=True):
+        assert torch.equal(whole["token_ids"], shared["token_ids"])
+        assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
+        scale = float(whole["hidden_states"].std())
+        difference = (whole["hidden_states"] - shared["hidden_states"]).abs().max()
+        assert float(difference) < 1e-4 * scale
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("sent", "expected", "message"),
+    [
+        (signal.SIGKILL, WorkerDiedError, "rank {} died"),
+        (signal.SIGSTOP, TimeoutError, "rank {} does not go on: a step has no result after 20 s"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_engine(
+    sent: signal.Signals, expected: type[Exception], message: str, victim: int, make: MakeEngine
+) -> None:
+    llm = make()
+    pids = llm.collective_rpc(lambda worker: os.getpid())
+    workers = [psutil.Process(pid) for pid in pids]
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+    engine.add_request("a request", TokensPrompt(prompt_token_ids=[1, 2, 3]), params)
+    while not engine.step():
+        pass
+    os.kill(pids[victim], sent)
+    began = time.monotonic()
+    with pytest.raises(expected, match=message.format(victim)):
+        while engine.has_unfinished_requests():
+            engine.step()
+    psutil.wait_procs(workers, timeout=max(0.0, began + END_S - time.monotonic()))
+    assert not any(process.is_running() for process in workers)
+    assert time.monotonic() - began < END_S
+
+
+@four_gpus
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_stages_of_two_gpus_each(enforce_eager: bool, make: MakeEngine) -> None:
+    llm = make(pipeline_parallel_size=2, enforce_eager=enforce_eager)
+    assert len({found[0] for found in llm.collective_rpc(place)}) == 4
+    for _ in range(2):
+        for output in generate(llm, prompts((1, 17, 63, 300)), 32):
+            assert_equals_reference(output, tiny_model("qwen3_5"), 32)
+
+
+@four_gpus
+def test_replicas_of_two_gpus_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    llm = LLM(
+        str(tiny_model("qwen3_5")),
+        dtype="float32",
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        max_model_len=512,
+        kv_cache_memory_bytes=64 * 2**20,
+    )
+    try:
+        assert len({found[0] for found in llm.collective_rpc(place)}) == 4
+        for output in generate(llm, prompts((1, 17, 63, 100)), 16):
+            assert_equals_reference(output, tiny_model("qwen3_5"), 16)
+    finally:
+        llm.shutdown()
