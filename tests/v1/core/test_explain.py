@@ -331,7 +331,7 @@ def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:
     rows = {row.flag: row for row in report.what_ifs}
     one, two = rows["--tensor-parallel-size 1"], rows["--tensor-parallel-size 2"]
     assert one.note == "as configured"
-    assert two.note == "per device; on CPUs only so far"
+    assert two.note == "per device"
     assert two.request_bytes[0] <= one.request_bytes[0] * 0.55
     assert two.sequences[0] > 1.8 * one.sequences[0]
     halved = explained(
