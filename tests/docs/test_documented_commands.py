@@ -45,6 +45,7 @@ SMOKE: dict[str, list[str]] = {
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
     "python -m benchmarks.pipeline_stages": ["--help"],
+    "python -m benchmarks.all_reduce --ranks 2": ["--kb", "8", "--repeats", "2"],
     # tests/fuzz/test_fuzz.py is a minute of it
     "python -m tests.fuzz": ["--help"],
     "python -m benchmarks.host_step": "--batch 2 --prompt-len 16 --rounds 1 --steps 2".split(),
