@@ -30,8 +30,9 @@ from typing import Any
 import datasets
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from training_text import Sample
+
+from vllm.hidden_states_storage import read_hidden_states
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class DrafterDataset:
 def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> str | None:
     """What is wrong with a sample's file, if anything; it has a column for each of `layers`."""
     try:
-        tensors = load_file(path)
+        tensors = read_hidden_states(path)
     except FileNotFoundError:
         return "missing"
     except (OSError, SafetensorError) as error:

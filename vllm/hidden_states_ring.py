@@ -21,19 +21,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import xxhash
 from torch import Tensor
+
+from vllm.hidden_states_storage import STORAGE_DTYPES, RowFormat, StorageDtype, StoredRows
 
 Policy = Literal["wait", "drop_new", "drop_oldest"]
 POLICIES: tuple[Policy, ...] = ("wait", "drop_new", "drop_oldest")
 
 _MAGIC = b"vllmrows"
 _HEADER_BYTES = 4096
-#: magic, capacity, columns, hidden size, name of the dtype
-_SHAPE = struct.Struct("<8sQQQ16s")
+#: magic, capacity, columns, hidden size, name of the model's dtype, storage format
+_SHAPE = struct.Struct("<8sQQQ16s16s")
 #: head, tail, dropped records, 1 when the writer has ended in order
 _CURSORS = struct.Struct("<QQQQ")
 _CURSORS_AT = 1024
@@ -51,11 +53,15 @@ class RingBroken(RuntimeError):
 
 @dataclass(frozen=True)
 class Rows:
-    """`token_ids [n]` int64 and `hidden_states [n, columns, hidden]` of one request."""
+    """`token_ids [n]` int64 and `hidden_states [n, columns, hidden]` of one request.
+
+    With `scales`, fp32 `[n, columns, 1]`, the hidden states are as they are stored: float8_e4m3fn.
+    """
 
     request_id: str
     token_ids: Tensor
     hidden_states: Tensor
+    scales: Tensor | None = None
 
 
 class _Ring:
@@ -64,10 +70,13 @@ class _Ring:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.map = mmap.mmap(fd, 0)
-        magic, self.capacity, self.columns, self.hidden, dtype = _SHAPE.unpack_from(self.map)
+        magic, self.capacity, columns, hidden, *names = _SHAPE.unpack_from(self.map)
         if magic != _MAGIC:
             raise RingBroken("not a ring of hidden states")
-        self.dtype: torch.dtype = vars(torch)[dtype.rstrip(b"\0").decode()]
+        dtype, storage = (name.rstrip(b"\0").decode() for name in names)
+        if storage not in STORAGE_DTYPES:
+            raise RingBroken(f"rows stored as {storage!r}, which is not known to this version")
+        self.format = RowFormat(columns, hidden, vars(torch)[dtype], cast("StorageDtype", storage))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -124,9 +133,7 @@ class RingWriter:
     OSError if it cannot be made; ValueError while another engine writes there. For one thread.
     """
 
-    def __init__(
-        self, path: str, num_bytes: int, columns: int, hidden: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, path: str, num_bytes: int, row_format: RowFormat) -> None:
         self._path = path
         self._owner = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -139,25 +146,20 @@ class RingWriter:
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         # All of it now: a full file system is an error here, and a crash later.
         os.posix_fallocate(fd, 0, _HEADER_BYTES + capacity)
-        name = str(dtype).removeprefix("torch.").encode()
-        os.pwrite(fd, _SHAPE.pack(_MAGIC, capacity, columns, hidden, name), 0)
+        names = (str(row_format.dtype).removeprefix("torch."), row_format.storage)
+        shape = (capacity, row_format.columns, row_format.hidden)
+        os.pwrite(fd, _SHAPE.pack(_MAGIC, *shape, *(name.encode() for name in names)), 0)
         self._ring = _Ring(fd)
         os.rename(new, path)
-        self._row_shape = (columns, hidden)
 
     def put(self, rows: Rows, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Append a record; False if it was dropped: there is no room and `policy` says so, or
-        `stopped` while it waits. ValueError unless every token has one row, of the ring's shape."""
+        `stopped` while it waits. ValueError unless every token has one row of the ring's format."""
         count = len(rows.token_ids)
-        if rows.hidden_states.shape != (count, *self._row_shape):
-            raise ValueError(
-                f"rows of shape {tuple(rows.hidden_states.shape)} for {count} tokens in a ring of "
-                f"{self._row_shape}"
-            )
-        if rows.hidden_states.dtype != self._ring.dtype:
-            raise ValueError(f"{rows.hidden_states.dtype} rows in a ring of {self._ring.dtype}")
-        row_bytes = self._row_shape[0] * self._row_shape[1] * self._ring.dtype.itemsize
-        size = record_bytes(count, row_bytes, rows.request_id)
+        row_format = self._ring.format
+        if problem := row_format.problem(StoredRows(rows.hidden_states, rows.scales), count):
+            raise ValueError(f"not rows of this ring: {problem}")
+        size = record_bytes(count, row_format.row_bytes, rows.request_id)
         if size > self._ring.capacity:
             raise ValueError(f"{size} bytes of rows in a ring of {self._ring.capacity}")
         if not self._make_room(size, policy, stopped):
@@ -198,7 +200,9 @@ class RingWriter:
         name = rows.request_id.encode()
         view = memoryview(ring.map)
         start = at = ring.at(head) + _RECORD.size
-        for data in (name, _bytes_of(rows.token_ids), _bytes_of(rows.hidden_states)):
+        stored = StoredRows(rows.hidden_states, rows.scales)
+        parts = [name, *map(_bytes_of, (rows.token_ids, *stored.tensors.values()))]
+        for data in parts:
             view[at : at + len(data)] = data
             at += len(data)
         sealed = xxhash.xxh3_64_intdigest(view[start:at])
@@ -225,11 +229,13 @@ class RingWriter:
 class RingReader:
     """Takes records out of the ring at `path`; waits up to `timeout_s` for the engine to make it.
 
-    TimeoutError without one.
+    Rows that are stored in eight bits come back in the model's dtype; with `raw` as they are, with
+    their scales. TimeoutError without a ring.
     """
 
-    def __init__(self, path: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, path: str, timeout_s: float = 60.0, raw: bool = False) -> None:
         self._path = path
+        self._raw = raw
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -275,8 +281,7 @@ class RingReader:
                 ring_at = ring.at(tail)
                 tail += size
                 if num_rows != _PADDING:
-                    row_bytes = ring.columns * ring.hidden * ring.dtype.itemsize
-                    length = id_bytes + num_rows * (8 + row_bytes)
+                    length = id_bytes + num_rows * (8 + ring.format.row_bytes)
                     start = ring_at + _RECORD.size
                     data = bytearray(ring.map[start : start + length])
                     ring.set_cursor(TAIL, tail)
@@ -287,10 +292,18 @@ class RingReader:
     def _decode(self, data: bytearray, id_bytes: int, num_rows: int, sealed: int) -> Rows:
         if (found := xxhash.xxh3_64_intdigest(data)) != sealed:
             raise RingBroken(f"a record was sealed with {sealed:016x}, arrived with {found:016x}")
-        ring, name = self._ring, data[:id_bytes].decode()
-        tokens = torch.frombuffer(data[id_bytes : id_bytes + 8 * num_rows], dtype=torch.int64)
-        rows = torch.frombuffer(data[id_bytes + 8 * num_rows :], dtype=ring.dtype)
-        return Rows(name, tokens, rows.view(num_rows, ring.columns, ring.hidden))
+        row_format = self._ring.format
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        stored = row_format.empty(num_rows)
+        at = id_bytes
+        for tensor in (tokens, *stored.tensors.values()):
+            end = at + tensor.numel() * tensor.itemsize
+            _bytes_of(tensor)[:] = data[at:end]
+            at = end
+        name = data[:id_bytes].decode()
+        if self._raw:
+            return Rows(name, tokens, stored.hidden_states, stored.scales)
+        return Rows(name, tokens, row_format.restore(stored))
 
     def _is_orphaned(self) -> bool:
         """Whether nobody holds the writer's lock, or another ring has taken the place of this one,

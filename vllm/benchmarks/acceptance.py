@@ -209,14 +209,14 @@ class HiddenStateDataset:
 
     def samples(self) -> Iterator[StoredSample]:
         """One after the other; `VLLMValidationError` for one whose file does not fit."""
-        from safetensors.torch import load_file
+        from vllm.hidden_states_storage import read_hidden_states
 
         for index in range(self.num_samples):
             row = self.rows[index]
             file = self.path / "hidden_states" / f"hs_{index}.safetensors"
             if not file.is_file():
                 raise VLLMValidationError(f"--dataset has no {file}", "dataset")
-            stored = load_file(file)
+            stored = read_hidden_states(file)
             if stored["token_ids"].tolist() != row["input_ids"]:
                 raise VLLMValidationError(f"{file} holds other tokens than the dataset", "dataset")
             yield StoredSample(row["input_ids"], row["loss_mask"], stored["hidden_states"])

@@ -30,6 +30,7 @@ from tests.distributed.kv_transfer.extraction_harness import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as module
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import connector
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.group import (
     find_hidden_states_group,
 )
@@ -393,7 +394,7 @@ def test_extract_from_kv_cache_reads_strided_blocks() -> None:
 def test_other_ranks_report_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "stores_hidden_states", lambda: False)
+    monkeypatch.setattr(connector, "stores_hidden_states", lambda: False)
     harness = make_harness(tmp_path)
     harness.add("r", 4)
     harness.step({"r": 4})

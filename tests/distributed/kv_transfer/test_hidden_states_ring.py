@@ -33,10 +33,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_ring import Policy, RingBroken, RingReader, RingWriter, Rows, record_bytes
+from vllm.hidden_states_storage import RowFormat
 from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
 from vllm.v1.request import RequestStatus
 
-ROW_BYTES = COLUMNS * HIDDEN * 4
+FORMAT = RowFormat(COLUMNS, HIDDEN, torch.float32)
+ROW_BYTES = FORMAT.row_bytes
 
 
 def make_rows(index: int, num_tokens: int) -> Rows:
@@ -51,7 +53,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def writer(path: str) -> Iterator[RingWriter]:
-    made = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    made = RingWriter(path, 4096, FORMAT)
     yield made
     made.close()
 
@@ -118,14 +120,14 @@ def test_what_does_not_belong_in_the_ring(writer: RingWriter) -> None:
 
 
 def test_one_writer_and_the_end(path: str) -> None:
-    writer = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    writer = RingWriter(path, 4096, FORMAT)
     with pytest.raises(ValueError, match="another engine writes"):
-        RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+        RingWriter(path, 4096, FORMAT)
     with RingReader(path) as reader:
         writer.put(make_rows(0, 2), "wait")
         writer.close()
         assert [rows.request_id for rows in reader] == ["request-0"]
-    again = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+    again = RingWriter(path, 4096, FORMAT)
     again.close()
     assert not os.path.exists(path), "an empty ring goes with its engine"
     with pytest.raises(TimeoutError, match="no engine has made"):
@@ -146,7 +148,7 @@ def test_an_engine_that_is_killed(path: str) -> None:
     """What it had finished can be read; then the reader is told."""
     if (child := os.fork()) == 0:
         try:
-            ring = RingWriter(path, 4096, COLUMNS, HIDDEN, torch.float32)
+            ring = RingWriter(path, 4096, FORMAT)
             ring.put(make_rows(0, 5), "wait")
         finally:
             os.kill(os.getpid(), signal.SIGKILL)

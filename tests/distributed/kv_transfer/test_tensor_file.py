@@ -76,8 +76,8 @@ def test_copy_of_any_blocks(
         [ids[t // block_size] * block_size + t % block_size for t in range(num_tokens)],
         dtype=torch.int64,
     )
-    assert event.query() and rows.is_contiguous()
-    assert torch.equal(rows, extract_from_kv_cache(cache, slots, num_tokens))
+    assert event.query() and rows.hidden_states.is_contiguous() and rows.scales is None
+    assert torch.equal(rows.hidden_states, extract_from_kv_cache(cache, slots, num_tokens))
 
 
 def test_too_few_blocks() -> None:
@@ -99,11 +99,11 @@ def test_copy_from_the_device_is_ordered_after_pending_work() -> None:
         busy = busy @ busy * 1e-2
     cache.copy_(expected.cuda())
     rows, event = copier.copy(ids, num_tokens)
-    assert rows.is_pinned()
+    assert rows.hidden_states.is_pinned()
     event.synchronize()
     cache.zero_()
     assert event.query()
-    assert torch.equal(rows, expected[ids].flatten(0, 1)[:num_tokens])
+    assert torch.equal(rows.hidden_states, expected[ids].flatten(0, 1)[:num_tokens])
 
 
 def test_reservation_is_a_recorded_decision(tmp_path: Path) -> None:

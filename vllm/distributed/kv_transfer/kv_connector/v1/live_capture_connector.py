@@ -12,18 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    ExampleHiddenStatesConnector,
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
+    HiddenStatesConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_dataset import LiveDataset
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_sampling import (
-    LiveCaptureMetadata,
     LiveScheduler,
     check_consent,
 )
@@ -33,7 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_stats impor
     LiveCaptureStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
-from vllm.distributed.parallel_state import stores_hidden_states
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.settings import (
+    num_writer_threads,
+    storage_path,
+)
+from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -44,13 +45,14 @@ if TYPE_CHECKING:
 DEFAULT_BYTES = 10 * 2**30
 
 
-class LiveCaptureConnector(ExampleHiddenStatesConnector):
+class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
     """Store-only. Settings (`kv_connector_extra_config`):
 
     - `shared_storage_path`: the dataset's directory, made on demand; required;
     - `capture_rate`: share of the requests, above 0 and at most 1; required;
     - `capture_bytes` (10 GiB): of the dataset, what is there already included;
-    - `num_writer_threads` (8): files written at a time; twice as many may wait for it.
+    - `num_writer_threads` (8): files written at a time; twice as many may wait for it;
+    - `storage_dtype` (`auto`): `auto` or `fp8_e4m3`.
 
     Raises ValueError without extraction or for settings of a wrong type or range.
     """
@@ -70,9 +72,10 @@ class LiveCaptureConnector(ExampleHiddenStatesConnector):
             raise ValueError(f"capture_rate must be above 0 and at most 1, got {rate!r}")
         if not isinstance(budget, int) or budget < 1:
             raise ValueError(f"capture_bytes must be a positive number of bytes, got {budget!r}")
+        self._storage_path = storage_path(self._kv_transfer_config)
+        self._num_writer_threads = num_writer_threads(self._kv_transfer_config)
         self._budget = budget
         self._live_scheduling = LiveScheduler(rate, self._group.block_size)
-        self._live: LiveSaver | None = None
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self._layers = sorted(speculative.extraction_layer_ids)
@@ -100,38 +103,21 @@ class LiveCaptureConnector(ExampleHiddenStatesConnector):
 
     # ---- worker side ---------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if not stores_hidden_states():
-            return
-        cache = self._own_cache(kv_caches)
-        dtype = str(cache.dtype).removeprefix("torch.")
+    def _make_saver(self, copier: RowCopier) -> LiveSaver:
+        dtype = str(copier.format.dtype).removeprefix("torch.")
         settings = {"model": self._model, "dtype": dtype, "layers": self._layers}
-        self._live = LiveSaver(
-            RowCopier(cache),
+        if self._storage != "auto":
+            settings[STORAGE_DTYPE_KEY] = self._storage
+        return LiveSaver(
+            copier,
             LiveDataset(Path(self._storage_path), settings),
             budget=self._budget,
             num_writer_threads=self._num_writer_threads,
         )
 
-    def wait_for_save(self) -> None:
-        """Nothing is claimed before a request ends."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, LiveCaptureMetadata)
-        if self._live is None:
-            # Another rank writes; this one only confirms that it will not touch the blocks.
-            return {save.req_id for save in metadata.saves} or None, None
-        return self._live.step(metadata.saves) or None, None
-
     def get_kv_connector_stats(self) -> LiveCaptureStats | None:
-        stats = None if self._live is None else self._live.take_stats()
+        stats = None if self._saver is None else self._saver.take_stats()
         return None if stats is None or stats.is_empty() else stats
-
-    def shutdown(self) -> None:
-        if self._live is not None:
-            self._live.shutdown()
-            self._live = None
 
     # ---- scheduler side ------------------------------------------------------------------------
 
@@ -142,11 +128,6 @@ class LiveCaptureConnector(ExampleHiddenStatesConnector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._live_scheduling.request_finished(request, block_ids), None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[self._group.index])
 
     def has_pending_push_work(self) -> bool:
         return self._live_scheduling.has_pending

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.hidden_states_storage import RowFormat, StorageDtype
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 #: part of the layer's name, for configurations that do not show its spec
 LAYER_NAME_MARKER = "cache_only_layers"
@@ -16,11 +17,23 @@ class HiddenStatesGroup:
     """`index` among the groups, the group's own `block_size`, and the layer in it.
 
     `layer_name` is None where the scheduler's view of the group does not single the layer out.
+    `spec`: the layer's, or what that view shows of it.
     """
 
     index: int
     block_size: int
     layer_name: str | None
+    spec: KVCacheSpec
+
+    def row_format(self, storage: StorageDtype) -> RowFormat:
+        """Of the layer's rows; ValueError where its spec is not shown."""
+        if not self.spec.is_hidden_states:
+            raise ValueError(
+                f"state group {self.index} shows {self.spec.label}, not its captured hidden states"
+            )
+        [view] = self.spec.views
+        _, columns, hidden = view.shape
+        return RowFormat(columns, hidden, view.dtype, storage)
 
 
 def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGroup:
@@ -44,11 +57,14 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
     ]
     if len(found) == 1:
         index, name = found[0]
-        return HiddenStatesGroup(index, groups[index].kv_cache_spec.block_size, name)
+        spec = groups[index].kv_cache_spec
+        layer_spec = spec if name is None else spec.of_layer(name)
+        return HiddenStatesGroup(index, spec.block_size, name, layer_spec)
     if not found and len(groups) == 1:
         names = [n for n in groups[0].layer_names if LAYER_NAME_MARKER in n]
         layer_name = names[0] if len(names) == 1 else None
-        return HiddenStatesGroup(0, groups[0].kv_cache_spec.block_size, layer_name)
+        spec = groups[0].kv_cache_spec
+        return HiddenStatesGroup(0, spec.block_size, layer_name, spec)
     raise ValueError(
         f"expected one layer of captured hidden states in {len(groups)} state group(s), found "
         f"{len(found)}; extraction needs speculative_config.method extract_hidden_states"

@@ -72,12 +72,14 @@ class LiveDataset:
     def _file(self, index: int) -> Path:
         return self._files / f"hs_{index}.safetensors"
 
-    def add(self, tensors: dict[str, Tensor], num_prompt: int) -> None:
+    def add(
+        self, tensors: dict[str, Tensor], num_prompt: int, metadata: dict[str, str] | None = None
+    ) -> None:
         """Write one sample of `hidden_states [n, columns, hidden]` and `token_ids [n]`, from any
-        thread. OSError, and no sample, if that fails."""
+        thread. `metadata`: of its file. OSError, and no sample, if that fails."""
         partial = self._files / f".{threading.get_ident()}.partial"
         try:
-            tensor_file.write(str(partial), tensors)
+            tensor_file.write(str(partial), tensors, metadata)
             with self._writing:
                 os.replace(partial, self._file(self._num_samples))
                 with self._lines.open("a") as lines:

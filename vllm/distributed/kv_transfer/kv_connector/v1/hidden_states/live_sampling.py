@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving import LiveSave
-from vllm.v1.request import RequestStatus
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import RowsMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
+    ended_badly,
+    missing_rows,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 #: key of a request's `kv_transfer_params` by which its sender agrees
 CONSENT = "capture"
-_ENDED_BADLY = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
 
 @dataclass
-class LiveCaptureMetadata(KVConnectorMetadata):
+class LiveCaptureMetadata(RowsMetadata):
     """One step: finished requests to capture."""
 
-    saves: list[LiveSave] = field(default_factory=list)
+    pending_saves: list[LiveSave] = field(default_factory=list)
 
 
 def check_consent(params: dict[str, Any]) -> None:
@@ -60,14 +62,15 @@ class LiveScheduler:
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         """Whether the request's blocks are needed until the worker says that they are not."""
         params = request.kv_transfer_params or {}
-        if not params.get(CONSENT, False) or request.status in _ENDED_BADLY:
+        if not params.get(CONSENT, False) or ended_badly(request):
             return False
         if not is_sampled(request.request_id, self._rate):
             return False
         # The last token was sampled but never went through the model: it has no row.
         token_ids = request.all_token_ids[:-1]
-        rows = min(request.num_computed_tokens, len(block_ids) * self._block_size)
-        if rows < len(token_ids) or not request.num_prompt_tokens < len(token_ids) + 1:
+        if missing_rows(request, token_ids, len(block_ids) * self._block_size) is not None:
+            return False
+        if not request.num_prompt_tokens < len(token_ids) + 1:
             return False
         self._pending.append(
             LiveSave(

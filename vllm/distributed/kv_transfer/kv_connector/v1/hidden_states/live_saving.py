@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_stats impor
     FAILED,
     LiveCaptureStats,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import RowSave
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
@@ -30,14 +31,10 @@ logger = init_logger(__name__)
 
 
 @dataclass
-class LiveSave:
-    """A finished request to capture: rows 0..n-1 of `block_ids` belong to `token_ids [n]` int64, of
-    which the first `num_prompt` are the prompt's."""
+class LiveSave(RowSave):
+    """A finished request to capture; the first `num_prompt` of its tokens are the prompt's."""
 
-    req_id: str
-    token_ids: Tensor
     num_prompt: int
-    block_ids: list[int]
 
 
 class LiveSaver:
@@ -56,7 +53,7 @@ class LiveSaver:
         self._promised = dataset.num_bytes
         self._stats = LiveCaptureStats()
 
-    def step(self, saves: Iterable[LiveSave]) -> set[str]:
+    def step(self, saves: Iterable[LiveSave], finished_req_ids: set[str]) -> set[str]:
         """Start copies where there is room, drop the rest; returns the requests whose blocks are
         not needed any more."""
         done = {save.req_id for save in saves if not self._take(save)}
@@ -78,7 +75,7 @@ class LiveSaver:
 
     def _take(self, save: LiveSave) -> bool:
         num_tokens = len(save.token_ids)
-        row_bytes = self._copier.row_bytes + torch.int64.itemsize
+        row_bytes = self._copier.format.row_bytes + torch.int64.itemsize
         num_bytes = tensor_file.HEADER_ALLOWANCE + num_tokens * row_bytes
         with self._lock:
             reason = None
@@ -93,7 +90,7 @@ class LiveSaver:
             self._stats.take(num_bytes)
         rows, event = self._copier.copy(save.block_ids, num_tokens)
         self._copying[save.req_id] = event
-        tensors = {"hidden_states": rows, "token_ids": save.token_ids}
+        tensors = {**rows.tensors, "token_ids": save.token_ids}
         self._pool.submit(partial(self._write, save, tensors, event, num_bytes))
         return True
 
@@ -103,7 +100,7 @@ class LiveSaver:
         """On a writer thread."""
         try:
             event.synchronize()
-            self._dataset.add(tensors, save.num_prompt)
+            self._dataset.add(tensors, save.num_prompt, self._copier.format.metadata)
         except Exception:
             logger.exception("request %s: its hidden states were not captured", save.req_id)
             with self._lock:

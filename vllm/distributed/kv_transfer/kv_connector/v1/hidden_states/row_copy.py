@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vllm.hidden_states_storage import RowFormat, StorageDtype, StoredRows
+
 #: device memory for rows on their way to the host
 _STAGING_BYTES = 32 * 2**20
 
@@ -43,25 +45,23 @@ def extract_from_kv_cache(kv_cache: Tensor, slot_mapping: Tensor, num_tokens: in
 class RowCopier:
     """Copies requests' rows out of one `cache [num_blocks, block_size, columns, hidden]`.
 
-    On CUDA the copy runs on a stream of its own, after the work queued so far.
+    On CUDA the copy runs on a stream of its own, after the work queued so far. Rows that are stored
+    in another format are converted on the device, so that only what is stored travels.
     """
 
-    def __init__(self, cache: Tensor) -> None:
+    def __init__(self, cache: Tensor, storage: StorageDtype = "auto") -> None:
         self._cache = cache
         self._block_size = cache.shape[1]
-        self._row_shape = cache.shape[2:]
-        block_bytes = cache[:1].numel() * cache.itemsize
-        self._blocks_per_chunk = max(1, _STAGING_BYTES // block_bytes)
+        self.format = RowFormat(cache.shape[2], cache.shape[3], cache.dtype, storage)
+        # Eight bits are made by way of fp32.
+        itemsize = cache.itemsize + (0 if storage == "auto" else torch.float32.itemsize)
+        self._blocks_per_chunk = max(1, _STAGING_BYTES // (cache[:1].numel() * itemsize))
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
 
-    @property
-    def row_bytes(self) -> int:
-        return self._row_shape.numel() * self._cache.itemsize
+    def copy(self, block_ids: list[int], num_tokens: int) -> tuple[StoredRows, CopyEvent]:
+        """`num_tokens` rows in host memory, valid once the event is complete.
 
-    def copy(self, block_ids: list[int], num_tokens: int) -> tuple[Tensor, CopyEvent]:
-        """Host tensor `[num_tokens, columns, hidden]`, valid once the event is complete.
-
-        ValueError when the blocks hold fewer rows than `num_tokens`.
+        ValueError when the blocks hold fewer rows than that.
         """
         num_blocks = -(-num_tokens // self._block_size)
         if len(block_ids) < num_blocks:
@@ -72,14 +72,13 @@ class RowCopier:
         if self._stream is None:
             ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64)
             rows = torch.index_select(self._cache, 0, ids).flatten(0, 1)[:num_tokens]
-            return rows, CompletedCopy()
+            return self.format.store(rows), CompletedCopy()
         return self._copy_from_device(block_ids[:num_blocks], num_tokens, self._stream)
 
     def _copy_from_device(
         self, block_ids: list[int], num_tokens: int, stream: torch.cuda.Stream
-    ) -> tuple[Tensor, CopyEvent]:
-        shape = (num_tokens, *self._row_shape)
-        host = torch.empty(shape, dtype=self._cache.dtype, pin_memory=True)
+    ) -> tuple[StoredRows, CopyEvent]:
+        host = self.format.empty(num_tokens, pin_memory=True)
         host_ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
@@ -88,8 +87,10 @@ class RowCopier:
                 chunk = ids[first : first + self._blocks_per_chunk]
                 row = first * self._block_size
                 rows = torch.index_select(self._cache, 0, chunk).flatten(0, 1)
-                rows = rows[: num_tokens - row]
-                host[row : row + rows.shape[0]].copy_(rows, non_blocking=True)
+                stored = self.format.store(rows[: num_tokens - row])
+                for name, part in stored.tensors.items():
+                    target = host.tensors[name][row : row + part.shape[0]]
+                    target.copy_(part, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         return host, event

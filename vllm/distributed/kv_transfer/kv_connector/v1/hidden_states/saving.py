@@ -105,7 +105,7 @@ class HiddenStatesSaver:
         if not self._reserve_space:
             return 0
         token_id_bytes = torch.int64.itemsize
-        row_bytes = self._copier.row_bytes + token_id_bytes
+        row_bytes = self._copier.format.row_bytes + token_id_bytes
         return tensor_file.HEADER_ALLOWANCE + num_tokens * row_bytes
 
     # ---- saving --------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class HiddenStatesSaver:
                 unsaved.add(save.req_id)
                 continue
             self._copying[save.req_id] = event
-            tensors = {"hidden_states": rows, "token_ids": save.token_ids}
+            tensors = {**rows.tensors, "token_ids": save.token_ids}
             self._pool.submit(partial(self._write, save.req_id, target, tensors, event))
         return unsaved
 
@@ -153,15 +153,20 @@ def _describe(error: OSError, path: str) -> str:
 
 
 def write_file(
-    tensors: dict[str, Tensor], event: CopyEvent, filename: str, lock_fd: int | None
+    tensors: dict[str, Tensor],
+    event: CopyEvent,
+    filename: str,
+    lock_fd: int | None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
-    """The default `WriteTensors`; ValueError unless every token has exactly one row."""
+    """The default `WriteTensors`; ValueError unless every token has exactly one row. `metadata`: of
+    the file."""
     try:
         event.synchronize()
         num_rows, num_tokens = len(tensors["hidden_states"]), len(tensors["token_ids"])
         if num_rows != num_tokens:
             raise ValueError(f"{num_rows} rows for {num_tokens} tokens")
-        tensor_file.write(filename, tensors)
+        tensor_file.write(filename, tensors, metadata)
     finally:
         if lock_fd is not None:
             os.close(lock_fd)

@@ -35,6 +35,27 @@ def tokens_to_save(request: Request) -> list[int]:
     return request.prompt_token_ids
 
 
+def ended_badly(request: Request) -> bool:
+    """Whether a finished request has no rows worth keeping."""
+    return request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+
+
+def missing_rows(request: Request, token_ids: list[int], num_slots: int) -> str | None:
+    """What is wrong if `num_slots` slots of its blocks do not hold a row of each token."""
+    num_rows = min(request.num_computed_tokens, num_slots)
+    if num_rows < len(token_ids):
+        return f"{num_rows} rows of hidden states for {len(token_ids)} tokens"
+    return None
+
+
+def end_with_error(request: Request, problem: str) -> None:
+    """Turn a finished request into a failed one: its reply must not promise rows that nobody
+    gets."""
+    request.status = RequestStatus.FINISHED_ERROR
+    request.error = problem
+    logger.error("request %s: %s; nothing is stored", request.request_id, problem)
+
+
 class ExtractionScheduler:
     """Bookkeeping of one engine; knows integers and file names only."""
 
@@ -72,17 +93,12 @@ class ExtractionScheduler:
         A request with fewer rows than tokens is turned into a failed one.
         """
         filename = self._filenames.pop(request.request_id, None)
-        ended_badly = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
-        if filename is None or request.status in ended_badly:
+        if filename is None or ended_badly(request):
             return False, None
         token_ids = tokens_to_save(request)
-        num_tokens = len(token_ids)
-        num_rows = min(request.num_computed_tokens, len(block_ids) * self._block_size)
-        if num_rows < num_tokens:
-            # The reply must not promise a short file: the request ends with an error instead.
-            request.status = RequestStatus.FINISHED_ERROR
-            request.error = f"{num_rows} rows of hidden states for {num_tokens} tokens"
-            logger.error("request %s: %s; nothing is stored", request.request_id, request.error)
+        problem = missing_rows(request, token_ids, len(block_ids) * self._block_size)
+        if problem is not None:
+            end_with_error(request, problem)
             return False, None
         self._pending[request.request_id] = PendingSave(
             req_id=request.request_id,

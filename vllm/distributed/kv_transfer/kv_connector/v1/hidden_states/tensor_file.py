@@ -47,11 +47,13 @@ def create(path: str, num_bytes: int) -> None:
         os.close(fd)
 
 
-def write(path: str, tensors: dict[str, Tensor]) -> None:
-    """Write contiguous CPU tensors into `path`, in place, and cut the file to its exact size."""
+def write(path: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous CPU tensors and `metadata` into `path`, in place, and cut the file to its
+    exact size."""
     # The widest elements first keep every tensor aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header, end = {}, 0
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.itemsize
         header[name] = {
