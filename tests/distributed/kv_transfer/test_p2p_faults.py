@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
     HandshakeRefused,
     compare,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import RemoteState
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.receiving import Receiver
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     Deadline,
@@ -296,3 +298,30 @@ def test_a_message_cut_off_is_no_answer() -> None:
 def test_settings_are_checked(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         SimulatedEngine(loopback(**extra), "attention", tmp_path)
+
+
+def test_an_engine_ends_while_it_extends_a_lease() -> None:
+    """The end is not missed by the thread that is talking to a peer when it comes."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def extend(connection: socket.socket, message: dict[str, Any]) -> None:
+        asked.set()
+        go_on.wait(60)
+        send(connection, {})
+
+    server = MessageServer("127.0.0.1", 0, {"extend": extend})
+    copies: Any = None
+    transport: Any = None
+    receiver = Receiver(copies, Staging(4096, False), transport, {}, 0, 1, 5.0)
+    receiver.expect(RemoteState("engine", "r", "127.0.0.1", (server.port,), 1))
+    assert asked.wait(60)
+    with receiver._changed:
+        receiver._expected.clear()
+    closing = threading.Thread(target=receiver.close, daemon=True)
+    closing.start()
+    while not receiver._closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    server.close()

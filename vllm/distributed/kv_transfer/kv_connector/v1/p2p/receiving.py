@@ -246,7 +246,8 @@ class Receiver:
         """Thread: extend the leases of what is expected."""
         while True:
             with self._changed:
-                self._changed.wait(self._beat_s if self._expected else None)
+                if not self._closed:  # while a peer was talked to nobody waited to be told
+                    self._changed.wait(self._beat_s if self._expected else None)
                 if self._closed:
                     return
                 waiting: dict[Address, list[str]] = defaultdict(list)
