@@ -201,7 +201,8 @@ class RingWriter:
         view = memoryview(ring.map)
         start = at = ring.at(head) + _RECORD.size
         stored = StoredRows(rows.hidden_states, rows.scales)
-        parts = [name, *map(_bytes_of, (rows.token_ids, *stored.tensors.values()))]
+        tensors = (rows.token_ids, *stored.tensors.values())
+        parts: list[bytes | memoryview] = [name, *map(_bytes_of, tensors)]
         for data in parts:
             view[at : at + len(data)] = data
             at += len(data)

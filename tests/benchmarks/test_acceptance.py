@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.draft_models import TINY, Eagle3Reference, eagle3_tensors, gen, write_eagle3
 from tests.tiny_models import tiny_model
+from vllm.benchmarks.acceptance import HiddenStateDataset
 from vllm.benchmarks.draft_chains import DraftChains
 from vllm.benchmarks.draft_rounds import RoundCounts, count_rounds, replies
 from vllm.config import ModelConfig
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
+from vllm.hidden_states_storage import RowFormat
 
 FLAGS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
 IDS = [(37 * i * i + 11 * i + 5) % 256 for i in range(21)]
@@ -114,6 +116,18 @@ def test_from_files_to_a_result(
     assert result["spec_decode_per_position_acceptance_rates"] == counts.rates
     assert f"Mean acceptance length: {counts.length:.4f}" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_in_eight_bits(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
+    row_format = RowFormat(4, TINY.hidden, torch.float32, "fp8_e4m3")
+    stored = row_format.store(STREAMS)
+    tensors = {**stored.tensors, "token_ids": torch.tensor(IDS)}
+    save_file(tensors, path / "hidden_states" / "hs_0.safetensors", row_format.metadata)
+    [sample] = HiddenStateDataset.open(path, None).samples()
+    assert torch.equal(sample.hidden_states, row_format.restore(stored))
+    assert sample.hidden_states.dtype == torch.float32
+    assert 0 < (sample.hidden_states - STREAMS).norm() < 0.03 * STREAMS.norm()
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ import datasets
 import extract_hidden_states
 import pytest
 import torch
-from drafter_dataset import DrafterDataset
+from drafter_dataset import DrafterDataset, problem_in
 from example_process import TRAINED, assert_gone, children, run, start, wait_for
 from extraction_engines import extraction_config
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.remote_server import RemoteServer
 from tests.tiny_models import hf_residual_streams
+from vllm.hidden_states_storage import RowFormat
 
 pytestmark = pytest.mark.extraction
 
@@ -175,6 +176,23 @@ def test_damage_is_found(
     assert str(file) in captured.err and reason in captured.err
     [line] = captured.out.splitlines()
     assert f"{SAMPLES - 1} of {SAMPLES} samples are good, 1 bad or missing" in line
+
+
+def test_rows_in_eight_bits_are_checked_alike(copy: Path) -> None:
+    """As a server with `storage_dtype` stores them."""
+    file = copy / "hidden_states" / "hs_4.safetensors"
+    tensors = load_file(file)
+    rows = tensors.pop("hidden_states")
+    row_format = RowFormat(*rows.shape[1:], rows.dtype, "fp8_e4m3")
+    stored = row_format.store(rows)
+    save_file({**tensors, **stored.tensors}, file, row_format.metadata)
+    dataset = DrafterDataset(copy)
+    ids = dataset.token_ids(4)
+    assert dataset.is_finished(4) and problem_in(file, ids, LAYERS) is None
+    assert stored.scales is not None
+    stored.scales[3, 1] = float("nan")
+    save_file({**tensors, **stored.tensors}, file, row_format.metadata)
+    assert problem_in(file, ids, LAYERS) == "values are not finite"
 
 
 def test_truncated_file_is_made_again(copy: Path, dataset: Path) -> None:
