@@ -22,7 +22,7 @@ from tests.distributed.kv_transfer.toy_connectors import (
     PlainConnector,
     plain,
 )
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import (
     connector_acts_on_every_layer,
     ensure_kv_transfer_initialized,
@@ -40,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
     supports_hma,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 MODULE = "tests.distributed.kv_transfer.toy_connectors"
 
@@ -269,3 +270,14 @@ def test_cache_layout_and_block_copies() -> None:
     assert not dst["a"][[1, 2, 3]].any()
     with pytest.raises(ValueError, match="1 source blocks"):
         utils.copy_kv_blocks(src, dst, [1], [], "d2h")
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector"])
+def test_what_moves_whole_blocks_leaves_the_layers_alone(name: str) -> None:
+    """Else each layer would break the graphs for calls that do nothing."""
+    transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+    connector_class = KVConnectorFactory.get_connector_class(transfer)
+    assert not connector_class.acts_on_every_layer({})
+    assert not connector_class.reads_recurrent_state({})
+    both = [{"kv_connector": name, "kv_role": "kv_both"}]
+    assert not MultiConnector.acts_on_every_layer({"connectors": both})

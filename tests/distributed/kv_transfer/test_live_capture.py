@@ -139,8 +139,8 @@ def test_busy_writers_drop_and_delay_nothing(
 ) -> None:
     run = harness(tmp_path, num_writer_threads=1)
     go_on = threading.Event()
-    assert isinstance(run.worker, LiveCaptureConnector) and run.worker._live is not None
-    dataset = run.worker._live._dataset
+    assert isinstance(run.worker, LiveCaptureConnector) and run.worker._saver is not None
+    dataset = run.worker._saver._dataset
     add = dataset.add
     monkeypatch.setattr(dataset, "add", lambda *args: (go_on.wait(60), add(*args)))
     for n in range(4):
@@ -155,8 +155,8 @@ def test_busy_writers_drop_and_delay_nothing(
 
 def test_a_failing_disk_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = harness(tmp_path)
-    assert isinstance(run.worker, LiveCaptureConnector) and run.worker._live is not None
-    live = run.worker._live
+    assert isinstance(run.worker, LiveCaptureConnector) and run.worker._saver is not None
+    live = run.worker._saver
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

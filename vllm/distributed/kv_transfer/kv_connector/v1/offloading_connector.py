@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ArenaConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     StateTier,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
@@ -42,7 +41,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+class OffloadingConnector(ArenaConnector):
     """Settings: `offloading.settings`. ValueError without a prefix cache or a page of memory."""
 
     def __init__(
@@ -61,13 +59,9 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if kv_cache_config is None:
-            raise ValueError("OffloadingConnector needs kv_cache_config")
         check_engine(vllm_config)
-        self._config = kv_cache_config
-        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._settings = OffloadingSettings.of(self._kv_transfer_config.kv_connector_extra_config)
-        plan = kv_cache_config.plan
+        plan = self._config.plan
         self._host_pages = self._settings.host_pages(plan, self._num_ranks)
         self._file_pages = self._settings.file_pages(plan, self._num_ranks)
         # scheduler side
@@ -76,7 +70,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         # worker side
         self._transfers: Transfers | None = None
         self._reports = OffloadingWorkerMetadata()
-        self._load_errors: set[tuple[int, int]] = set()
         self._load_blocks: dict[str, list[tuple[int, int, int]]] = {}
         self._stats = OffloadingStats()
         if role is KVConnectorRole.SCHEDULER:
@@ -107,15 +100,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         rank += parallel.data_parallel_rank * parallel.world_size
         return FileStore(self._settings.files.root_dir, identity, rank)
-
-    @property
-    def takes_arena(self) -> bool:
-        return True
-
-    @classmethod
-    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        """It copies checkpoints and the states of requests that ended, which are complete."""
-        return False
 
     @classmethod
     def state_tiers(
@@ -172,17 +156,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.add(**metadata.counts)
             self._stats.data.update(metadata.gauges)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads run beside the steps."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
-        """Whole blocks leave at the beginning of a later step."""
-
-    def wait_for_save(self) -> None:
-        """Nothing of this step is read during it."""
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         loaded = self._moves.take_loaded()
         for req_id, failed in loaded.items():
@@ -192,10 +165,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
                 self._load_errors.add((group, device_block))
                 self._reports.broken.add((group, host_block))
         return None, set(loaded) or None
-
-    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
-        errors, self._load_errors = self._load_errors, set()
-        return errors
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         reports, self._reports = self._reports, OffloadingWorkerMetadata()

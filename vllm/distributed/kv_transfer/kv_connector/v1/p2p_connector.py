@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ArenaConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import BlockCopies
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import peer_identity
@@ -48,14 +47,13 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
     from vllm.v1.request import Request
 
 
-class P2pConnector(KVConnectorBase_V1, SupportsHMA):
+class P2pConnector(ArenaConnector):
     """Settings: `p2p.settings`. This class moves bytes over TCP."""
 
     #: keys of `kv_connector_extra_config` that are the transport's
@@ -68,39 +66,21 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if kv_cache_config is None:
-            raise ValueError(f"{type(self).__name__} needs kv_cache_config")
-        self._config = kv_cache_config
         self._settings = P2pSettings.of(self._kv_transfer_config, self.transport_keys)
-        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         # worker side
         self._transport: Transport | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._server: MessageServer | None = None
         self._places: dict[str, list[list[Place]]] = {}
-        self._load_errors: set[tuple[int, int]] = set()
         # scheduler side
         self._scheduling: P2pScheduler
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = P2pScheduler(kv_cache_config)
+            self._scheduling = P2pScheduler(self._config)
 
     def make_transport(self, rank: int) -> Transport:
         """What moves the bytes of this worker."""
         return TcpTransport()
-
-    @property
-    def takes_arena(self) -> bool:
-        return True
-
-    @classmethod
-    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        """It copies the states of requests that ended, which are complete."""
-        return False
-
-    @classmethod
-    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        return False
 
     @classmethod
     def check_request(
@@ -195,17 +175,6 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
             self._places[job.req_id] = job.places
             self._receiver.receive(job)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads run beside the steps."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
-        """Whole blocks leave when their request has ended."""
-
-    def wait_for_save(self) -> None:
-        """Nothing of this step is read during it."""
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent = set() if self._sender is None else self._sender.take_staged()
         received = {} if self._receiver is None else self._receiver.take_received()
@@ -215,10 +184,6 @@ class P2pConnector(KVConnectorBase_V1, SupportsHMA):
                 for group, own in enumerate(places):
                     self._load_errors.update((group, place.block) for place in own)
         return sent or None, set(received) or None
-
-    def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
-        errors, self._load_errors = self._load_errors, set()
-        return errors
 
     def get_kv_connector_stats(self) -> P2pStats | None:
         stats = P2pStats()
