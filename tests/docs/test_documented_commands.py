@@ -42,6 +42,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.hostile_clients": ["--help"],
     # tests/e2e/test_http_streams.py has smaller runs
     "python -m benchmarks.http_streams": ["--help"],
+    # tests/distributed/kv_transfer/test_hidden_states_fp8.py measures a smaller model
+    "python -m benchmarks.hidden_states_fp8": ["--help"],
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
     "python -m benchmarks.pipeline_stages": ["--help"],
