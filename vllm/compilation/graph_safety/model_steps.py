@@ -17,6 +17,8 @@ from vllm.compilation.graph_safety.simulator.models import (
     StepsReport,
     check_steps,
 )
+from vllm.compilation.graph_safety.smaller_model import smaller_model
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import outline_model
@@ -36,7 +38,8 @@ def with_steps(
     """The report of a model's source with the findings of `steps` simulated steps of it.
 
     On a CPU they run in float32, whose bits do not depend on the batch there, with simulated
-    captures; on GPUs with graphs. What cannot be run is in `left`, with the reason.
+    captures, and of a model that is too large for that a smaller copy runs; on GPUs with graphs.
+    What cannot be run is in `left`, with the reason.
     """
     if not steps:
         return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
@@ -50,14 +53,11 @@ def with_steps(
     on_gpu = current_platform.is_cuda()
     if not on_gpu:
         small["dtype"] = "float32"
+    copied = ""
     try:
         config = replace(args, **small).create_engine_config()
-        size = outline_model(config).weight_bytes
-        if size > _MOST_BYTES and not on_gpu:
-            raise VLLMValidationError(
-                f"{size / 2**30:.1f} GiB of weights, the most is {_MOST_BYTES >> 30}; fewer layers "
-                "of each kind do: --hf-overrides '{\"num_hidden_layers\": 4}'"
-            )
+        if not on_gpu:
+            config, copied = _that_fits(config, args, small)
         found: StepsReport | DevicesReport
         if on_gpu:
             found = check_devices(config, steps, progress)
@@ -68,4 +68,27 @@ def with_steps(
     modes = report.modes | dict.fromkeys(found.findings, REPLAYED)
     joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
     left = () if on_gpu else report.left
-    return replace(joined, checks=(*report.checks, found.summary), left=left)
+    return replace(joined, checks=(*report.checks, found.summary + copied), left=left)
+
+
+def _that_fits(
+    config: VllmConfig, args: EngineArgs, small: dict[str, Any]
+) -> tuple[VllmConfig, str]:
+    """A configuration whose weights may be made up: the given one, or that of a smaller copy with
+    what is smaller in it. VLLMValidationError where neither is small enough."""
+    size = outline_model(config).weight_bytes
+    if size <= _MOST_BYTES:
+        return config, ""
+    copy = smaller_model(config) if isinstance(args.hf_overrides, dict) else None
+    if copy is not None:
+        # What the user overrides stays.
+        overrides = copy.overrides | args.hf_overrides
+        config = replace(args, **small, hf_overrides=overrides).create_engine_config()
+        size = outline_model(config).weight_bytes
+        if size <= _MOST_BYTES:
+            return config, f"; of a smaller copy: {copy.summary}"
+    raise VLLMValidationError(
+        f"{size / 2**30:.1f} GiB of weights, the most is {_MOST_BYTES >> 30}; fewer layers of each "
+        "kind do, and a smaller vocabulary: "
+        '--hf-overrides \'{"num_hidden_layers": 4, "vocab_size": 4096}\''
+    )

@@ -16,11 +16,11 @@ def distinct(thing: Any) -> list[Value]:
     if isinstance(thing, nn.ModuleDict | Mapping):
         return []
     if isinstance(thing, nn.ModuleList | nn.Sequential | list | tuple):
-        return [Known(one) for one in {_kind(item): item for item in thing}.values()]
+        return [Known(one) for one in {kind_of(item): item for item in thing}.values()]
     return []
 
 
-def _kind(thing: Any) -> Hashable:
+def kind_of(thing: Any) -> Hashable:
     """Equal for modules of the same classes with the same functions and the same absences."""
     if not isinstance(thing, nn.Module):
         return id(thing)
@@ -30,5 +30,5 @@ def _kind(thing: Any) -> Hashable:
         if not name.startswith("_") and not isinstance(value, str | int | float)
     }
     parameters = tuple((name, p is None) for name, p in thing._parameters.items())
-    children = tuple((name, _kind(child)) for name, child in thing._modules.items())
+    children = tuple((name, kind_of(child)) for name, child in thing._modules.items())
     return (type(thing), tuple(own.items()), parameters, children)

@@ -17,6 +17,7 @@ from vllm.compilation.graph_safety.simulator.tensors import (
     Handle,
     handles_in,
     rebuilt,
+    storage_of,
     tensors_in,
     whole,
 )
@@ -65,7 +66,7 @@ class CheckedRun:
         guarded: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._recorder, self._split = recorder, split
-        with filled_memory(), recorder.recording() as trace:
+        with filled_memory(), recorder.recording(undone=True) as trace:
             self._pieces: Pieces
             self._pieces, output = capture(
                 run, lambda: SimulatedGraph(recorder, trace), split=split
@@ -115,17 +116,17 @@ class CheckedRun:
         for bit, of results their first `rows` rows (None: all). Returns what `run` returned; the
         memory is as it left it."""
         trace, recorder = self.trace, self._recorder
-        before = snapshot(trace.outside, recorder.frozen)
+        before = snapshot(trace.outside, recorder.frozen, recorder.before)
         failure, replayed = None, []
         try:
             with filled_memory():
                 replayed = [_first(rows, t).clone() for t in tensors_in(self.replay())]
         except NotReplayable as error:
             failure = error
-        after = snapshot(trace.outside, recorder.frozen)
+        after = snapshot(trace.outside, recorder.frozen, recorder.after)
         restore(trace.outside, before)
         breaks = recorder.breaks() if self._split else nullcontext()
-        with filled_memory(), recorder.recording() as now, breaks:
+        with filled_memory(), recorder.recording(undone=False) as now, breaks:
             recorder.begin_segment()
             result = run()
         found = differences(trace, now, recorder.origins)
@@ -147,9 +148,9 @@ class CheckedRun:
             if not same_bits(x, y):
                 message = "a replay's result differs from an eager run's"
                 return [self._writer(handle.memory, message)]
-        now = snapshot(self.trace.outside, self._recorder.frozen)
         for memory, content in after.items():
-            if memory in now and not torch.equal(content, now[memory]):
+            storage = storage_of(self.trace.outside[memory].storage)
+            if storage is not None and not torch.equal(content, whole(storage)):
                 return [self._writer(memory, "a replay leaves other memory than an eager run")]
         return []
 

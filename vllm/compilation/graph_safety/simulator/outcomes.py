@@ -30,12 +30,15 @@ def run_steps(
     """Run steps; what each left."""
     outcomes = []
     pages = runner.arena.buffer.view(torch.int32).view(runner.arena.plan.num_pages, -1)
-    # Weighted, so that words that change places are seen.
-    weights = torch.arange(1, pages.shape[1] + 1, device=pages.device)
+    # Weighted, so that words that change places are seen; odd, so that no change of a word is lost
+    # where a product overflows.
+    weights = torch.arange(1, 2 * pages.shape[1], 2, dtype=torch.int32, device=pages.device)
+    products = torch.empty_like(pages)
     for number in range(steps):
         driver.step()
         progress(f"step {number}")
-        outcomes.append(Outcome(driver.newest_tokens(), (pages * weights).sum(1)))
+        state = torch.mul(pages, weights, out=products).sum(1)
+        outcomes.append(Outcome(driver.newest_tokens(), state))
     return outcomes
 
 

@@ -71,8 +71,12 @@ class Recorder:
         self.origins: dict[int, Origin] = {}
         #: numbers of the runs that are kept for replays
         self.captures: set[int] = set()
+        #: memory before and after a replay; large, and used again by the next
+        self.before: dict[int, Tensor] = {}
+        self.after: dict[int, Tensor] = {}
         self._runs = 0
         self._trace = Trace(0)
+        self._undone = False
         self._depth = 0
         self._in_break = False
         self._context: ForwardContext | None = None
@@ -107,9 +111,11 @@ class Recorder:
         return [origin for origin in old if not origin.storage.expired()]
 
     @contextmanager
-    def recording(self) -> Iterator[Trace]:
-        """Record what runs inside the block, in segments, as one more run."""
+    def recording(self, *, undone: bool) -> Iterator[Trace]:
+        """Record what runs inside the block, in segments, as one more run. `undone`: keep what
+        memory held before."""
         self._trace = trace = Trace(self._runs)
+        self._undone = undone
         self._runs += 1
         with ExitStack() as stack:
             stack.enter_context(current_platform.kernels.launched_through(self._kernel))
@@ -227,7 +233,7 @@ class Recorder:
             trace.outside[memory] = handle
             if memory in self._memory_of_metadata():
                 trace.metadata.add(memory)
-            if memory not in self.frozen:
+            if self._undone and memory not in self.frozen:
                 trace.before[memory] = whole(handle.open().untyped_storage()).clone()
 
     def _memory_of_metadata(self) -> set[int]:

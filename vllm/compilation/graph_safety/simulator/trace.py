@@ -120,13 +120,21 @@ class Trace:
                 launch.replay()
 
 
-def snapshot(handles: dict[int, Handle], kept: set[int]) -> dict[int, Tensor]:
-    """The bytes of the memory of `handles`, without those that are `kept` as they are."""
+def snapshot(
+    handles: dict[int, Handle], kept: set[int], reused: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """The bytes of the memory of `handles`, without those that are `kept` as they are. `reused`:
+    what an earlier snapshot left, which is overwritten, and added to."""
     found = {}
     for memory, handle in handles.items():
         storage = None if memory in kept else storage_of(handle.storage)
-        if storage is not None:
-            found[memory] = whole(storage).clone()
+        if storage is None:
+            continue
+        content, before = whole(storage), reused.get(memory)
+        if before is not None and before.shape == content.shape:
+            found[memory] = before.copy_(content)
+        else:
+            found[memory] = reused[memory] = content.clone()
     return found
 
 
