@@ -26,6 +26,8 @@ from vllm.platforms import current_platform
 
 #: weights in float32 that a check still makes up
 _MOST_BYTES = 2 * 2**30
+#: rows of a smaller copy, whose state is still as large as the model's
+_COPYS_ROWS = 4
 _NOT_RUN = "steps were not run: "
 
 
@@ -82,8 +84,8 @@ def _that_fits(
     copy = smaller_model(config) if isinstance(args.hf_overrides, dict) else None
     if copy is not None:
         # What the user overrides stays.
-        overrides = copy.overrides | args.hf_overrides
-        config = replace(args, **small, hf_overrides=overrides).create_engine_config()
+        changed = {"hf_overrides": copy.overrides | args.hf_overrides, "max_num_seqs": _COPYS_ROWS}
+        config = replace(args, **small | changed).create_engine_config()
         size = outline_model(config).weight_bytes
         if size <= _MOST_BYTES:
             return config, f"; of a smaller copy: {copy.summary}"

@@ -29,10 +29,10 @@ def run_steps(
 ) -> list[Outcome]:
     """Run steps; what each left."""
     outcomes = []
-    pages = runner.arena.buffer.view(torch.int32).view(runner.arena.plan.num_pages, -1)
+    pages = runner.arena.buffer.view(torch.int64).view(runner.arena.plan.num_pages, -1)
     # Weighted, so that words that change places are seen; odd, so that no change of a word is lost
     # where a product overflows.
-    weights = torch.arange(1, 2 * pages.shape[1], 2, dtype=torch.int32, device=pages.device)
+    weights = torch.arange(1, 2 * pages.shape[1], 2, device=pages.device)
     products = torch.empty_like(pages)
     for number in range(steps):
         driver.step()
