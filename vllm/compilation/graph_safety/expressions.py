@@ -65,16 +65,22 @@ class Expressions(Body):
         self.module = function.__module__
         self.globals: dict[str, Any] = function.__globals__
         self.given = {}
+        self.written = set()
         self._path = function.__code__.co_filename
         self._findings = findings
 
     def report(self, hazard: int, node: ast.AST, message: str) -> None:
+        assert isinstance(node, ast.expr | ast.stmt)
+        self.report_in(self.function, hazard, node, message)
+
+    def report_in(
+        self, function: FunctionType, hazard: int, node: ast.expr | ast.stmt, message: str
+    ) -> None:
         if self.mode is Mode.BUILD:
             return
-        assert isinstance(node, ast.expr | ast.stmt)
-        where = f"{self.module}.{self.function.__qualname__}"
+        where = f"{function.__module__}.{function.__qualname__}"
         code = ast.unparse(node).splitlines()[0]
-        place = (self._path, node.lineno, node.col_offset + 1)
+        place = (function.__code__.co_filename, node.lineno, node.col_offset + 1)
         self._findings.setdefault(Finding(*place, hazard, message, where, code), self.mode)
 
     def value(self, node: ast.expr | None) -> Value:

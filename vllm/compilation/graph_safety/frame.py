@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
+
+import torch
 
 from vllm.compilation.graph_safety.annotations import annotated, import_name
 from vllm.compilation.graph_safety.expressions import Expressions
+from vllm.compilation.graph_safety.side_streams import unordered
+from vllm.compilation.graph_safety.sources import definition
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
     Array,
@@ -60,6 +65,7 @@ class Frame(Expressions):
                 self.walk(node.orelse)
             case ast.With():
                 for item in node.items:
+                    self._check_stream(node, item.context_expr)
                     opened = self.value(item.context_expr)
                     if item.optional_vars is not None:
                         inside = opened.any() if isinstance(opened, Items) else opened
@@ -82,6 +88,18 @@ class Frame(Expressions):
                 self.value(node.subject)
                 for case in node.cases:
                     self.walk(case.body)
+
+    def _check_stream(self, block: ast.With, opened: ast.expr) -> None:
+        """Whether work on a stream of its own is ordered (24)."""
+        if not isinstance(opened, ast.Call) or not opened.args:
+            return
+        called = self.value(opened.func)
+        whole = definition(inspect.unwrap(self.function))
+        if not isinstance(called, Known) or called.object is not torch.cuda.stream:
+            return
+        missing = None if whole is None else unordered(whole, block, opened.args[0])
+        if missing is not None:
+            self.report(24, opened, missing)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:

@@ -212,8 +212,9 @@ HAZARDS: dict[int, Hazard] = {
         Hazard(
             24,
             "overlapping launches race",
-            "no early start of a kernel before what it reads is written",
-            False,
+            "a kernel that starts early waits (gdc_wait) before it reads what the last ones wrote, "
+            "writes or ends; streams wait for each other: wait_stream, wait_event",
+            True,
             "tests/gpu/test_dependent_launch.py",
         ),
         Hazard(

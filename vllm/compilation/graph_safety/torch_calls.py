@@ -9,6 +9,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from vllm.compilation.graph_safety import torch_rules as rules
+from vllm.compilation.graph_safety.early_starts import check_launch
 from vllm.compilation.graph_safety.members import shape_of
 from vllm.compilation.graph_safety.values import (
     NO_TAGS,
@@ -209,6 +210,7 @@ def _check_factory(body: Body, name: str, args: Arguments, node: ast.Call) -> No
 
 def call_launch(body: Body, launch: Launch, args: Arguments, node: ast.Call) -> Value:
     """`kernel[grid](...)`."""
+    check_launch(body, launch.kernel, node)
     if isinstance(launch.kernel, Autotuner):
         body.report(25, node, "an autotuned kernel times its variants at the first launch of each")
     for keyword in node.keywords:

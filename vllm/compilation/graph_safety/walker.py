@@ -87,6 +87,8 @@ class Body(ABC):
     variables: dict[str, Value]
     #: what `self` is given
     given: dict[str, Value]
+    #: names of what kernels write that may still run
+    written: set[str]
 
     @abstractmethod
     def value(self, node: ast.expr | None) -> Value:
@@ -94,6 +96,12 @@ class Body(ABC):
 
     @abstractmethod
     def report(self, hazard: int, node: ast.AST, message: str) -> None: ...
+
+    @abstractmethod
+    def report_in(
+        self, function: FunctionType, hazard: int, node: ast.expr | ast.stmt, message: str
+    ) -> None:
+        """Of another function, which this one launches."""
 
     @abstractmethod
     def attribute(self, receiver: Value, name: str) -> Value: ...

@@ -72,7 +72,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._forms: dict[tuple[Hashable, ...], _CallForm] = {}
         self._interpreted = not isinstance(kernel, JITFunction)
         if self._interpreted:
@@ -87,7 +87,7 @@ class Launcher:
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         if self._interpreted:
-            launch: Callable[..., None] = self._kernel[grid]
+            launch: Callable[..., None] = self.kernel[grid]
             return launch
 
         def launch_again(*args: Any, **constants: Any) -> None:
@@ -118,7 +118,7 @@ class Launcher:
             stream = driver.active.get_current_stream(device)
             found.kernel[grid](*values, *found.constants, stream=stream)
             return
-        kernel = self._kernel[grid](*args, **constants)
+        kernel = self.kernel[grid](*args, **constants)
         # None: the launch was noted, not made.
         if kernel is not None:
             ordered = tuple(constants[name] for name in self._constants)

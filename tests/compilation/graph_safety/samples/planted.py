@@ -26,6 +26,28 @@ def _tuned(x_ptr, n, BLOCK: tl.constexpr):
     pass
 
 
+@triton.jit
+def _first(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
+@triton.jit
+def _early(x_ptr, weight_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + at)
+    x = tl.load(x_ptr + at)
+    if n == 0:
+        return  # 24
+    if n == 1:
+        tl.atomic_add(y_ptr + at, weight)  # 24
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tl.store(y_ptr + at, x * weight)
+
+
 @dataclass(frozen=True)
 class Problem:
     tokens: Tensor
@@ -145,6 +167,41 @@ class Streams(nn.Module):
         with torch.cuda.graph(graph):  # 13
             x = x * 2
         return x
+
+
+class SideStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+        self.other = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.cuda.stream(self.side):  # 24
+            y = x * 2
+        self.other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.other):  # 24
+            z = x * 3
+        return x + y + z
+
+
+class OrderedStreams(SideStreams):
+    def forward(self, x: Tensor) -> Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(self.side)
+        return x + y
+
+
+class EarlyStarts(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        y, z = torch.empty_like(x), torch.empty_like(x)
+        _first[(1,)](x, y, BLOCK=16, launch_pdl=True)
+        _early[(1,)](y, weight, z, 2, BLOCK=16, PDL=True, launch_pdl=True)  # 24
+        _kernel[(1,)](z, 1, BLOCK=16, TOKENS=1, launch_pdl=True)  # 24
+        _kernel[(1,)](z, 1, BLOCK=16, TOKENS=1)
+        _early[(1,)](y, weight, z, 2, BLOCK=16, PDL=False, launch_pdl=False)
+        return z
 
 
 class Launches(nn.Module):
