@@ -134,6 +134,7 @@ HAZARDS: dict[int, Hazard] = {
             "replay on the same stream",
             True,
             _DEVICES,
+            replayed=True,
         ),
         Hazard(
             14,
@@ -141,6 +142,7 @@ HAZARDS: dict[int, Hazard] = {
             "events: record on the producer's stream, wait_event on the consumer's",
             True,
             _STEADY,
+            replayed=True,
         ),
         Hazard(
             15,
@@ -223,6 +225,7 @@ HAZARDS: dict[int, Hazard] = {
             "constants that follow from the model alone; warm up every size before capture",
             True,
             "tests/gpu/test_compiled_ahead.py",
+            replayed=True,
         ),
         Hazard(
             26,
@@ -237,6 +240,7 @@ HAZARDS: dict[int, Hazard] = {
             "mutable state of a module is imported by value",
             "import the module, or a function that answers, and ask in the step",
             True,
+            replayed=True,
         ),
     )
 }

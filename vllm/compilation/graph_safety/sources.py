@@ -40,7 +40,11 @@ def _definitions(path: str) -> dict[tuple[str, int], ast.FunctionDef]:
 
 def definition(function: FunctionType) -> ast.FunctionDef | None:
     """The node of a function; None for lambdas and what has no source."""
-    code: CodeType = function.__code__
+    return definition_of_code(function.__code__)
+
+
+def definition_of_code(code: CodeType) -> ast.FunctionDef | None:
+    """The same of a function's code."""
     return _definitions(code.co_filename).get((code.co_name, code.co_firstlineno))
 
 

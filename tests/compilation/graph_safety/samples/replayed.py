@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 
+from tests.compilation.graph_safety.samples import replayed_phase
+from tests.compilation.graph_safety.samples.replayed_phase import phase
 from vllm.compilation.graph_break import graph_break
 from vllm.platforms import current_platform
 
@@ -232,6 +236,45 @@ class Plans(nn.Module):
         return x * (self.plan(position) > 0)
 
 
+class ChangesDevice(nn.Module):
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        torch.cuda.set_device(1)  # 13
+        return x * 2
+
+
+class Synchronizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = torch.Event(device="cpu")
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        self.done.synchronize()  # 14
+        torch.cpu.synchronize()  # 14
+        x = x + 1
+        torch.cuda.synchronize()  # 14
+        return x.item()
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": size}) for size in (16, 32)], key=["n"])
+@triton.jit
+def _tuned(x_ptr, n, BLOCK: tl.constexpr):
+    pass
+
+
+class Tunes(nn.Module):
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        _tuned[(1,)](x, 3)  # 25
+        return x.sin()
+
+
+class ImportsByValue(nn.Module):
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        return x + (1 if phase % 2 else 2)  # 27
+
+    def change(self, step: int) -> None:
+        replayed_phase.phase = step
+
+
 class HandsOn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -267,8 +310,11 @@ def cases() -> list[Case]:
     plain = [Reads, DataShapes, PerExpert, PythonElement, Branches, BranchOnHost, NewInputs]
     plain += [LeavesEarly, Grows, GrowingView, Gathers, Converges, Samples, Narrow, Refilled]
     plain += [Broadcast, Converts, RoutesById, Plans, HandsOn]
+    plain += [ChangesDevice, Synchronizes, Tunes]
     found = [Case(module(), steps) for module in plain]
     found.append(Case(Break(), steps, split=True))
+    imports = ImportsByValue()
+    found.append(Case(imports, steps, imports.change))
     for scaled in (Freed(), Replaced()):
         found.append(Case(scaled, steps, scaled.rescale))
     return found

@@ -83,7 +83,7 @@ def check_runner(
     found += addresses.moved()
     first = next(graphs.captures[0].trace.launches())
     found += [NotReplayable(15, first.spot, message) for message in not_finite(runner, driver)]
-    recorder.check_growth()
+    recorder.check_after()
     runner.graphs = StepGraphs()
     driver.restart()
     eager = run_steps(runner, driver, steps, progress)

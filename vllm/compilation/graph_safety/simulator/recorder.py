@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.compilation.graph_break import set_recorder
+from vllm.compilation.graph_safety.simulator.host_calls import HostCalls
 from vllm.compilation.graph_safety.simulator.reads import read_hazard
 from vllm.compilation.graph_safety.simulator.spots import Spot, here
 from vllm.compilation.graph_safety.simulator.tensors import (
@@ -67,6 +68,7 @@ class Recorder:
     def __init__(self, frozen: set[int]) -> None:
         self.frozen = frozen
         self.findings: dict[Finding, None] = {}
+        self.host_calls = HostCalls(self.report)
         #: of all memory made in any run
         self.origins: dict[int, Origin] = {}
         #: numbers of the runs that are kept for replays
@@ -91,14 +93,16 @@ class Recorder:
         if not any((f.path, f.line) == (found.path, found.line) for f in self.findings):
             self.findings[found] = None
 
-    def check_growth(self) -> None:
-        """Report memory that a run made and that two runs later is still held."""
+    def check_after(self) -> None:
+        """Report what only shows after the last run: memory that a run made and that two runs later
+        is still held, names that changed where they come from."""
         if self._held():
             # What holds it may be garbage.
             gc.collect()
         for origin in self._held():
             message = f"what {origin.op} makes is still held two runs later"
             self.report_once(9, origin.spot, message)
+        self.findings |= dict.fromkeys(self.host_calls.stale_imports())
 
     def _held(self) -> list[Origin]:
         """Where memory came from that runs before the last two made and that is still held; that of
@@ -122,6 +126,7 @@ class Recorder:
             stack.enter_context(_Calls(self))
             stack.enter_context(_Ops(self))
             stack.callback(self.end_segment)
+            stack.enter_context(self.host_calls.watched())
             yield trace
 
     @contextmanager

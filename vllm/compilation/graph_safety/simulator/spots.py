@@ -15,6 +15,7 @@ from itertools import islice
 from types import CodeType, FrameType, TracebackType
 
 import torch
+import triton
 
 from vllm.compilation import graph_break, piecewise
 from vllm.compilation.graph_safety.sources import parsed
@@ -24,6 +25,7 @@ from vllm.kernels import registry
 #: files and folders whose frames are the machinery's, not the caller's
 _MACHINERY = (
     os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(triton.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "device") + os.sep,
     piecewise.__file__,
@@ -113,7 +115,7 @@ def _around(tree: ast.AST, region: tuple[int, int, int, int]) -> Iterator[ast.AS
 
 
 def is_machinery(path: str) -> bool:
-    """Whether a file is torch's or the machinery's, so that a caller of it is the place to name."""
+    """Whether a file is torch's, Triton's or the machinery's, so that a caller of it is the place to name."""
     return path.startswith(_MACHINERY)
 
 
