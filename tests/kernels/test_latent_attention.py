@@ -80,6 +80,14 @@ def test_cpu(size: tuple[int, ...], dtype: torch.dtype) -> None:
     assert "latent attention on the CPU" in [one.what for one in decisions.decisions()]
 
 
+def test_cpu_takes_a_batch_of_padding_alone() -> None:
+    """No sequence has a block: as in the steps that a capture records."""
+    case = latent_case(DECODE, SIZES[0], torch.float32, "cpu")
+    case["seq_lens"].zero_()
+    CPU.latent_attention(LatentAttentionProblem(**case))
+    assert case["out"].isfinite().all()
+
+
 def test_cpu_bits_do_not_depend_on_the_cut_or_the_batch() -> None:
     """A prompt in pieces, beside another sequence, token by token: the same bits."""
     case = latent_case([(150, 150), (70, 90)], SIZES[0], torch.float32, "cpu")

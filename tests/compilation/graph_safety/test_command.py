@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from vllm.compilation.graph_safety import model_steps
+from vllm.compilation.graph_safety import smaller_model as smaller_model_module
 from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report, join_report
 from vllm.compilation.graph_safety.simulator.models import StepsReport
+from vllm.compilation.graph_safety.smaller_model import smaller_model
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_outline import outline_model
 from vllm.platforms import current_platform
 
 pytest_plugins = ["vllm.testing.graph_safety"]
+ROOT = Path(__file__).parents[3]
 SAMPLES = Path(__file__).parent / "samples"
 SAMPLE = SAMPLES / "upstream_style.py"
 
@@ -125,6 +130,34 @@ def test_weights_that_are_too_large_are_named(monkeypatch: pytest.MonkeyPatch) -
     report = model_steps.with_steps(join_report("m", {}), args, 4)
     assert report.is_clean and report.left[0].startswith("steps were not run: 0.0 GiB of weights")
     assert report.checks == (CHECKS_RUN,)
+
+
+@needs_cpu
+def test_a_smaller_copy_of_a_large_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(model=str(tiny_model("qwen3_5")), hf_overrides={"intermediate_size": 96})
+    config = args.create_engine_config()
+    assert smaller_model(config) is None, "the tiny model is small already"
+    monkeypatch.setattr(smaller_model_module, "_WIDTHS", {"vocab_size": 64})
+    monkeypatch.setattr(smaller_model_module, "_HIDDEN", 32)
+    whole = replace(args, dtype="float32", max_model_len=128).create_engine_config()
+    monkeypatch.setattr(model_steps, "_MOST_BYTES", outline_model(whole).weight_bytes - 1)
+    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    assert report.is_clean and "replays in 4 decode" in report.checks[-1]
+    assert report.checks[-1].endswith(
+        "of a smaller copy: vocab_size 64 of 260, hidden_size 32 of 64"
+    )
+    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2}
+    drafting = replace(args, speculative_config=drafts)
+    report = model_steps.with_steps(join_report("m", {}), drafting, 4)
+    assert report.left[0].startswith("steps were not run: 0.0 GiB of weights")
+
+
+@pytest.mark.parametrize(("layers", "needed"), [(32, 4), (3, None)])
+def test_a_copy_has_every_kind_of_layer(layers: int, needed: int | None) -> None:
+    model = str(ROOT / "benchmarks" / "qwen3_5_4b")
+    args = EngineArgs(model=model, hf_overrides={"num_hidden_layers": layers})
+    copy = smaller_model(args.create_engine_config())
+    assert copy is not None and copy.overrides.get("num_hidden_layers") == (needed or 1)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
+from dflash_models import Block, write_dflash
 from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
 from torch import Tensor
 
+from tests.nightly import nightly
 from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.models import StepsReport, check_runner, check_steps
@@ -37,8 +40,9 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the 
 #: a prefill, a decode, both, a decode
 STEPS = 4
 LAYOUTS = {"mixers": ["attention", "gdn", "kda", "sliding_window"], "mambas": [*MAMBA]}
-FAMILIES = ["llama", "qwen3", "qwen3_sliding", "qwen3_5", "mixtral", "qwen3_moe"]
-FAMILIES += ["qwen3_next", "qwen3_5_moe"]
+#: they run the same layers as other families
+ALIKE = ("llama3_rope", "qwen3", "qwen3_5_tied", "qwen3_5_wide", "granite_h_dense")
+FAMILIES = [family for family in tiny_models.FAMILIES if family not in ALIKE]
 
 
 def settings(model: Path, method: dict[str, Any] | None = None, **more: Any) -> VllmConfig:
@@ -64,7 +68,7 @@ def assert_replays(config: VllmConfig) -> StepsReport:
     return report
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *nightly(*ALIKE)])
 def test_families(family: str) -> None:
     assert_replays(settings(tiny_model(family)))
 
@@ -96,12 +100,20 @@ def _replay(path: Path) -> tuple[Path, dict[str, Any]]:
     return tiny_model("qwen3_5"), {"method": "replay", "acceptance": 0.6, "seed": 1}
 
 
-@pytest.mark.parametrize("made", [_mtp, _eagle3, _draft_model, _ngram, _replay])
+def _dflash(path: Path) -> tuple[Path, dict[str, Any]]:
+    target = tiny_model("qwen3")
+    return target, {"method": "dflash", "model": str(write_dflash(path, target, TINY, Block()))}
+
+
+DRAFTERS = (_mtp, _eagle3, _dflash, _draft_model, _ngram, _replay)
+
+
+@pytest.mark.parametrize("made", DRAFTERS)
 def test_drafters(made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     target, method = made(tmp_path / "draft")
     report = assert_replays(settings(target, method | {"num_speculative_tokens": 2}))
     assert any(name.startswith("decodes of 3 tokens") for name in report.replays)
-    has_layers = made in (_mtp, _eagle3, _draft_model)
+    has_layers = made in (_mtp, _eagle3, _dflash, _draft_model)
     assert has_layers == any(name.startswith("drafts") for name in report.replays)
 
 

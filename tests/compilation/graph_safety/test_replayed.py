@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.compilation.graph_safety.samples import replayed
 from tests.compilation.graph_safety.test_planted import SAMPLES, expected
+from vllm import decisions
 from vllm.compilation.graph_break import graph_break
 from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.simulator.functions import check_replays
@@ -116,6 +120,39 @@ def test_memory_that_no_run_gives_back() -> None:
     report = check_replays(keep, [[torch.zeros(2)]] * 4)
     (found,) = report.findings
     assert (found.hazard, found.code) == (9, "x * 2") and "still held" in found.message
+
+
+def test_an_error_of_another_call_is_raised() -> None:
+    def fail(x: Tensor) -> Tensor:
+        torch.cpu.synchronize()
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        check_replays(fail, [[torch.zeros(2)]])
+
+
+def test_where_a_missing_gpu_ends_the_check_the_report_says_so() -> None:
+    report = check_replays(replayed.ChangesDevice(), replayed._steps())
+    assert report.checks[0].startswith("simulated capture: ended where a call")
+
+
+def test_a_profiler_stays() -> None:
+    seen: list[str] = []
+
+    def profiler(frame: FrameType, event: str, arg: object) -> None:
+        seen.append(frame.f_code.co_name)
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    sys.setprofile(profiler)
+    try:
+        check_replays(double, [[torch.zeros(2)]])
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert "double" in seen
+    assert any(one.chosen == "not seen" for one in decisions.decisions())
 
 
 @pytest.mark.parametrize(

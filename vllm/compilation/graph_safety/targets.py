@@ -23,10 +23,19 @@ from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 Progress = Callable[[str], None]
 _PACKAGE = "vllm"
 _ENTRIES = ("forward", "compute_logits")
+#: what a runner calls of a connector in a step, and what layers call, between graphs
+_OF_STEPS = (
+    "bind_connector_metadata", "handle_preemptions", "will_read_recurrent_state", "start_load_kv",
+    "wait_for_save", "get_finished", "get_blocks_with_load_errors", "get_block_ids_with_load_errors",
+    "take_failed_requests", "get_kv_connector_stats", "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta", "clear_connector_metadata",
+)  # fmt: skip
+_OF_LAYERS = ("wait_for_layer_load", "save_kv_layer")
 
 
 def _quiet(name: str) -> None:
@@ -34,10 +43,12 @@ def _quiet(name: str) -> None:
 
 
 def check_model(config: VllmConfig, progress: Progress = _quiet) -> Report:
-    """A model with its drafters, built without weights, and a step of the runner around it.
+    """A model with its drafters, built without weights, its connector, and a step of the runner
+    around them.
 
     Raises ValueError as `models_on_meta` does.
     """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.model_outline import models_on_meta
     from vllm.v1 import spec_decode
     from vllm.v1.worker.model_runner import ModelRunner
@@ -49,10 +60,20 @@ def check_model(config: VllmConfig, progress: Progress = _quiet) -> Report:
     scan = Scan(_packages(*models), progress)
     for model in models:
         _walk_module(scan, model)
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector is not None:
+        _walk_connector(scan, KVConnectorFactory.get_connector_class(transfer))
     step = inspect.unwrap(ModelRunner._step)
     scan.run(step, Instance(ModelRunner, exact=True), Arguments(), Mode.STEP)
     assert config.model_config is not None
     return make_report(config.model_config.model, scan)
+
+
+def check_connector(cls: type[KVConnectorBase_V1], progress: Progress = _quiet) -> Report:
+    """What a step calls of a connector, on the worker's side."""
+    scan = Scan((_PACKAGE, _package(cls)), progress)
+    _walk_connector(scan, cls)
+    return make_report(cls.__qualname__, scan)
 
 
 def check_object(target: object, progress: Progress = _quiet) -> Report:
@@ -165,6 +186,14 @@ def _walk_module(scan: Scan, module: nn.Module) -> None:
         function = inspect.getattr_static(type(module), name, None)
         if isinstance(function, FunctionType):
             scan.run(function, Known(module), Arguments(), Mode.CAPTURED)
+
+
+def _walk_connector(scan: Scan, cls: type[KVConnectorBase_V1]) -> None:
+    for names, mode in ((_OF_STEPS, Mode.STEP), (_OF_LAYERS, Mode.BREAK)):
+        for name in names:
+            function = inspect.getattr_static(cls, name)
+            assert isinstance(function, FunctionType)
+            scan.run(inspect.unwrap(function), Instance(cls, exact=True), Arguments(), mode)
 
 
 def _walk_class(scan: Scan, cls: type) -> None:

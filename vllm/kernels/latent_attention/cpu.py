@@ -66,4 +66,5 @@ def _copy_blocks(p: LatentAttentionProblem) -> tuple[Tensor, Tensor]:
     for seq, count in enumerate(counts):
         table[seq, :count] = torch.arange(first, first + count, dtype=table.dtype)
         first += count
-    return rows.expand(-1, 2, -1, -1, -1).contiguous(), table
+    # Dense without blocks, too, which an expanded tensor of none is not.
+    return torch.cat([rows, rows], dim=1), table

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
+from vllm import decisions
 from vllm.compilation.graph_safety.simulator.spots import (
     Spot,
     is_machinery,
@@ -68,8 +69,10 @@ class HostCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside the block calls of this thread are seen, unless a profiler sees them already."""
+        """Inside the block calls of this thread are seen; where a profiler sees them already, that
+        is recorded instead."""
         if sys.getprofile() is not None:
+            decisions.record("graph-check: calls of the host", "not seen", "a profiler sees them")
             yield
             return
         sys.setprofile(self._event)
