@@ -73,7 +73,9 @@ def check_launch(body: Body, kernel: Any, node: ast.Call) -> None:
     arguments |= {k.arg: k.value for k in node.keywords if k.arg is not None}
     names = {name: arg.id for name, arg in arguments.items() if isinstance(arg, ast.Name)}
     if early and not found.waits:
-        body.report(24, node, "the kernel starts before the one before it has ended, and never waits")
+        body.report(
+            24, node, "the kernel starts before the one before it has ended, and never waits"
+        )
     elif early or found.is_dependent:
         for misstep in found.missteps if found.waits else ():
             body.report_in(misstep.function, 24, misstep.node, misstep.message)

@@ -23,7 +23,7 @@ class Hazard:
 _STEADY = "tests/gpu/test_steady_steps.py"
 _REPLAY = "tests/gpu/test_graph_replay.py"
 _PIECES = "tests/gpu/test_piecewise_replay.py"
-_DEVICES = "tests/gpu/test_graph_check.py"
+_DEVICES = "tests/gpu/test_graph_devices.py"
 _EXPERTS = "tests/kernels/test_moe.py"
 
 HAZARDS: dict[int, Hazard] = {

@@ -25,7 +25,10 @@ def unordered(function: ast.FunctionDef, block: ast.With, stream: ast.expr) -> s
         call
         for call, method, receiver in calls
         if call.lineno <= end
-        and ((method in _WAITS and _same(receiver, name)) or (method == "wait" and _given(call, name)))
+        and (
+            (method in _WAITS and _same(receiver, name))
+            or (method == "wait" and _given(call, name))
+        )
     ]
     inside = [
         call

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several GPUs in one process: a capture that relies on the current device and stream is empty, and
+its replays leave what the capture left; a stream of each device's own gives the step's values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.compilation.graph_safety.device.checks import empty_graphs_raise
+from vllm.compilation.piecewise import DeviceGraph, Pieces, capture
+from vllm.kernels.attention.triton_decode import arrivals
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+]
+DEVICES = [torch.device("cuda", index) for index in range(2)]
+
+
+class Step:
+    """`out = 2 * x` on one device; both are made before, so that nothing allocates."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.x = torch.ones(4, device=device)
+        self.out = torch.zeros(4, device=device)
+
+    def run(self) -> Tensor:
+        return torch.mul(self.x, 2, out=self.out)
+
+    def replayed(self, replay: Callable[[], None], stream: torch.cuda.Stream | None) -> list[float]:
+        """What a replay gives after the input became 5."""
+        self.x.fill_(5)
+        torch.cuda.synchronize(self.x.device)
+        with torch.cuda.stream(stream):
+            replay()
+        torch.cuda.synchronize(self.x.device)
+        result: list[float] = self.out.tolist()
+        return result
+
+
+@pytest.fixture
+def steps() -> list[Step]:
+    torch.cuda.set_device(0)
+    made = [Step(device) for device in DEVICES]
+    for step in made:
+        step.run()
+        torch.cuda.synchronize(step.x.device)
+    return made
+
+
+def test_the_current_device_gives_stale_replays(steps: list[Step]) -> None:
+    """Work for the second GPU goes to its own current stream, which nobody captures."""
+    step = steps[1]
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(DEVICES[0])):
+            step.run()
+    assert any("CUDA Graph is empty" in str(one.message) for one in shown)
+    assert step.replayed(graph.replay, None) == [2.0] * 4, "as at the capture"
+
+
+def test_an_empty_graph_of_another_device_is_an_error(steps: list[Step]) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with empty_graphs_raise(), pytest.raises(UserWarning, match="empty"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(DEVICES[0])):
+            steps[1].run()
+
+
+def _captured(step: Step, stream: torch.cuda.Stream) -> Pieces:
+    """As a worker captures: on its device and on a stream of that device."""
+    with torch.cuda.stream(stream), empty_graphs_raise():
+        new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
+        pieces, _ = capture(step.run, new_graph, split=False)
+    return pieces
+
+
+def test_a_stream_of_each_device_gives_the_steps_values(steps: list[Step]) -> None:
+    streams = [torch.cuda.Stream(device) for device in DEVICES]
+    pieces = [_captured(step, stream) for step, stream in zip(steps, streams, strict=True)]
+    # All are captured before any is replayed, and the current device is the first one throughout.
+    for step, stream, one in zip(steps, streams, pieces, strict=True):
+        assert torch.cuda.current_device() == 0
+        assert step.replayed(one.replay, stream) == [10.0] * 4
+
+
+def test_devices_replay_beside_each_other(steps: list[Step]) -> None:
+    streams = [torch.cuda.Stream(device) for device in DEVICES]
+    pieces = [_captured(step, stream) for step, stream in zip(steps, streams, strict=True)]
+    for value in range(64):
+        for step, stream, one in zip(steps, streams, pieces, strict=True):
+            with torch.cuda.stream(stream):
+                step.x.fill_(value)
+                one.replay()
+        for step, stream in zip(steps, streams, strict=True):
+            stream.synchronize()
+            assert step.out.tolist() == [2.0 * value] * 4
+
+
+def test_counters_that_launches_share_are_of_one_device() -> None:
+    first, second = map(arrivals, DEVICES)
+    assert (first.device, second.device) == tuple(DEVICES)
+    assert arrivals(DEVICES[0]) is first
