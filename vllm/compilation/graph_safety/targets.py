@@ -30,11 +30,12 @@ _PACKAGE = "vllm"
 _ENTRIES = ("forward", "compute_logits")
 #: what a runner calls of a connector in a step, and what layers call, between graphs
 _OF_STEPS = (
-    "bind_connector_metadata", "handle_preemptions", "will_read_recurrent_state", "start_load_kv",
-    "wait_for_save", "get_finished", "get_blocks_with_load_errors", "get_block_ids_with_load_errors",
-    "take_failed_requests", "get_kv_connector_stats", "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta", "clear_connector_metadata",
-)  # fmt: skip
+    *("bind_connector_metadata", "handle_preemptions", "will_read_recurrent_state"),
+    *("start_load_kv", "wait_for_save", "get_finished", "get_blocks_with_load_errors"),
+    *("get_block_ids_with_load_errors", "take_failed_requests", "get_kv_connector_stats"),
+    *("get_kv_connector_kv_cache_events", "build_connector_worker_meta"),
+    "clear_connector_metadata",
+)
 _OF_LAYERS = ("wait_for_layer_load", "save_kv_layer")
 
 

@@ -115,7 +115,7 @@ def _around(tree: ast.AST, region: tuple[int, int, int, int]) -> Iterator[ast.AS
 
 
 def is_machinery(path: str) -> bool:
-    """Whether a file is torch's, Triton's or the machinery's, so that a caller of it is the place to name."""
+    """Whether a file is torch's, Triton's or the machinery's: then its caller is to be named."""
     return path.startswith(_MACHINERY)
 
 
