@@ -27,7 +27,7 @@ def expected(path: Path) -> set[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["planted", "upstream_style", "clean"])
+@pytest.mark.parametrize("name", ["planted", "upstream_style", "upstream_port", "clean"])
 def test_hazards_are_found_at_their_lines(name: str) -> None:
     path = SAMPLES / f"{name}.py"
     report = check_file(path)

@@ -40,8 +40,8 @@ class Misstep:
 @dataclass
 class EarlyStart:
     """A kernel's part before its wait. `waits`: whether it waits at all; `lets_next_start`: whether
-    its successor may begin early; `reads`: its parameters that are read before; `writes`: those that
-    are written at all."""
+    its successor may begin early; `reads`: its parameters that are read before; `writes`: those
+    that are written at all."""
 
     parameters: tuple[str, ...] = ()
     waits: bool = False

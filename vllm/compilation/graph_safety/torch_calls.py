@@ -150,7 +150,9 @@ def _result(body: Body, name: str, args: Arguments, node: ast.Call) -> Value:
     first = args.positional[0] if args.positional else UNKNOWN
     if name in rules.DATA_SIZED:
         body.report(2, node, f"the shape of {name}()'s result depends on data")
-        return Items((), _SIZED) if name.startswith("unique") else _SIZED
+        # With inverses or counts it is several tensors.
+        several = {"return_inverse", "return_counts"} & {k.arg for k in node.keywords}
+        return Items((), _SIZED) if several else _SIZED
     if name == "repeat_interleave" and not args.get("output_size"):
         if len(args.positional) > 1 and is_array(args.positional[1]):
             body.report(2, node, "repeat_interleave() without output_size reads the repeats")
