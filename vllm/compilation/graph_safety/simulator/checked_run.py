@@ -17,6 +17,7 @@ from vllm.compilation.graph_safety.simulator.tensors import (
     Handle,
     handles_in,
     rebuilt,
+    same_bytes,
     storage_of,
     tensors_in,
     whole,
@@ -86,13 +87,13 @@ class CheckedRun:
             return
         held = trace.before[memory]
         guard = whole(trace.outside[memory].open().untyped_storage())
-        if torch.equal(guard, held):
+        if same_bytes(guard, held):
             return
         restore(trace.outside, trace.before)
         for launch in trace.launches():
             if launch.is_work:
                 launch.replay()
-            if not torch.equal(guard, held):
+            if not same_bytes(guard, held):
                 message = f"{launch.name} writes to {name} in a step of padding"
                 self._recorder.report(21, launch.spot, message)
                 return
@@ -150,7 +151,7 @@ class CheckedRun:
                 return [self._writer(handle.memory, message)]
         for memory, content in after.items():
             storage = storage_of(self.trace.outside[memory].storage)
-            if storage is not None and not torch.equal(content, whole(storage)):
+            if storage is not None and not same_bytes(content, whole(storage)):
                 return [self._writer(memory, "a replay leaves other memory than an eager run")]
         return []
 

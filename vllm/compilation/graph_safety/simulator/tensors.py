@@ -69,6 +69,13 @@ def whole(storage: torch.UntypedStorage) -> Tensor:
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def same_bytes(x: Tensor, y: Tensor) -> bool:
+    """Of what `whole` gives; eight bytes at a time where that is possible, which is much sooner."""
+    if len(x) == len(y) and len(x) % 8 == 0 and not (x.data_ptr() | y.data_ptr()) % 8:
+        return torch.equal(x.view(torch.int64), y.view(torch.int64))
+    return torch.equal(x, y)
+
+
 def rebuilt(value: object, kind: type, change: Callable[[Any], object]) -> Any:
     """`value` with everything of a kind in it changed: in sequences, dicts and dataclasses. What is
     neither stays as it is; arrays of numpy are copied, as a launch keeps what they held."""
