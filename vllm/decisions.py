@@ -32,9 +32,13 @@ _lock = threading.Lock()
 
 @dataclass
 class DecisionLog:
-    """The records of one engine, or of the process; a copied or pickled log has its own."""
+    """The records of one engine, or of the process; a copied or pickled log has its own.
+
+    `is_logged`: not for an engine that is only considered.
+    """
 
     _records: dict[str, Decision] = field(default_factory=dict)
+    is_logged: bool = True
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -54,7 +58,7 @@ class DecisionLog:
         with _lock:
             known = self._records.get(what)
             self._records[what] = decision
-        if known != decision:
+        if self.is_logged and known != decision:
             instead = f" instead of {rejected}" if rejected else ""
             logger.info("%s: %s%s (%s)", what, decision.chosen, instead, why)
         return decision

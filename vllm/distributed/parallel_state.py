@@ -231,17 +231,19 @@ def without_communication() -> Iterator[None]:
 
 
 @contextmanager
-def as_first_rank_of(tp_size: int) -> Iterator[None]:
-    """Inside the block layers are built as rank 0 of `tp_size` builds them.
+def as_first_rank_of(tp_size: int, stage: int = 0, num_stages: int = 1) -> Iterator[None]:
+    """Inside the block layers are built as rank 0 of `tp_size` of a pipeline stage builds them.
 
     For shapes only: there are no other ranks to communicate with.
     """
-    own = _groups.tp
+    own = _groups.tp, _groups.pp
     _groups.tp = GroupCoordinator(ranks=tuple(range(tp_size)), rank_in_group=0)
+    columns = tuple(range(0, num_stages * tp_size, tp_size))
+    _groups.pp = GroupCoordinator(ranks=columns, rank_in_group=stage)
     try:
         yield
     finally:
-        _groups.tp = own
+        _groups.tp, _groups.pp = own
 
 
 def model_parallel_is_initialized() -> bool:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.interfaces import HasPlacements
+from vllm.model_executor.models.utils import MissingLayer
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.core.decode_cost import ExpertsWork, PartWork, StateWork
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -33,9 +34,12 @@ if TYPE_CHECKING:
 _MIXTURE_LAUNCHES = 5
 
 
-def decode_work(vllm_config: VllmConfig, model: nn.Module) -> list[PartWork]:
+def decode_work(
+    vllm_config: VllmConfig, model: nn.Module, *, makes_logits: bool = True
+) -> list[PartWork]:
     """The parts of `model`, of one tensor-parallel rank: of each decoder layer the mixer that is in
-    use, named by the kind of its state, and the rest; then what is outside of layers."""
+    use, named by the kind of its state, and the rest; then what is outside of layers. A pipeline
+    stage before the last makes no logits."""
     layers = {id(layer): layer for layer in collect_layers(vllm_config, model).values()}
     unused: set[int] = set()
     if isinstance(model, HasPlacements):
@@ -43,16 +47,23 @@ def decode_work(vllm_config: VllmConfig, model: nn.Module) -> list[PartWork]:
     modules = [(path, m) for path, m in model.named_modules() if id(m) not in unused]
     mixers = {_place(path) for path, module in modules if id(module) in layers}
     has_head = any(isinstance(module, ParallelLMHead) for _, module in modules)
+    is_tied = makes_logits and not has_head
     parts: dict[tuple[str, str], _Part] = {}
     for path, module in modules:
         layer, child = _place(path)
         place = (layer, child if (layer, child) in mixers else "")
         part = parts.setdefault(place, _Part(in_layer=bool(layer), is_mixer=bool(place[1])))
-        part.add(module, multiplies_embedding=not has_head)
+        part.add(module, multiplies_embedding=is_tied)
         if id(module) in layers:
             part.keep(vllm_config, layers[id(module)])
     outside = parts.pop(("", ""), _Part())
     return [part.work() for part in (*parts.values(), outside)]
+
+
+def num_layers(model: nn.Module) -> int:
+    """Decoder layers that the model, or this pipeline stage of it, has."""
+    own = (path for path, m in model.named_modules() if not isinstance(m, MissingLayer))
+    return len({layer for layer, _ in map(_place, own) if layer})
 
 
 def _place(path: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,12 +16,14 @@ from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.kernels.journal import JournalSize
 from vllm.kernels.step import Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
+from vllm.model_executor.layers.moe import check_expert_parallel
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
+from vllm.model_executor.models.interfaces import as_stage
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.create import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
-from vllm.v1.worker.residual_tap import ResidualTap
+from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """Of one tensor-parallel rank: `specs` by layer name, in layer order; bytes of all parameters
-    and buffers, and of the rings of decode steps that write recurrent state seldom."""
+    """Of one rank: `specs` by layer name, in layer order; bytes of all parameters and buffers, and
+    of the rings of decode steps that write recurrent state seldom."""
 
     specs: dict[str, KVCacheSpec]
     weight_bytes: int
@@ -43,7 +46,11 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     left alone. Raises ValueError for what the layers refuse: an unknown architecture, a dtype no
     kernel reads, heads that `tp_size` does not divide.
     """
-    config, models = models_on_meta(vllm_config, tp_size)
+    return outline_of(*models_on_meta(vllm_config, tp_size))
+
+
+def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
+    """Of what `models_on_meta` returns."""
     layers = collect_layers(config, *models)
     # Drafters may share modules with the target.
     tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
@@ -55,21 +62,49 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
     )
 
 
-def models_on_meta(vllm_config: VllmConfig, tp_size: int = 1) -> tuple[VllmConfig, list[nn.Module]]:
+def other_outlines(vllm_config: VllmConfig, tp_size: int, own: ModelOutline) -> list[ModelOutline]:
+    """Of a supernet's placements with an alias that keep something else than `own` and each
+    other."""
+    model, found = vllm_config.model_config, [own]
+    for placement in model.placement_aliases.values():
+        config = copy.copy(vllm_config)
+        config.model_config = copy.copy(model)
+        config.model_config.placement = placement
+        outline = outline_model(config, tp_size)
+        if all(outline.specs != known.specs for known in found):
+            found.append(outline)
+    return found[1:]
+
+
+def models_on_meta(
+    vllm_config: VllmConfig, tp_size: int = 1, stage: int | None = None
+) -> tuple[VllmConfig, list[nn.Module]]:
     """The model and its drafters on the `meta` device, and the configuration that knows their
-    layers. Raises as `outline_model` does."""
+    layers; the whole model, or a pipeline stage of it, as the configuration divides it.
+
+    Raises as `outline_model` does, and for what a worker refuses: experts that are to be spread
+    where there are none, a model that cannot be a stage.
+    """
     assert vllm_config.model_config is not None
+    num_stages = 1 if stage is None else vllm_config.parallel_config.pipeline_parallel_size
+    place = stage or 0
+    is_last = place == num_stages - 1
     config = with_own_layers(vllm_config)
     meta = torch.device("meta")
     with (
         torch.no_grad(),
         set_default_torch_dtype(config.model_config.dtype),
         meta,
-        as_first_rank_of(tp_size),
+        as_first_rank_of(tp_size, place, num_stages),
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)
-        capture = HiddenStateCapture.create(config, meta)
+        check_expert_parallel(model, config.parallel_config)
+        if num_stages > 1:
+            as_stage(model)
+        capture = HiddenStateCapture.create(config, meta) if is_last else None
+        if not is_last:
+            ask_for_captured_streams(config, model)
         drafters: list[nn.Module] = [] if capture is None else [capture.model]
         drafter = create_drafter(config, Progress.create(1, config.tokens_to_verify, meta))
         if drafter is not None:

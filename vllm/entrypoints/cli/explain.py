@@ -39,7 +39,8 @@ class ExplainCommand(CLISubcommand):
 
     description = (
         "Say what a configuration allocates: bytes per kind of state, the page plan, what requests "
-        "cost, what fits, what is wasted and what a changed flag would do. Reads config.json only."
+        "cost, what fits, what is wasted, what a changed flag would do, and what each rank of a "
+        "layout holds, sends and takes. Reads config.json only."
     )
 
     def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
@@ -88,6 +89,20 @@ class ExplainCommand(CLISubcommand):
             help="Device of the prediction: A100, H100, H200, B200 or L40S, or bytes and FLOPs per "
             "second and microseconds per kernel, as 3.35e12,989e12,1.5 (default: H200).",
         )
+        group.add_argument(
+            "--decode-link",
+            metavar="NAME",
+            help="What connects the devices of a layout: NVLink3, NVLink4, NVLink5, PCIe4 or "
+            "PCIe5, or bytes per second in each direction and microseconds per exchange, as "
+            "450e9,7 (default: that of --decode-device).",
+        )
+        group.add_argument(
+            "--devices",
+            type=human_int,
+            metavar="N",
+            help="Also compare all layouts of the model on N devices (-tp, -pp, -dp, and -ep for "
+            "experts): what fits, and which is predicted to be best.",
+        )
         group.add_argument("--no-what-ifs", action="store_true", help="Only this configuration.")
         group.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
         group.add_argument(
@@ -102,6 +117,7 @@ class ExplainCommand(CLISubcommand):
         from vllm.v1.core.decode_cost import device_speed
         from vllm.v1.core.explain import Budget, explain
         from vllm.v1.core.explain_decode import DecodeBatch
+        from vllm.v1.core.link_speed import link_speed
 
         if args.model is not None:
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
@@ -109,6 +125,8 @@ class ExplainCommand(CLISubcommand):
             raise VLLMValidationError(
                 "--memory is the arena's, --device-memory the device's: give one of them", "memory"
             )
+        if args.devices is not None and args.devices < 1:
+            raise VLLMValidationError(f"--devices {args.devices}: at least 1", "devices")
         args.model = args.model_tag
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         try:
@@ -118,6 +136,8 @@ class ExplainCommand(CLISubcommand):
                 args.lengths,
                 what_ifs=not args.no_what_ifs,
                 decode_batch=DecodeBatch(args.decode_batch, device_speed(args.decode_device)),
+                link=None if args.decode_link is None else link_speed(args.decode_link),
+                devices=args.devices,
             )
         except ValueError as error:
             raise VLLMValidationError(str(error)) from error

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vllm.entrypoints.cli.explain_decode_text import decode_sections
+from vllm.entrypoints.cli.explain_layout_text import layout_sections
 from vllm.entrypoints.cli.text_table import amount, table
 from vllm.v1.core.explain import Explanation, GroupReport, WhatIf
 from vllm.v1.core.explain_request import ByteUse, RequestCost
@@ -13,7 +14,7 @@ from vllm.v1.core.explain_request import ByteUse, RequestCost
 
 def render(report: Explanation) -> str:
     """Tables in this order: model and memory, state, requests, use of the bytes, decode steps,
-    changed flags, decisions."""
+    layouts of several devices, changed flags, decisions."""
     sections = [
         list(_head(report)),
         ["State", *table(_STATE_COLUMNS, [_state_row(g) for g in report.groups])],
@@ -27,6 +28,7 @@ def render(report: Explanation) -> str:
         ["A full arena holds", *table(_use_columns(report), list(_use_rows(report)))],
         list(_findings(report)),
         *decode_sections(report.decode),
+        *layout_sections(report.layouts),
     ]
     if report.what_ifs:
         rows = [_what_if_row(w) for w in report.what_ifs if not w.refused]
@@ -50,7 +52,12 @@ def _head(report: Explanation) -> Iterator[str]:
         f"{report.max_num_batched_tokens:,} tokens per step, prefix caching "
         f"{'on' if report.prefix_caching else 'off'}"
     )
-    if report.tensor_parallel_size > 1:
+    if report.pipeline_parallel_size > 1:
+        ranks = f", one of {report.tensor_parallel_size} ranks of each"
+        yield f"bytes and pages of all {report.pipeline_parallel_size} pipeline stages together" + (
+            ranks if report.tensor_parallel_size > 1 else ""
+        )
+    elif report.tensor_parallel_size > 1:
         yield f"bytes and pages of one of {report.tensor_parallel_size} tensor-parallel ranks"
     memory = report.memory
     if memory.device_bytes is not None:

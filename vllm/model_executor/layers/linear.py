@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
@@ -150,7 +151,7 @@ class ReplicatedLinear(LinearBase):
         )
 
 
-class ColumnParallelLinear(LinearBase):
+class ColumnParallelLinear(LinearBase, Communicates):
     """Output rows sharded: each rank computes its own part of the output features."""
 
     def __init__(
@@ -208,6 +209,12 @@ class ColumnParallelLinear(LinearBase):
         if self.gather_output and self.tp_size > 1:
             return tensor_model_parallel_all_gather(output)
         return output
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`."""
+        if not self.gather_output or self.tp_size == 1:
+            return []
+        return [Collective("all-gather", "layers", self.output_size_per_partition * element_bytes)]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -278,7 +285,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         )
 
 
-class RowParallelLinear(LinearBase):
+class RowParallelLinear(LinearBase, Communicates):
     """Input columns sharded: each rank computes a partial sum, summed over the group.
 
     The bias is whole on every rank and added by rank 0 before the sum. Without `reduce_results`
@@ -341,3 +348,9 @@ class RowParallelLinear(LinearBase):
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output, in_place=True)
         return output
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`."""
+        if not self.reduce_results or self.tp_size == 1:
+            return []
+        return [Collective("all-reduce", "layers", self.output_size * element_bytes)]

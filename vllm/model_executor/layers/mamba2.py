@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import divide, per_rank
 from vllm.kernels.journal import JournalShape, JournalStack
@@ -104,7 +105,7 @@ class Mamba2Projection(MergedColumnParallelLinear):
         )
 
 
-class GatedGroupNorm(nn.Module):
+class GatedGroupNorm(nn.Module, Communicates):
     """`norm(y * silu(z)) * weight`, or `norm(y) * weight * silu(z)`, of channels in groups.
 
     With fewer groups than ranks a group's channels lie on several: they add up its squares.
@@ -144,6 +145,12 @@ class GatedGroupNorm(nn.Module):
         sums[:, own] = groups.square().sum(-1)
         sums = tensor_model_parallel_all_reduce(sums)
         return sums[:, own, None] / (groups.shape[-1] * self.sharers)
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`: sums of squares, in fp32 whatever the model's dtype."""
+        if self.sharers == 1:
+            return []
+        return [Collective("all-reduce", "norms", self.all_groups * torch.float32.itemsize)]
 
 
 class Mamba2(RecurrentMixer, KeepsJournal):

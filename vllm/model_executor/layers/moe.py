@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm import decisions
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import get_current_vllm_config_or_none
+from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
@@ -264,7 +265,7 @@ def check_expert_parallel(model: nn.Module, config: ParallelConfig) -> None:
         )
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(nn.Module, Communicates):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
     A shared expert of the same size, quantised or not as the others are, lies in the experts'
@@ -383,3 +384,9 @@ class MixtureOfExperts(nn.Module):
             out = self.fc2_latent_proj(out)[0]
             out = out if shared is None else out + shared
         return tensor_model_parallel_all_reduce(out, in_place=True) if self.tp_size > 1 else out
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`: each rank's part of every expert, or its experts, one sum."""
+        if self.tp_size == 1:
+            return []
+        return [Collective("all-reduce", "experts", self.shape.hidden_size * element_bytes)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import divide
 from vllm.model_executor.layers.linear import resolve_tp
@@ -15,7 +16,7 @@ from vllm.model_executor.utils import set_weight_attrs
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module, Communicates):
     """`weight [rows, embedding_dim]`: this process's part of the vocabulary.
 
     The vocabulary is padded to a multiple of `padding_size * tp_size`: aligned rows keep the
@@ -68,12 +69,29 @@ class VocabParallelEmbedding(nn.Module):
         own = part.masked_fill(outside[:, None], 0)
         return tensor_model_parallel_all_reduce(own, in_place=True)
 
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`: the sum of what each rank looks up."""
+        if self.tp_size == 1:
+            return []
+        return [Collective("all-reduce", "embedding", self.embedding_dim * element_bytes)]
+
+    def logits_collectives(self, element_bytes: int) -> list[Collective]:
+        """As an output head: `LogitsProcessor` gathers every rank's logits."""
+        if self.tp_size == 1:
+            return []
+        rows = self.num_embeddings_per_partition
+        return [Collective("all-gather", "logits", rows * element_bytes)]
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_rank}/{self.tp_size}"
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """Output head; `LogitsProcessor` multiplies by its weight."""
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`: it embeds nothing."""
+        return self.logits_collectives(element_bytes)
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_gather
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
@@ -18,7 +19,7 @@ from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 
-class WholeNormAttention(nn.Module):
+class WholeNormAttention(nn.Module, Communicates):
     """Projections, norms of all of q and all of k, rotation if any, attention.
 
     A rank gathers the others' heads for the norms, so its bits are those of one rank.
@@ -75,6 +76,13 @@ class WholeNormAttention(nn.Module):
             q, k = self.rotary_emb(positions, q, k)
         out: Tensor = self.o_proj(self.attn(q, k, v))[0]
         return out
+
+    def collectives(self, element_bytes: int) -> list[Collective]:
+        """See `Communicates`: queries and keys meet for their norms."""
+        if self.tp_size == 1:
+            return []
+        q, k, _ = self.sizes
+        return [Collective("all-gather", "norms", size * element_bytes) for size in (q, k)]
 
     def _normalised(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """This rank's part of the norm over all ranks' `x [tokens, n]`."""

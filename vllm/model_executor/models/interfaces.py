@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm.exceptions import VLLMValidationError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
@@ -193,6 +195,21 @@ def is_hybrid(model: ModelOrClass) -> bool:
 
 def supports_pp(model: ModelOrClass) -> bool:
     return _is(model, SupportsPP)
+
+
+def as_stage(model: nn.Module) -> SupportsPP:
+    """The model as a pipeline stage; `VLLMValidationError` for one that cannot be any."""
+    reason = ""
+    if not isinstance(model, SupportsPP):
+        reason = f"{type(model).__name__} is not made for them (SupportsPP)"
+    elif isinstance(model, HasPlacements) and model.get_mixer_names():
+        reason = "the model is a supernet, whose placement would change in all at once"
+    else:
+        return model
+    raise VLLMValidationError(
+        f"--pipeline-parallel-size: {reason}; use --tensor-parallel-size instead",
+        "pipeline_parallel_size",
+    )
 
 
 def supports_eagle3(model: ModelOrClass) -> bool:

@@ -7,7 +7,6 @@ repeats their arithmetic. docs/state_memory.md, "Explaining a configuration".
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import decisions
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.engine.resolve import resolve
-from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.model_outline import ModelOutline, outline_model
-from vllm.platforms import current_platform
+from vllm.model_executor.model_outline import other_outlines, outline_model
 from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
+from vllm.v1.core.changed_config import with_changes
 from vllm.v1.core.explain_decode import DecodeBatch, DecodeReport, explain_decode
+from vllm.v1.core.explain_layout import LayoutsReport, Rates, explain_layouts, layout_of
+from vllm.v1.core.explain_memory import Budget, Memory, memory_of
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
+from vllm.v1.core.layout_plan import plan_layout
+from vllm.v1.core.link_speed import LinkSpeed
 from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -39,19 +40,6 @@ TP_SIZES = (1, 2, 4, 8)
 BLOCK_SIZES = (16, 32, 64, 128)
 STATE_DTYPES = ("float32", "bfloat16")
 CACHE_DTYPES = (*STATE_DTYPES, "fp8")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Memory to plan for, in bytes: that of the arena, or that of the device.
-
-    A device's is shared by weights, `reserved_bytes` (activations and driver, which an engine
-    measures at its start) and the arena. Nothing given: what an engine here would use.
-    """
-
-    arena_bytes: int | None = None
-    device_bytes: int | None = None
-    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,19 +60,6 @@ class GroupReport:
     tokens_per_block: int | None = None
     bytes_per_token: float | None = None
     bytes_per_sequence: int | None = None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Where the arena's bytes come from: `source` in words; device figures where they are known."""
-
-    source: str
-    arena_bytes: int
-    weight_bytes: int
-    device_bytes: int | None = None
-    reserved_bytes: int | None = None
-    #: of a device: uncommitted tokens of running requests (docs/state_memory.md)
-    ring_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +104,8 @@ class Explanation:
     prefix_caching: bool
     #: of one of so many ranks are the bytes, pages and requests
     tensor_parallel_size: int
+    #: of all of so many stages together
+    pipeline_parallel_size: int
     memory: Memory
     page_bytes: int
     num_pages: int
@@ -141,6 +118,8 @@ class Explanation:
     cached_turn_bytes: int
     tiers: tuple[TierReport, ...]
     decode: DecodeReport
+    #: None for a single device
+    layouts: LayoutsReport | None
     what_ifs: tuple[WhatIf, ...]
     decisions: tuple[decisions.Decision, ...]
 
@@ -167,28 +146,23 @@ def explain(
     *,
     what_ifs: bool = True,
     decode_batch: DecodeBatch | None = None,
+    link: LinkSpeed | None = None,
+    devices: int | None = None,
 ) -> Explanation:
     """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens; `decode_batch`: the
-    steps to predict.
+    steps to predict; `link`: between devices, by default what theirs is known to be; `devices`: to
+    compare all layouts of so many.
 
     Raises ValueError for a model without state, a length outside `1..max_model_len`, memory below
-    one page, and pipeline stages.
+    one page, and a configured layout of several devices that an engine would refuse.
     """
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        raise VLLMValidationError(
-            f"--pipeline-parallel-size {stages}: what is explained is a device with all layers; "
-            "leave the flag out",
-            "pipeline_parallel_size",
-            stages,
-        )
     longest = vllm_config.model_config.max_model_len
     if lengths is None:
         lengths = [n for n in DEFAULT_LENGTHS if n < longest] or [longest]
     for length in lengths:
         if not 0 < length <= longest:
             raise ValueError(f"length {length} is outside 1..max_model_len ({longest})")
-    budget = budget or Budget()
+    budget, batch = budget or Budget(), decode_batch or DecodeBatch()
     plan = _plan(vllm_config, budget, vllm_config.parallel_config.tensor_parallel_size)
     model, arena = vllm_config.model_config, plan.arena
     tokens, concurrency = get_kv_cache_capacity(
@@ -205,6 +179,7 @@ def explain(
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefix_caching=vllm_config.cache_config.enable_prefix_caching,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         memory=plan.memory,
         page_bytes=arena.page_bytes,
         num_pages=arena.num_pages,
@@ -225,7 +200,10 @@ def explain(
         ),
         tiers=_tiers(plan),
         decode=explain_decode(
-            vllm_config, decode_batch or DecodeBatch(), lengths, plan.memory.arena_bytes
+            vllm_config, batch, lengths, plan.memory.arena_bytes, [one.sequences for one in costs]
+        ),
+        layouts=explain_layouts(
+            vllm_config, budget, Rates(batch.device, link), batch.size, max(lengths), devices
         ),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
         decisions=tuple(vllm_config.decisions.decisions()),
@@ -236,14 +214,17 @@ def explain(
 
 
 def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
-    outlines = _outlines(vllm_config, tp_size)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return _staged_plan(vllm_config, budget, tp_size)
+    own = outline_model(vllm_config, tp_size)
+    outlines = [own, *other_outlines(vllm_config, tp_size, own)]
     groups = get_kv_cache_groups(vllm_config, dict(outlines[0].specs))
     if not groups:
         raise ValueError("the model keeps no state: there is nothing to plan")
     placed = [("", dict(outline.specs)) for outline in outlines]
     arena = placed_config(vllm_config, placed, num_pages=1).of_placement(0).plan
     outline = replace(outlines[0], ring_bytes=sum(one.ring_bytes for one in outlines))
-    memory = _memory(vllm_config, budget, outline, arena.page_bytes)
+    memory = memory_of(vllm_config, budget, outline, arena.page_bytes)
     arena = replace(arena, num_pages=memory.arena_bytes // arena.page_bytes)
     if arena.num_pages < 1:
         raise ValueError(
@@ -253,42 +234,26 @@ def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
     return _Plan(vllm_config, memory, groups, arena)
 
 
-def _outlines(vllm_config: VllmConfig, tp_size: int) -> list[ModelOutline]:
-    """Of the engine's own placement, then of those with an alias that keep something else."""
-    model, found = vllm_config.model_config, [outline_model(vllm_config, tp_size)]
-    for placement in model.placement_aliases.values():
-        config = copy.copy(vllm_config)
-        config.model_config = copy.copy(model)
-        config.model_config.placement = placement
-        outline = outline_model(config, tp_size)
-        if all(outline.specs != known.specs for known in found):
-            found.append(outline)
-    return found
-
-
-def _memory(
-    vllm_config: VllmConfig, budget: Budget, outline: ModelOutline, page_bytes: int
-) -> Memory:
-    """The given budget before the configured pages before what an engine here would take."""
-    cache, weights = vllm_config.cache_config, outline.weight_bytes
-    if budget.arena_bytes is not None:
-        return Memory("given", budget.arena_bytes, weights)
-    device, reserved = budget.device_bytes, budget.reserved_bytes
-    if device is None:
-        pages = cache.num_gpu_blocks or cache.num_gpu_blocks_override
-        if pages is not None:
-            source = "the engine's pages" if cache.num_gpu_blocks else "--num-gpu-blocks-override"
-            return Memory(source, pages * page_bytes, weights)
-        if cache.kv_cache_memory_bytes is not None:
-            return Memory("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, weights)
-        if vllm_config.device_config.device_type == "cpu":
-            return Memory("VLLM_CPU_KVCACHE_SPACE", cache.cpu_kvcache_space_bytes, weights)
-        device = current_platform.total_memory_bytes()
-    usable = int(device * cache.gpu_memory_utilization)
-    source = f"{cache.gpu_memory_utilization:g} of the device, less weights and reserve"
-    rings = outline.ring_bytes
-    arena = max(usable - weights - rings - reserved, 0)
-    return Memory(source, arena, weights, device, reserved, rings)
+def _staged_plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
+    """All stages together, as the scheduler sees them; ValueError if an engine would not start."""
+    layout = replace(layout_of(vllm_config), tp=tp_size)
+    plan = plan_layout(vllm_config, layout, budget)
+    if plan.too_large:
+        raise ValueError(plan.too_large)
+    whole, memories = plan.whole, plan.memories
+    if not whole.kv_cache_groups:
+        raise ValueError("the model keeps no state: there is nothing to plan")
+    memory = replace(
+        memories[0],
+        arena_bytes=sum(one.arena_bytes for one in memories),
+        weight_bytes=sum(one.weight_bytes for one in memories),
+        ring_bytes=sum(one.ring_bytes for one in memories),
+    )
+    if memory.device_bytes is not None:
+        count = len(memories)
+        device, reserved = memory.device_bytes * count, (memory.reserved_bytes or 0) * count
+        memory = replace(memory, device_bytes=device, reserved_bytes=reserved)
+    return _Plan(vllm_config, memory, whole.kv_cache_groups, whole.plan)
 
 
 def _report(group: KVCacheGroupSpec, arena: ArenaPlan, group_id: int) -> GroupReport:
@@ -336,7 +301,8 @@ def _what_ifs(base: _Plan, budget: Budget, lengths: Sequence[int]) -> tuple[What
     """One row per flag and value. Given device memory is divided anew, an arena stays as large."""
     config = base.vllm_config
     if budget.device_bytes is None:
-        budget = Budget(arena_bytes=base.memory.arena_bytes)
+        stages = config.parallel_config.pipeline_parallel_size
+        budget = Budget(arena_bytes=base.memory.arena_bytes // stages)
     ranks = config.parallel_config.tensor_parallel_size
     rows = []
     for size in TP_SIZES:
@@ -344,20 +310,9 @@ def _what_ifs(base: _Plan, budget: Budget, lengths: Sequence[int]) -> tuple[What
         rows.append(_what_if(base, flag, lambda: config, budget, size, lengths))
     for flag, field, values in _changes(base.groups):
         for value in values:
-            changed = partial(_changed, config, field, value)
+            changed = partial(with_changes, config, cache={field: value})
             rows.append(_what_if(base, f"{flag} {value}", changed, budget, ranks, lengths))
     return tuple(rows)
-
-
-def _changed(config: VllmConfig, field: str, value: Any) -> VllmConfig:
-    """The configuration with one field of the cache changed; ValueError if it is refused."""
-    changed = copy.copy(config)
-    changed.decisions = copy.deepcopy(config.decisions)  # nothing is decided for the engine
-    changed.cache_config = replace(config.cache_config, **{field: value})
-    changed.scheduler_config = copy.copy(config.scheduler_config)
-    changed.compilation_config = copy.copy(config.compilation_config)
-    resolve(changed)
-    return changed
 
 
 def _changes(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[str, str, tuple[Any, ...]]]:

@@ -56,24 +56,26 @@ def explain_decode(
     batch: DecodeBatch,
     lengths: Sequence[int],
     arena_bytes: int,
+    sequences: Sequence[int],
 ) -> DecodeReport:
-    """The placements of a supernet are its own, those with an alias, and one for each mixer."""
+    """The placements of a supernet are its own, those with an alias, and one for each mixer; of a
+    model that has none `sequences` fit, per length."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     config, models = models_on_meta(vllm_config, tp_size)
     model, rows = models[0], {}
 
-    def row(names: list[str]) -> PlacementDecode:
+    def costs() -> tuple[DecodeCost, ...]:
         work = decode_work(config, model)
+        return tuple(predict(work, batch.device, batch.size, length) for length in lengths)
+
+    def row(names: list[str]) -> PlacementDecode:
         layers = collect_layers(config, *models)
         specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-        return PlacementDecode(
-            tuple(names),
-            tuple(predict(work, batch.device, batch.size, length) for length in lengths),
-            _fitting(config, specs, lengths, arena_bytes),
-        )
+        fitting = _fitting(config, specs, lengths, arena_bytes)
+        return PlacementDecode(tuple(names), costs(), fitting)
 
     if not isinstance(model, HasPlacements) or not model.get_mixer_names():
-        return DecodeReport(batch, (row([]),))
+        return DecodeReport(batch, (PlacementDecode((), costs(), tuple(sequences)),))
     names: dict[str, list[str]] = {}
     forms: dict[str, Placement] = {}
     for name, form in _placements(config, model):

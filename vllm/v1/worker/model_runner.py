@@ -21,17 +21,15 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.models.extract_hidden_states import aux_layer_ids
 from vllm.model_executor.models.interfaces import (
     HasPlacements,
     LeavesOutLayers,
-    SupportsPP,
     VllmModel,
+    as_stage,
 )
 from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
@@ -60,7 +58,7 @@ from vllm.v1.worker.padded_steps import PaddedSteps
 from vllm.v1.worker.pipeline_stage import PipelineStage
 from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.prompt_logprobs import PromptScorer
-from vllm.v1.worker.residual_tap import ResidualTap, ask_for_streams
+from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.staging import Uploads
 from vllm.v1.worker.state_journals import StateJournals
@@ -160,13 +158,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     def _join_pipeline(self) -> PipelineStage:
         """Meet the other stages; `VLLMValidationError` for a model that cannot be a stage."""
-        if not isinstance(self.model, SupportsPP):
-            raise _no_stages(f"{type(self.model).__name__} is not made for them (SupportsPP)")
-        if isinstance(self.model, HasPlacements) and self.model.get_mixer_names():
-            raise _no_stages("the model is a supernet, whose placement would change in all at once")
-        speculative = self.vllm_config.speculative_config
-        if not self.samples and speculative and speculative.uses_extract_hidden_states():
-            ask_for_streams(self.model, sorted(set(aux_layer_ids(self.vllm_config))))
+        stage = as_stage(self.model)
+        if not self.samples:
+            ask_for_captured_streams(self.vllm_config, self.model)
         config = self.model_config
         return PipelineStage(
             (self.inputs.max_tokens, config.get_hidden_size()),
@@ -174,7 +168,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.device,
             self.max_rows,
             self.vllm_config.steps_in_flight,
-            *self.model.stage_streams(),
+            *stage.stage_streams(),
         )
 
     def _collect_layers(self) -> None:
@@ -644,10 +638,3 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if state is not None and self.drafter is not None:
             self.drafter.remove(state)
         self.sampler.remove(req_id)
-
-
-def _no_stages(reason: str) -> VLLMValidationError:
-    return VLLMValidationError(
-        f"--pipeline-parallel-size: {reason}; use --tensor-parallel-size instead",
-        "pipeline_parallel_size",
-    )

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from vllm.model_executor.models.extract_hidden_states import aux_layer_ids
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.v1.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class ResidualReader(Protocol):
@@ -59,6 +63,14 @@ class ResidualTap:
         for reader, places in self._readers:
             reader.observe(inputs, hidden, [streams[i] for i in places])
         return hidden
+
+
+def ask_for_captured_streams(vllm_config: VllmConfig, target: nn.Module) -> None:
+    """On a pipeline stage before the last, which captures nothing itself: make `target` hand on
+    the streams that are captured, if any are."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.uses_extract_hidden_states():
+        ask_for_streams(target, sorted(set(aux_layer_ids(vllm_config))))
 
 
 def ask_for_streams(target: nn.Module, layer_ids: Sequence[int]) -> None:

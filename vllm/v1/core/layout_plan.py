@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a layout would hold and do, by the same steps as an engine's start.
+
+The configuration is resolved, each stage's first rank built on the `meta` device, and the arenas
+planned: what a start refuses is refused here, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.decode_work import decode_work, num_layers
+from vllm.model_executor.model_outline import (
+    ModelOutline,
+    models_on_meta,
+    other_outlines,
+    outline_of,
+)
+from vllm.model_executor.models.interfaces import as_stage
+from vllm.model_executor.step_traffic import step_collectives
+from vllm.v1.core.changed_config import with_changes
+from vllm.v1.core.explain_memory import Budget, Memory, memory_of
+from vllm.v1.core.explain_request import cost_of_request
+from vllm.v1.core.layout_cost import Layout, StageWork
+from vllm.v1.core.placed_arena import get_placed_configs
+from vllm.v1.core.staged_arena import get_stage_configs, whole_config
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: of a sampled token id
+_TOKEN_BYTES = 8
+#: memory for an arena whose pages are given
+_ENOUGH_BYTES = 1 << 62
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What one rank holds and does. `outlines`: of the model's own placement, then of others that
+    requests may choose."""
+
+    outlines: list[ModelOutline]
+    work: StageWork
+    layers: int
+
+    @property
+    def outline(self) -> ModelOutline:
+        """The first one, with what all of them need in common."""
+        return replace(self.outlines[0], ring_bytes=sum(one.ring_bytes for one in self.outlines))
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A replica. Of each stage: what its ranks do, and where their bytes go, the arena's being
+    those it has, or would have if it were not `too_large`; then there are no `arenas`."""
+
+    config: VllmConfig
+    layout: Layout
+    stages: list[PlannedStage]
+    memories: list[Memory]
+    arenas: list[KVCacheConfig]
+    too_large: str = ""
+
+    @property
+    def whole(self) -> KVCacheConfig:
+        """All stages' arenas as the scheduler sees them, for the model's own placement."""
+        if self.layout.pp == 1:
+            return self.arenas[0].of_placement(0)
+        return whole_config(self.config, self.arenas, workers_per_stage=1)
+
+    def sequences(self, context: int) -> int:
+        """Requests of `context` tokens that fit at once, with the model's own placement."""
+        whole, batched = self.whole, self.config.scheduler_config.max_num_batched_tokens
+        plan = whole.plan
+        arena_bytes = plan.num_pages * plan.page_bytes
+        cost = cost_of_request(whole.kv_cache_groups, plan, batched, context, arena_bytes)
+        return cost.sequences
+
+
+def plan_layout(vllm_config: VllmConfig, layout: Layout, budget: Budget) -> LayoutPlan:
+    """The plan for `vllm_config` with its parallel sizes replaced; ValueError with what an engine
+    of that layout would refuse before it looks at its memory."""
+    pages = _given_pages(vllm_config, budget)
+    cache = {"num_gpu_blocks": None, "num_gpu_blocks_override": pages}
+    config = with_changes(vllm_config, cache=cache, parallel=layout.flags)
+    with config.decisions.current():
+        stages = [_stage(config, layout, stage) for stage in range(layout.pp)]
+        memories = [memory_of(config, budget, stage.outline, 0) for stage in stages]
+        available = [_ENOUGH_BYTES if pages else memory.arena_bytes for memory in memories]
+        try:
+            arenas = _arenas(config, layout, stages, available)
+        except ValueError as error:
+            return LayoutPlan(config, layout, stages, memories, [], str(error))
+    sized = [
+        replace(memory, arena_bytes=arena.plan.num_pages * arena.plan.page_bytes)
+        for memory, arena in zip(memories, arenas, strict=True)
+    ]
+    return LayoutPlan(config, layout, stages, sized, arenas)
+
+
+def _given_pages(vllm_config: VllmConfig, budget: Budget) -> int | None:
+    """Pages of one replica's arena, where the configuration says so and no memory is given."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if budget.arena_bytes is not None or budget.device_bytes is not None:
+        return None
+    if cache.num_gpu_blocks:
+        return cache.num_gpu_blocks // parallel.data_parallel_size
+    return cache.num_gpu_blocks_override
+
+
+def _stage(config: VllmConfig, layout: Layout, stage: int) -> PlannedStage:
+    built, models = models_on_meta(config, layout.tp, stage)
+    model, is_last = models[0], stage == layout.pp - 1
+    element_bytes = config.model_config.dtype.itemsize
+    collectives = step_collectives(model, element_bytes, is_first=stage == 0, is_last=is_last)
+    streams = 0 if is_last else as_stage(model).stage_streams()[1]
+    work = StageWork(
+        decode_work(built, model, makes_logits=is_last),
+        collectives,
+        stream_bytes=streams * config.model_config.get_hidden_size() * element_bytes,
+        sample_bytes=_TOKEN_BYTES * (layout.pp - 1) if is_last else 0,
+    )
+    own = outline_of(built, models)
+    outlines = [own, *other_outlines(config, layout.tp, own)]
+    return PlannedStage(outlines, work, num_layers(model))
+
+
+def _arenas(
+    config: VllmConfig, layout: Layout, stages: Sequence[PlannedStage], available: Sequence[int]
+) -> list[KVCacheConfig]:
+    """Each stage's, as an engine plans it; ValueError if a request of full length does not fit."""
+    if layout.pp == 1:
+        placed = [(str(i), dict(one.specs)) for i, one in enumerate(stages[0].outlines)]
+        return get_placed_configs(config, [placed], available)
+    specs = [dict(stage.outline.specs) for stage in stages for _ in range(layout.tp)]
+    per_worker = [size for size in available for _ in range(layout.tp)]
+    return get_stage_configs(config, specs, per_worker)[:: layout.tp]
