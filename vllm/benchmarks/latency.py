@@ -11,7 +11,13 @@ import numpy as np
 from pydantic import PositiveInt
 from tqdm import trange
 
-from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, save_json
+from vllm.benchmarks.offline import (
+    add_engine_args,
+    check_length,
+    make_llm,
+    random_prompts,
+    save_json,
+)
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
 
@@ -20,8 +26,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Measure how long an offline engine takes for one batch."
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-#: token ids of prompts stay below this, clear of the special tokens at a vocabulary's end
-_MAX_TOKEN_ID = 10_000
 
 
 @config
@@ -62,15 +66,11 @@ def main(namespace: argparse.Namespace) -> int:
 def run(args: LatencyArgs, namespace: argparse.Namespace) -> list[float]:
     """Seconds of each measured run."""
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
     from vllm.sampling_params import BeamSearchParams
 
     llm = make_llm(namespace)
     check_length(llm, args.input_len, args.output_len)
-    generator = np.random.default_rng(namespace.seed)
-    highest = min(_MAX_TOKEN_ID, llm.model_config.get_vocab_size())
-    ids = generator.integers(0, highest, (args.batch_size, args.input_len))
-    prompts = [TokensPrompt(prompt_token_ids=row) for row in ids.tolist()]
+    prompts = random_prompts(llm, args.batch_size, args.input_len, namespace.seed)
     params = SamplingParams(
         n=args.n,
         temperature=1.0,

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm.engine.unsupported_flags import (
     UNSUPPORTED_BENCH_FLAGS,
     add_unsupported,
@@ -17,7 +19,11 @@ from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.inputs import TokensPrompt
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+#: token ids of prompts stay below this, clear of the special tokens at a vocabulary's end
+_MAX_TOKEN_ID = 10_000
 
 
 def add_engine_args(parser: FlexibleArgumentParser) -> None:
@@ -44,6 +50,13 @@ def check_length(llm: LLM, input_len: int, output_len: int) -> None:
         raise VLLMValidationError(
             f"{input_len} input and {output_len} output tokens exceed --max-model-len {limit}"
         )
+
+
+def random_prompts(llm: LLM, count: int, length: int, seed: int | None) -> list[TokensPrompt]:
+    """`count` prompts of `length` random tokens."""
+    highest = min(_MAX_TOKEN_ID, llm.model_config.get_vocab_size())
+    ids = np.random.default_rng(seed).integers(0, highest, (count, length))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
 def save_json(path: str | None, result: dict[str, Any]) -> None:

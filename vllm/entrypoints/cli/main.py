@@ -23,6 +23,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench latency": ("vllm.entrypoints.cli.bench", "Benchmark one batch, offline."),
     "bench throughput": ("vllm.entrypoints.cli.bench", "Benchmark many requests, offline."),
     "bench acceptance": ("vllm.entrypoints.cli.bench", "Predict how many drafts are accepted."),
+    "bench scaling": ("vllm.entrypoints.cli.bench", "Compare layouts of devices, offline."),
     "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
     "proxy": ("vllm.entrypoints.cli.proxy", "Route between servers for prompts and for answers."),

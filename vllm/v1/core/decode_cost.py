@@ -40,6 +40,21 @@ DEVICES = {
 }
 
 
+#: names that drivers give to what the data sheets are of
+_DRIVER_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA L40S": "L40S",
+}
+
+
+def speed_of_device(driver_name: str) -> DeviceSpeed | None:
+    """Of the device that its driver calls so; None for one without figures here."""
+    return DEVICES.get(_DRIVER_NAMES.get(driver_name, ""))
+
+
 @dataclass(frozen=True)
 class StateWork:
     """What a decode does with the state of one layer, per sequence: `fixed_bytes` and `fixed_flops`

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench scaling`: what several devices gain, by how the model is laid out over them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
+from tqdm import tqdm
+
+from vllm.benchmarks.offline import (
+    add_engine_args,
+    check_length,
+    make_llm,
+    random_prompts,
+    save_json,
+)
+from vllm.benchmarks.plot import require_matplotlib
+from vllm.benchmarks.scaling_plot import plot
+from vllm.entrypoints.cli.text_table import table
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.options import config, option
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.core.explain_layout import LayoutReport, Rates
+    from vllm.v1.core.layout_cost import Layout
+
+DESCRIPTION = (
+    "Measure layouts of a model over devices: the throughput of a batch and the speed of one "
+    "request with an offline engine each, beside what vllm explain predicts."
+)
+_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+)
+_COLUMNS = (
+    "layout", "devices", "batch tok/s", "ratio", "predicted", "1 request tok/s", "ratio",
+    "predicted",
+)  # fmt: skip
+
+
+@config
+class ScalingArgs:
+    """Which layouts, and what each of them runs."""
+
+    layouts: str = option(
+        default="tp1,tp2,pp2,dp2",
+        help="Layouts, separated by commas: sizes of tensor, pipeline and data parallelism, as "
+        "tp1, tp2, pp2, dp2, tp2pp2dp2, and ep for whole experts per rank, as tp4ep. All others "
+        "are compared with the first.",
+    )
+    input_len: PositiveInt = option(default=128, help="Tokens per prompt.")
+    output_len: PositiveInt = option(default=128, help="Tokens generated per prompt.")
+    batch_size: PositiveInt = option(default=32, help="Requests of the batch, of all replicas.")
+    num_iters_warmup: NonNegativeInt = option(
+        default=1, help="Batches, and single requests, before the measured ones."
+    )
+    num_iters: PositiveInt = option(
+        default=3, help="Measured batches, and measured single requests; the median counts."
+    )
+    decode_device: str | None = option(
+        default=None,
+        help="Device of the prediction, as of `vllm explain`; by default the GPU at hand. Without "
+        "figures of the device nothing is predicted.",
+    )
+    decode_link: str | None = option(
+        default=None,
+        help="What connects the devices in the prediction, as of `vllm explain`; by default what "
+        "connects such devices.",
+    )
+    output_json: str | None = option(default=None, help="File for the result.")
+    plot: str | None = option(default=None, help="File for a picture (needs `vllm[plot]`).")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One layout. Seconds of each measured batch and request, and tokens/s of their medians;
+    `..._ratio`: how many times the first layout's; `predicted_...`: the same of decode steps, None
+    where nothing is predicted."""
+
+    layout: str
+    devices: int
+    batch_seconds: list[float]
+    request_seconds: list[float]
+    batch_tokens_per_s: float
+    request_tokens_per_s: float
+    batch_ratio: float
+    request_ratio: float
+    predicted_batch_tokens_per_s: float | None = None
+    predicted_request_tokens_per_s: float | None = None
+    predicted_batch_ratio: float | None = None
+    predicted_request_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens/s of decode steps."""
+
+    batch: float
+    request: float
+
+
+def add_cli_args(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("model_tag", metavar="MODEL", help="Model path or repository.")
+    add_dataclass_flags(parser, ScalingArgs, "Scaling")
+    add_engine_args(parser)
+    # Every run has the same prompts; finding them in the cache is not what is measured.
+    parser.set_defaults(enable_prefix_caching=False, model=None)
+
+
+def main(namespace: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    from vllm.v1.core.layout_cost import Layout
+
+    args = from_namespace(ScalingArgs, namespace)
+    if namespace.model is not None:
+        raise VLLMValidationError("give the model as MODEL, not as --model", "model")
+    if any(vars(namespace)[name] not in (1, False) for name in _SIZES):
+        raise VLLMValidationError("sizes of layouts are given with --layouts", "layouts")
+    if args.plot is not None:
+        require_matplotlib()
+    namespace.model = namespace.model_tag
+    try:
+        layouts = [Layout.parse(text.strip()) for text in args.layouts.split(",")]
+        rates = _rates(args)
+        reports = [_report(args, namespace, layout, rates) for layout in layouts]
+    except ValueError as error:
+        raise VLLMValidationError(str(error), "layouts") from error
+    predictions = None if rates is None else [_prediction(args, one) for one in reports]
+    seconds = _measure_all(args, namespace, layouts)
+    runs = compare(args, layouts, seconds, predictions)
+    note = _note(rates)
+    print("\n".join([*table(_COLUMNS, [_row(run) for run in runs]), note]))
+    result = {"model": namespace.model, "prediction": note, **asdict(args)}
+    save_json(args.output_json, result | {"layouts": [asdict(run) for run in runs]})
+    if args.plot is not None:
+        plot(args.plot, runs, f"{namespace.model}: {args.batch_size} requests, and one")
+    return 0
+
+
+# ---- prediction ----------------------------------------------------------------------------------
+
+
+def _rates(args: ScalingArgs) -> Rates | None:
+    """None for a device without figures; ValueError for names that are not known."""
+    from vllm.platforms import current_platform
+    from vllm.v1.core.decode_cost import device_speed, speed_of_device
+    from vllm.v1.core.explain_layout import Rates
+    from vllm.v1.core.link_speed import link_speed
+
+    if args.decode_device is None:
+        device = speed_of_device(current_platform.get_device_name())
+    else:
+        device = device_speed(args.decode_device)
+    link = None if args.decode_link is None else link_speed(args.decode_link)
+    return None if device is None else Rates(device, link)
+
+
+def _report(
+    args: ScalingArgs, namespace: argparse.Namespace, layout: Layout, rates: Rates | None
+) -> LayoutReport:
+    """Also without rates: ValueError for a layout that an engine would refuse."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.batch_defaults import UsageContext
+    from vllm.v1.core.explain_layout import Rates, explain_layout
+    from vllm.v1.core.explain_memory import Budget
+    from vllm.v1.core.link_speed import LINKS
+
+    engine = EngineArgs.from_cli_args(_with_layout(namespace, layout))
+    vllm_config = engine.create_engine_config(UsageContext.LLM_CLASS)
+    per_replica = -(-args.batch_size // layout.dp)
+    context = args.input_len + (1 + args.output_len) // 2
+    any_rates = rates or Rates(link=LINKS["NVLink4"])
+    report = explain_layout(vllm_config, layout, Budget(), any_rates, per_replica, context)
+    if not report.is_possible:
+        raise ValueError(f"layout {layout.name}: {report.refused or report.too_large}")
+    return report
+
+
+def _prediction(args: ScalingArgs, report: LayoutReport) -> Prediction:
+    assert report.asked is not None and report.one is not None, "a possible layout has costs"
+    return Prediction(args.batch_size / report.asked.seconds, 1 / report.one.seconds)
+
+
+def _note(rates: Rates | None) -> str:
+    if rates is None:
+        return "Nothing is predicted: no figures of this device are known; give --decode-device."
+    link = "its own link" if rates.link is None else rates.link.name
+    return (
+        f"Predicted: ratios of decode steps for the {rates.device.name} with {link}, without "
+        "prefills, sampling and the host's work; vllm explain says how."
+    )
+
+
+# ---- measurement ---------------------------------------------------------------------------------
+
+
+def _with_layout(namespace: argparse.Namespace, layout: Layout) -> argparse.Namespace:
+    changed = copy.copy(namespace)
+    vars(changed).update(layout.flags)
+    return changed
+
+
+def _measure_all(
+    args: ScalingArgs, namespace: argparse.Namespace, layouts: list[Layout]
+) -> list[tuple[list[float], list[float]]]:
+    """Seconds of batches and of single requests, of one engine after the other."""
+    each = 1 + 2 * (args.num_iters_warmup + args.num_iters)
+    found = []
+    with tqdm(total=len(layouts) * each, unit="run", dynamic_ncols=True) as bar:
+        for layout in layouts:
+            bar.set_description(f"{layout.name}: start")
+            llm = make_llm(_with_layout(namespace, layout))
+            try:
+                bar.update()
+                found.append(_measure(args, namespace, llm, bar, layout.name))
+            finally:
+                llm.shutdown()
+    return found
+
+
+def _measure(
+    args: ScalingArgs, namespace: argparse.Namespace, llm: LLM, bar: Any, name: str
+) -> tuple[list[float], list[float]]:
+    from vllm import SamplingParams
+
+    check_length(llm, args.input_len, args.output_len)
+    params = SamplingParams(
+        temperature=1.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False
+    )
+    seconds = []
+    for what, size in (("batch", args.batch_size), ("1 request", 1)):
+        bar.set_description(f"{name}: {what}")
+        prompts = random_prompts(llm, size, args.input_len, namespace.seed)
+        runs = []
+        for _ in range(args.num_iters_warmup + args.num_iters):
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            runs.append(time.perf_counter() - began)
+            bar.update()
+        seconds.append(runs[args.num_iters_warmup :])
+    return seconds[0], seconds[1]
+
+
+# ---- result --------------------------------------------------------------------------------------
+
+
+def compare(
+    args: ScalingArgs,
+    layouts: list[Layout],
+    seconds: list[tuple[list[float], list[float]]],
+    predictions: list[Prediction] | None,
+) -> list[Run]:
+    """Each layout beside the first."""
+    runs: list[Run] = []
+    speeds = [
+        (args.batch_size * args.output_len / np.median(batch), args.output_len / np.median(one))
+        for batch, one in seconds
+    ]
+    for i, layout in enumerate(layouts):
+        predicted: dict[str, float] = {}
+        if predictions is not None:
+            first, own = predictions[0], predictions[i]
+            predicted = {
+                "predicted_batch_tokens_per_s": own.batch,
+                "predicted_request_tokens_per_s": own.request,
+                "predicted_batch_ratio": own.batch / first.batch,
+                "predicted_request_ratio": own.request / first.request,
+            }
+        ratios = [float(speeds[i][k] / speeds[0][k]) for k in (0, 1)]
+        own_speeds = [float(speed) for speed in speeds[i]]
+        runs.append(
+            Run(layout.name, layout.devices, *seconds[i], *own_speeds, *ratios, **predicted)
+        )
+    return runs
+
+
+def _row(run: Run) -> list[str]:
+    def times(ratio: float | None) -> str:
+        return "" if ratio is None else f"{ratio:.2f}x"
+
+    return [
+        run.layout,
+        str(run.devices),
+        f"{run.batch_tokens_per_s:,.1f}",
+        times(run.batch_ratio),
+        times(run.predicted_batch_ratio),
+        f"{run.request_tokens_per_s:,.1f}",
+        times(run.request_ratio),
+        times(run.predicted_request_ratio),
+    ]
