@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,31 +83,33 @@ class ScalingArgs:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One layout. Seconds of each measured batch and request, and tokens/s of their medians;
-    `..._ratio`: how many times the first layout's; `predicted_...`: the same of decode steps, None
-    where nothing is predicted."""
+class Speed:
+    """`seconds` of each measured run, tokens/s of their median, and how many times the first
+    layout's that is; `predicted_...`: the same of decode steps, None where nothing is predicted."""
 
-    layout: str
-    devices: int
-    batch_seconds: list[float]
-    request_seconds: list[float]
-    batch_tokens_per_s: float
-    request_tokens_per_s: float
-    batch_ratio: float
-    request_ratio: float
-    predicted_batch_tokens_per_s: float | None = None
-    predicted_request_tokens_per_s: float | None = None
-    predicted_batch_ratio: float | None = None
-    predicted_request_ratio: float | None = None
+    seconds: list[float]
+    tokens_per_s: float
+    ratio: float
+    predicted_tokens_per_s: float | None = None
+    predicted_ratio: float | None = None
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Tokens/s of decode steps."""
+class Run:
+    """One layout: a batch, and one request."""
 
-    batch: float
-    request: float
+    layout: str
+    devices: int
+    batch: Speed
+    request: Speed
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a batch and of one request: seconds of the measured runs, or predicted tokens/s."""
+
+    batch: list[float]
+    request: list[float]
 
 
 def add_cli_args(parser: FlexibleArgumentParser) -> None:
@@ -138,14 +140,27 @@ def main(namespace: argparse.Namespace) -> int:
     except ValueError as error:
         raise VLLMValidationError(str(error), "layouts") from error
     predictions = None if rates is None else [_prediction(args, one) for one in reports]
-    seconds = _measure_all(args, namespace, layouts)
-    runs = compare(args, layouts, seconds, predictions)
+    measured = _measure_all(args, namespace, layouts)
+    runs = compare(args, layouts, measured, predictions)
     note = _note(rates)
     print("\n".join([*table(_COLUMNS, [_row(run) for run in runs]), note]))
     result = {"model": namespace.model, "prediction": note, **asdict(args)}
     save_json(args.output_json, result | {"layouts": [asdict(run) for run in runs]})
     if args.plot is not None:
-        plot(args.plot, runs, f"{namespace.model}: {args.batch_size} requests, and one")
+        title = f"{namespace.model}: {args.batch_size} requests, and one"
+        plot(
+            args.plot,
+            title,
+            [run.layout for run in runs],
+            {
+                "Tokens/s of the batch": [
+                    (run.batch.ratio, run.batch.predicted_ratio) for run in runs
+                ],
+                "Tokens/s of one request": [
+                    (run.request.ratio, run.request.predicted_ratio) for run in runs
+                ],
+            },
+        )
     return 0
 
 
@@ -188,9 +203,9 @@ def _report(
     return report
 
 
-def _prediction(args: ScalingArgs, report: LayoutReport) -> Prediction:
+def _prediction(args: ScalingArgs, report: LayoutReport) -> Figures:
     assert report.asked is not None and report.one is not None, "a possible layout has costs"
-    return Prediction(args.batch_size / report.asked.seconds, 1 / report.one.seconds)
+    return Figures([args.batch_size / report.asked.seconds], [1 / report.one.seconds])
 
 
 def _note(rates: Rates | None) -> str:
@@ -214,8 +229,8 @@ def _with_layout(namespace: argparse.Namespace, layout: Layout) -> argparse.Name
 
 def _measure_all(
     args: ScalingArgs, namespace: argparse.Namespace, layouts: list[Layout]
-) -> list[tuple[list[float], list[float]]]:
-    """Seconds of batches and of single requests, of one engine after the other."""
+) -> list[Figures]:
+    """Of one engine after the other."""
     each = 1 + 2 * (args.num_iters_warmup + args.num_iters)
     found = []
     with tqdm(total=len(layouts) * each, unit="run", dynamic_ncols=True) as bar:
@@ -232,7 +247,7 @@ def _measure_all(
 
 def _measure(
     args: ScalingArgs, namespace: argparse.Namespace, llm: LLM, bar: Any, name: str
-) -> tuple[list[float], list[float]]:
+) -> Figures:
     from vllm import SamplingParams
 
     check_length(llm, args.input_len, args.output_len)
@@ -250,7 +265,7 @@ def _measure(
             runs.append(time.perf_counter() - began)
             bar.update()
         seconds.append(runs[args.num_iters_warmup :])
-    return seconds[0], seconds[1]
+    return Figures(*seconds)
 
 
 # ---- result --------------------------------------------------------------------------------------
@@ -259,44 +274,43 @@ def _measure(
 def compare(
     args: ScalingArgs,
     layouts: list[Layout],
-    seconds: list[tuple[list[float], list[float]]],
-    predictions: list[Prediction] | None,
+    measured: list[Figures],
+    predicted: list[Figures] | None,
 ) -> list[Run]:
     """Each layout beside the first."""
-    runs: list[Run] = []
-    speeds = [
-        (args.batch_size * args.output_len / np.median(batch), args.output_len / np.median(one))
-        for batch, one in seconds
+    guesses = predicted or [Figures([], []) for _ in layouts]
+    batches = _speeds(
+        args.batch_size * args.output_len,
+        [one.batch for one in measured],
+        [one.batch for one in guesses],
+    )
+    requests = _speeds(
+        args.output_len, [one.request for one in measured], [one.request for one in guesses]
+    )
+    return [
+        Run(layout.name, layout.devices, batch, request)
+        for layout, batch, request in zip(layouts, batches, requests, strict=True)
     ]
-    for i, layout in enumerate(layouts):
-        predicted: dict[str, float] = {}
-        if predictions is not None:
-            first, own = predictions[0], predictions[i]
-            predicted = {
-                "predicted_batch_tokens_per_s": own.batch,
-                "predicted_request_tokens_per_s": own.request,
-                "predicted_batch_ratio": own.batch / first.batch,
-                "predicted_request_ratio": own.request / first.request,
-            }
-        ratios = [float(speeds[i][k] / speeds[0][k]) for k in (0, 1)]
-        own_speeds = [float(speed) for speed in speeds[i]]
-        runs.append(
-            Run(layout.name, layout.devices, *seconds[i], *own_speeds, *ratios, **predicted)
+
+
+def _speeds(tokens: int, seconds: list[list[float]], predicted: list[list[float]]) -> list[Speed]:
+    """Of all layouts; each has one predicted figure, or none has any."""
+    rates = [tokens / float(np.median(one)) for one in seconds]
+    speeds = [Speed(one, rate, rate / rates[0]) for one, rate in zip(seconds, rates, strict=True)]
+    return [
+        replace(
+            speed,
+            predicted_tokens_per_s=guess[0] if guess else None,
+            predicted_ratio=guess[0] / predicted[0][0] if guess else None,
         )
-    return runs
+        for speed, guess in zip(speeds, predicted, strict=True)
+    ]
 
 
 def _row(run: Run) -> list[str]:
-    def times(ratio: float | None) -> str:
-        return "" if ratio is None else f"{ratio:.2f}x"
-
-    return [
-        run.layout,
-        str(run.devices),
-        f"{run.batch_tokens_per_s:,.1f}",
-        times(run.batch_ratio),
-        times(run.predicted_batch_ratio),
-        f"{run.request_tokens_per_s:,.1f}",
-        times(run.request_ratio),
-        times(run.predicted_request_ratio),
-    ]
+    cells = [run.layout, str(run.devices)]
+    for speed in (run.batch, run.request):
+        guess = speed.predicted_ratio
+        cells += [f"{speed.tokens_per_s:,.1f}", f"{speed.ratio:.2f}x"]
+        cells.append("" if guess is None else f"{guess:.2f}x")
+    return cells

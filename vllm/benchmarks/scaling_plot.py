@@ -3,58 +3,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-class Compared(Protocol):
-    """A layout beside the first one."""
-
-    @property
-    def layout(self) -> str: ...
-    @property
-    def batch_ratio(self) -> float: ...
-    @property
-    def request_ratio(self) -> float: ...
-    @property
-    def predicted_batch_ratio(self) -> float | None: ...
-    @property
-    def predicted_request_ratio(self) -> float | None: ...
+#: measured and predicted, times the first layout's; nothing is predicted for unknown devices
+Ratios = Sequence[tuple[float, float | None]]
 
 
-def plot(path: str, runs: Sequence[Compared], title: str) -> None:
-    """Throughput of the batch to the left, speed of one request to the right, of each layout."""
+def plot(path: str, title: str, layouts: Sequence[str], panels: Mapping[str, Ratios]) -> None:
+    """A panel of bars for each entry of `panels`, which has a pair per layout."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.5 + 1.6 * len(runs), 4), layout="constrained")
+    figure = Figure(figsize=(2.5 + 1.6 * len(layouts), 4), layout="constrained")
     figure.suptitle(title)
-    batch, request = figure.subplots(1, 2)
-    names = [run.layout for run in runs]
-    _bars(batch, names, [r.batch_ratio for r in runs], [r.predicted_batch_ratio for r in runs])
-    _bars(
-        request, names, [r.request_ratio for r in runs], [r.predicted_request_ratio for r in runs]
-    )
-    batch.set(title="Tokens/s of the batch", ylabel=f"times {names[0]}'s")
-    request.set(title="Tokens/s of one request")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, ratios) in zip(axes, panels.items(), strict=True):
+        _bars(axis, layouts, ratios)
+        axis.set(title=name, ylabel=f"times {layouts[0]}'s")
     figure.savefig(path, dpi=120)
 
 
-def _bars(
-    axis: Axes, names: list[str], measured: list[float], predicted: list[float | None]
-) -> None:
-    series: list[tuple[str, list[Any]]] = [("measured", measured)]
-    if None not in predicted:
-        series.append(("predicted", predicted))
+def _bars(axis: Axes, layouts: Sequence[str], ratios: Ratios) -> None:
+    series = {"measured": [measured for measured, _ in ratios]}
+    predicted = [guess for _, guess in ratios if guess is not None]
+    if predicted:
+        series["predicted"] = predicted
     width = 0.8 / len(series)
-    for i, (label, ratios) in enumerate(series):
-        places = [place + i * width for place in range(len(names))]
-        bars = axis.bar(places, ratios, width, label=label)
-        axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize="small")
+    for i, (label, values) in enumerate(series.items()):
+        places = [place + i * width for place in range(len(layouts))]
+        bars = axis.bar(places, values, width, label=label)
+        axis.bar_label(bars, [f"{value:.2f}" for value in values], fontsize="small")
     middle = (len(series) - 1) * width / 2
-    axis.set_xticks([place + middle for place in range(len(names))], names)
+    axis.set_xticks([place + middle for place in range(len(layouts))], layouts)
+    axis.margins(y=0.15)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.grid(alpha=0.3, axis="y")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="lower left")

@@ -116,6 +116,11 @@ def _candidates(report: LayoutsReport) -> Iterator[str]:
         if not one.is_possible:
             why = "not possible" if one.refused else "does not fit"
             yield f"  {one.layout.name}: {why}: {one.refused or one.too_large}"
+    bounded = {
+        one.full.batch for one in report.candidates if one.full and one.full.batch < one.sequences
+    }
+    for most in bounded:
+        yield f"--max-num-seqs {most} bounds full batches of a replica; more requests would fit."
     if report.lowest_latency is None or report.highest_throughput is None:
         yield "No layout is possible."
         return

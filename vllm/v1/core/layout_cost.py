@@ -137,10 +137,18 @@ def traffic_of(work: StageWork, layout: Layout, tokens: int) -> Traffic:
 
 
 def stage_seconds(
-    work: StageWork, layout: Layout, device: DeviceSpeed, link: LinkSpeed, tokens: int, context: int
+    work: StageWork,
+    layout: Layout,
+    device: DeviceSpeed,
+    link: LinkSpeed | None,
+    tokens: int,
+    context: int,
 ) -> tuple[float, float]:
-    """Of a step of `tokens` requests on one stage: computing, and exchanges."""
+    """Of a step of `tokens` requests on one stage: computing, and exchanges; `link` is None where
+    there are none."""
     computing = predict(work.parts, device, tokens, context).seconds
+    if link is None:
+        return computing, 0.0
     exchanges = sum(link.collective_seconds(one, layout.tp, tokens) for one in work.collectives)
     if work.stream_bytes:
         exchanges += link.message_seconds(work.stream_bytes * tokens)
@@ -157,13 +165,11 @@ def predict_layout(
 ) -> StepCost:
     """Steps in which each of `batch` requests per replica gets a token; `link` may be None where
     nothing is exchanged."""
-    if link is None:
-        seconds = predict(stages[0].parts, device, batch, context).seconds
-        return StepCost(batch, context, seconds, 0.0, layout.dp * batch / seconds)
     groups = min(batch, layout.pp)
     tokens = -(-batch // groups)
     costs = [stage_seconds(work, layout, device, link, tokens, context) for work in stages]
-    back = link.message_seconds(stages[-1].sample_bytes * tokens) if layout.pp > 1 else 0.0
+    samples = stages[-1].sample_bytes * tokens
+    back = link.message_seconds(samples) if link is not None and samples else 0.0
     way = sum(computing + exchanges for computing, exchanges in costs) + back
     seconds = max(way, groups * max(map(sum, costs)))
     exchange_seconds = sum(exchanges for _, exchanges in costs) + back
