@@ -122,6 +122,40 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^  1,000 +1 +63 +42,3\d\d,\d\d\d ", halved, re.MULTILINE)
 
 
+def test_the_configured_layout(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--memory", "1MB", "--lengths", "12", "--no-what-ifs", "--decode-batch", "8"]
+    assert main(["explain", dense, *flags, "-pp", "2", "-dp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "bytes and pages of all 2 pipeline stages together" in shown
+    assert "Layout pp2dp2: 2 replicas of 2 stages of 1 rank, 4 devices" in shown
+    assert re.search(r"^  stage 1 +1 .*  128 B +1 +\d", shown, re.MULTILINE)  # 4 rows of 16 x 2
+    assert "and NVLink4 (450 GB/s each way, 6.6 us per exchange" in shown
+    report = as_json(capsys, dense, *flags, "-pp", "2", "--decode-link", "1e9,3")
+    (one, two), link = report["layouts"]["own"]["stages"], report["layouts"]["link"]
+    assert one["traffic"]["streams"] == 4 * 16 * 2 and two["traffic"]["streams"] == 4 * 8
+    assert link["name"] == "given link" and link["base_s"] == pytest.approx(3e-6)
+    assert as_json(capsys, dense, *flags)["layouts"] is None
+
+
+def test_layouts_of_devices(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One key/value head is on both of two ranks; 2 layers are no 4 stages."""
+    flags = ["--memory", "1MB", "--lengths", "12", "--no-what-ifs", "--devices", "4"]
+    assert main(["explain", dense, *flags, "--max-num-seqs", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "Layouts of 4 devices, requests of 12 tokens" in shown
+    for name in ("dp4", "tp2dp2", "pp2dp2", "tp2pp2"):
+        assert re.search(rf"^  {name} +[124] +[124] +[124] +yes ", shown, re.MULTILINE)
+    assert "  tp4: not possible: 2 attention heads cannot be divided among 4" in shown
+    assert "  pp4: not possible: --pipeline-parallel-size 4: the model has 2 layers" in shown
+    assert "--max-num-seqs 8 bounds full batches" in shown
+    assert re.search("^Best for latency: .*-dp", shown, re.MULTILINE)
+    assert re.search("^Best for throughput: -dp 4,", shown, re.MULTILINE)
+    flags = [*flags, "--memory", "16kB"]
+    assert main(["explain", dense, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "dp4: does not fit: " in shown and "No layout is possible." in shown
+
+
 def test_the_example_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/state_memory.md shows what the command prints."""
     guide = (ROOT / "docs" / "state_memory.md").read_text(encoding="utf-8")
@@ -149,6 +183,12 @@ def test_too_long_for_the_memory(dense: str, capsys: pytest.CaptureFixture[str])
         (["--model", "x"], "as MODEL"),
         (["--lengths", "5000"], "outside 1..max_model_len (4096)"),
         (["--memory", "1kB"], "less than one page"),
+        (["--memory", "1MB", "-tp", "3"], "divided among 3"),
+        (["--memory", "1MB", "-pp", "3"], "the model has 2 layers"),
+        (["--memory", "1MB", "-tp", "2", "-ep"], "the model has no experts"),
+        (["--memory", "1MB", "--devices", "0"], "at least 1"),
+        (["--memory", "1MB", "-tp", "2", "--decode-link", "x"], "one of NVLink3"),
+        (["--memory", "1MB", "-tp", "2", "--decode-device", "1e12,1e15"], "--decode-link"),
     ],
 )
 def test_errors_name_the_cause(

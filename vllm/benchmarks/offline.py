@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
     from vllm.inputs import TokensPrompt
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -43,9 +44,9 @@ def make_llm(namespace: argparse.Namespace) -> LLM:
     return LLM.from_engine_args(EngineArgs.from_cli_args(namespace))
 
 
-def check_length(llm: LLM, input_len: int, output_len: int) -> None:
+def check_length(engine: LLM | VllmConfig, input_len: int, output_len: int) -> None:
     """Raise `VLLMValidationError` when a request would not fit the model's context."""
-    limit = llm.model_config.max_model_len
+    limit = engine.model_config.max_model_len
     if input_len + output_len > limit:
         raise VLLMValidationError(
             f"{input_len} input and {output_len} output tokens exceed --max-model-len {limit}"

@@ -29,6 +29,7 @@ from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.explain_layout import LayoutReport, Rates
     from vllm.v1.core.layout_cost import Layout
@@ -136,7 +137,8 @@ def main(namespace: argparse.Namespace) -> int:
     try:
         layouts = [Layout.parse(text.strip()) for text in args.layouts.split(",")]
         rates = _rates(args)
-        reports = [_report(args, namespace, layout, rates) for layout in layouts]
+        vllm_config = _config(args, namespace)
+        reports = [_report(args, vllm_config, layout, rates) for layout in layouts]
     except ValueError as error:
         raise VLLMValidationError(str(error), "layouts") from error
     predictions = None if rates is None else [_prediction(args, one) for one in reports]
@@ -182,18 +184,25 @@ def _rates(args: ScalingArgs) -> Rates | None:
     return None if device is None else Rates(device, link)
 
 
-def _report(
-    args: ScalingArgs, namespace: argparse.Namespace, layout: Layout, rates: Rates | None
-) -> LayoutReport:
-    """Also without rates: ValueError for a layout that an engine would refuse."""
+def _config(args: ScalingArgs, namespace: argparse.Namespace) -> VllmConfig:
+    """An engine's, without a layout."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
+
+    engine = EngineArgs.from_cli_args(namespace)
+    vllm_config = engine.create_engine_config(UsageContext.LLM_CLASS)
+    check_length(vllm_config, args.input_len, args.output_len)
+    return vllm_config
+
+
+def _report(
+    args: ScalingArgs, vllm_config: VllmConfig, layout: Layout, rates: Rates | None
+) -> LayoutReport:
+    """Also without rates: ValueError for a layout that an engine would refuse."""
     from vllm.v1.core.explain_layout import Rates, explain_layout
     from vllm.v1.core.explain_memory import Budget
     from vllm.v1.core.link_speed import LINKS
 
-    engine = EngineArgs.from_cli_args(_with_layout(namespace, layout))
-    vllm_config = engine.create_engine_config(UsageContext.LLM_CLASS)
     per_replica = -(-args.batch_size // layout.dp)
     context = args.input_len + (1 + args.output_len) // 2
     any_rates = rates or Rates(link=LINKS["NVLink4"])
@@ -250,7 +259,6 @@ def _measure(
 ) -> Figures:
     from vllm import SamplingParams
 
-    check_length(llm, args.input_len, args.output_len)
     params = SamplingParams(
         temperature=1.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False
     )

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `explain` says of layouts: beside engines, beside the model's own parameters, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_model
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_outline import models_on_meta
+from vllm.v1.core.decode_cost import DEVICES
+from vllm.v1.core.explain import Explanation, explain
+from vllm.v1.core.explain_layout import LayoutReport, LayoutsReport, Rates, explain_layout
+from vllm.v1.core.explain_memory import Budget
+from vllm.v1.core.layout_cost import Layout
+
+MIB = 1 << 20
+HYBRID = Path(__file__).parents[3] / "benchmarks" / "qwen3_5_4b"
+MIXTURE = HYBRID.with_name("qwen3_5_35b_a3b")
+H200 = Budget(device_bytes=141 * 10**9, reserved_bytes=2 * 10**9)
+
+
+def config_of(model: str | Path, **options: Any) -> Any:
+    return EngineArgs(model=str(model), **options).create_engine_config()
+
+
+def reported(model: str, layout: str, budget: Budget | None = None, **options: Any) -> LayoutReport:
+    options = {"max_model_len": 256, "dtype": "bfloat16", **options}
+    config = config_of(tiny_model(model), **options)
+    budget = budget or Budget(arena_bytes=4 * MIB)
+    return explain_layout(config, Layout.parse(layout), budget, Rates(), batch=8, context=100)
+
+
+def layouts(model: str | Path, devices: int | None, **options: Any) -> LayoutsReport:
+    config = config_of(model, **options)
+    report = explain(config, H200, [32_000], what_ifs=False, devices=devices).layouts
+    assert report is not None
+    return report
+
+
+# ---- beside engines ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_an_engine_gets_the_pages_it_says(sizes: dict[str, int]) -> None:
+    options: dict[str, Any] = {"max_model_len": 256, "dtype": "float32", **sizes}
+    options |= {"kv_cache_memory_bytes": 3 * MIB, "max_num_seqs": 8}
+    path = tiny_model("qwen3_5")
+    expected = explain(config_of(path, **options), lengths=[100], what_ifs=False)
+    llm = LLM(str(path), **options)
+    try:
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == expected.num_pages
+        live = llm.explain([100])
+    finally:
+        llm.shutdown()
+    assert live.groups == expected.groups and live.requests[0].blocks == expected.requests[0].blocks
+    assert live.memory.arena_bytes == expected.num_pages * expected.page_bytes
+    assert live.layouts is not None and expected.layouts is not None
+    own, told = live.layouts.own, expected.layouts.own
+    assert own is not None and told is not None and own.stages == told.stages
+    assert told.memory_source == "--kv-cache-memory-bytes"
+    assert all(0 < stage.arena_bytes <= 3 * MIB for stage in told.stages)
+    assert sum(stage.layers for stage in told.stages) == 4
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def test_weights_are_divided() -> None:
+    whole = reported("llama", "tp1").stages[0].weight_bytes
+    ranks, stages = reported("llama", "tp2").stages, reported("llama", "pp2").stages
+    # Norms and tables of rotations are whole on both, and the vocabulary is padded for them.
+    assert len(ranks) == 1 and 0.5 <= ranks[0].weight_bytes / whole < 0.6
+    # Embedding and head are on one stage each, those tables on both.
+    _, (model, *_) = models_on_meta(config_of(tiny_model("llama"), max_model_len=256))
+    tables = {id(one): one.nbytes for one in model.buffers()}
+    assert sum(stage.weight_bytes for stage in stages) == whole + sum(tables.values())
+    tied = reported("qwen3_5_tied", "pp2").stages
+    copies = sum(stage.weight_bytes for stage in tied) - (
+        reported("qwen3_5_tied", "tp1").stages[0].weight_bytes
+    )
+    config = config_of(tiny_model("qwen3_5_tied")).model_config
+    assert copies >= config.get_vocab_size() * config.get_hidden_size() * 2
+
+
+def test_streams_go_to_the_next_stage_and_tokens_back() -> None:
+    first, middle, last = reported("llama", "pp3").stages
+    hidden = config_of(tiny_model("llama")).model_config.get_hidden_size()
+    assert first.step_tokens == 3  # 8 requests in 3 groups
+    assert first.traffic.streams == middle.traffic.streams == 3 * hidden * 2
+    assert last.traffic.streams == 3 * 8 * 2
+    assert first.traffic.all_reduces == 0 == first.traffic.all_gathers
+
+
+def test_captured_streams_travel_with_the_residual_stream(tmp_path: Path) -> None:
+    capture = {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        },
+    }
+    plain, captured = (reported("qwen3", "pp2", **more).stages[0] for more in ({}, capture))
+    assert captured.traffic.streams == 2 * plain.traffic.streams
+
+
+def test_experts_are_told_apart() -> None:
+    shared, whole = (reported("mixtral", name) for name in ("tp2", "tp2ep"))
+    assert shared.stages[0].traffic.experts > 0
+    assert shared.stages[0].traffic == whole.stages[0].traffic
+    assert reported("llama", "tp2").stages[0].traffic.experts == 0
+
+
+def test_memory_of_a_device_is_shared_by_rank() -> None:
+    budget = Budget(device_bytes=200 * MIB, reserved_bytes=MIB)
+    report = reported("llama", "pp2", budget, gpu_memory_utilization=0.5)
+    assert report.is_possible
+    for stage in report.stages:
+        assert 0 < stage.rank_bytes <= 100 * MIB and stage.reserved_bytes == MIB
+    assert max(stage.rank_bytes for stage in report.stages) > 98 * MIB
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ("llama", "tp3", "cannot be divided among 3 tensor-parallel ranks"),
+        ("llama", "pp5", "the model has 4 layers"),
+        ("llama", "tp2ep", "the model has no experts"),
+        ("mixtral", "tp2dp2ep", "experts are not spread over replicas"),
+    ],
+)
+def test_what_an_engine_refuses_is_refused(model: str, layout: str, message: str) -> None:
+    report = reported(model, layout)
+    assert message in report.refused and not report.is_possible and not report.stages
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    report = reported("llama", "tp2", Budget(arena_bytes=MIB // 16))
+    assert "The longest that fits is" in report.too_large and report.stages
+    assert report.one is None and not report.is_possible
+
+
+def test_pages_may_be_given() -> None:
+    report = reported("llama", "pp2", Budget(), num_gpu_blocks_override=64)
+    whole = reported("llama", "tp1", Budget(), num_gpu_blocks_override=64)
+    assert report.sequences == whole.sequences > 0
+    assert sum(stage.arena_bytes for stage in report.stages) == whole.stages[0].arena_bytes
+
+
+def test_the_configured_layout_must_be_possible() -> None:
+    config = config_of(tiny_model("llama"), max_model_len=256, tensor_parallel_size=2)
+    config.parallel_config.enable_expert_parallel = True
+    with pytest.raises((VLLMValidationError, ValueError), match="no experts"):
+        explain(config, Budget(arena_bytes=MIB), what_ifs=False)
+
+
+# ---- the best layout -----------------------------------------------------------------------------
+
+
+def explanation(**options: Any) -> Explanation:
+    config = config_of(tiny_model("llama"), max_model_len=256, **options)
+    return explain(config, Budget(arena_bytes=4 * MIB), [100], what_ifs=False)
+
+
+def test_one_device_has_no_layout() -> None:
+    assert explanation().layouts is None
+    own = explanation(data_parallel_size=2).layouts
+    assert own is not None and own.own is not None and own.link is None
+    assert own.candidates == () and own.own.layout == Layout(dp=2)
+
+
+def test_layouts_of_four_h200() -> None:
+    report = layouts(HYBRID, 4)
+    found = {one.layout.name: one for one in report.candidates}
+    assert list(found) == ["dp4", "tp2dp2", "pp2dp2", "tp4", "tp2pp2", "pp4"]
+    assert all(one.is_possible for one in found.values())
+    assert report.device is DEVICES["H200"] and report.link is not None
+    fast, many = report.lowest_latency, report.highest_throughput
+    assert fast is not None and many is not None
+    single = [one.one.seconds for one in report.candidates if one.one]
+    full = [one.full.tokens_per_s for one in report.candidates if one.full]
+    assert single[fast] == min(single) and full[many] == max(full)
+    # One request is fastest where all read a part of the weights; stages take turns at it.
+    assert report.candidates[fast].layout.name == "tp4"
+    assert found["pp4"].one is not None and found["dp4"].one is not None
+    assert found["pp4"].one.seconds > found["dp4"].one.seconds
+
+
+def test_a_model_that_fits_only_divided() -> None:
+    """64.7 GiB of weights and devices of 48 GB."""
+    config = config_of(MIXTURE, max_model_len=32_768)
+    budget = Budget(device_bytes=48 * 10**9)
+    found = {
+        name: explain_layout(config, Layout.parse(name), budget, Rates(), 8, 1000)
+        for name in ("dp2", "tp2", "tp2ep", "pp2")
+    }
+    assert found["dp2"].too_large and not found["dp2"].refused
+    assert all(found[name].is_possible for name in ("tp2", "tp2ep", "pp2"))
