@@ -12,6 +12,7 @@ from typing import Any
 from vllm.benchmarks.acceptance import AcceptanceArgs
 from vllm.benchmarks.datasets import DatasetArgs
 from vllm.benchmarks.latency import LatencyArgs
+from vllm.benchmarks.scaling import ScalingArgs
 from vllm.benchmarks.serve_args import ServeArgs
 from vllm.benchmarks.startup import StartupArgs
 from vllm.benchmarks.throughput import ThroughputArgs
@@ -30,6 +31,7 @@ _BENCH_CLASSES: tuple[tuple[type[Any], str], ...] = (
     (DatasetArgs, "`vllm bench serve` and `vllm bench throughput`"),
     (LatencyArgs, "`vllm bench latency`"),
     (ThroughputArgs, "`vllm bench throughput`"),
+    (ScalingArgs, "`vllm bench scaling`"),
     (StartupArgs, "`vllm bench startup`"),
     (AcceptanceArgs, "`vllm bench acceptance`"),
     (TuneArgs, "`vllm tune`"),

@@ -60,9 +60,13 @@ SMOKE: dict[str, list[str]] = {
     + ["--num-iters-warmup", "1", *_SMALL_ENGINE],
     "vllm bench throughput": ["--num-prompts", "2", "--output-len", "4", "--input-len", "16"]
     + _SMALL_ENGINE,
+    # an engine per layout: tests/benchmarks/test_scaling.py has two ranks
+    "vllm bench scaling MODEL": ["--layouts", "tp1", "--batch-size", "2", "--output-len", "4"]
+    + ["--num-iters", "1", *_SMALL_ENGINE],
     "vllm explain MODEL": [],
     "vllm explain SUPERNET": [],
     "vllm explain Qwen3.5-4B": [],
+    "vllm explain Qwen3.5-4B --devices": ["--lengths", "1k"],
     # without, 64 steps of the same kinds
     "vllm graph-check MODEL": ["--steps", "4"],
     "vllm tune --list": [],
@@ -152,6 +156,8 @@ def arguments(command: Command, tmp_path: Path) -> list[str]:
     for index, word in enumerate(words[:-1]):
         if word in ("--output", "--output-json", "-o"):
             words[index + 1] = str(tmp_path / "out.json")
+        if word == "--plot":
+            words[index + 1] = str(tmp_path / "out.png")
     return words
 
 

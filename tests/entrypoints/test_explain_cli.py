@@ -171,6 +171,16 @@ def test_the_example_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
             assert section.strip("\n") in shown
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU keeps state otherwise")
+def test_the_example_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/parallel.md shows what the command prints of layouts."""
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    match = re.search(r"```console\n\$ vllm explain (.*?)\n(.*?)```", page, re.DOTALL)
+    assert match is not None
+    assert main(["explain", *match[1].replace("Qwen3.5-4B", HYBRID).split()]) == 0
+    assert match[2] in capsys.readouterr().out
+
+
 def test_too_long_for_the_memory(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", dense, "--memory", "20kB", "--lengths", "12"]) == 0
     assert "would not start with --max-model-len 4096" in capsys.readouterr().out

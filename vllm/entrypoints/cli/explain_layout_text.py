@@ -108,8 +108,10 @@ def _step(cost: StepCost, layout: Layout, is_full: bool) -> str:
 
 
 def _candidates(report: LayoutsReport) -> Iterator[str]:
-    context = report.candidates[0].context
-    yield f"Layouts of {report.devices} devices, requests of {context:,} tokens"
+    yield (
+        f"Layouts of {report.devices} devices, requests of {report.context:,} tokens; sent: by a "
+        f"rank in a step, {report.batch:,} requests per replica"
+    )
     shown = [one for one in report.candidates if not one.refused]
     yield from table(_CANDIDATE_COLUMNS, [_candidate_row(one) for one in shown])
     for one in report.candidates:

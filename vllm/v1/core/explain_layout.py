@@ -92,11 +92,15 @@ class LayoutReport:
 
 @dataclass(frozen=True)
 class LayoutsReport:
-    """The configured layout (None: a single device) and, if they were asked for, all layouts of so
+    """Steps of `batch` requests per replica of `context` tokens, and as many as run at once.
+
+    The configured layout (None: a single device) and, if they were asked for, all layouts of so
     many `devices`; places of the best ones in `candidates`, None where none is possible."""
 
     device: DeviceSpeed
     link: LinkSpeed | None
+    batch: int
+    context: int
     own: LayoutReport | None
     devices: int | None = None
     candidates: tuple[LayoutReport, ...] = ()
@@ -134,6 +138,8 @@ def explain_layouts(
     return LayoutsReport(
         rates.device,
         links[0] if links else None,
+        batch,
+        context,
         own,
         devices,
         tuple(found),
