@@ -100,7 +100,7 @@ def run_to_failure(*arguments: str) -> tuple[int, str]:
     [
         (["--reasoning-parser", "no-such-parser"], "no-such-parser"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice"),
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["--pipeline-parallel-size", "9"], "--pipeline-parallel-size"),
         (["--max-model-len", "1000000"], "max-model-len"),
         (["--chat-template", "/no/such/file"], "/no/such/file"),
         (["--no-such-flag"], "--no-such-flag"),

@@ -131,15 +131,15 @@ def test_the_configured_layout(dense: str, capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"^  stage 1 +1 .*  128 B +1 +\d", shown, re.MULTILINE)  # 4 rows of 16 x 2
     assert "and NVLink4 (450 GB/s each way, 6.6 us per exchange" in shown
     report = as_json(capsys, dense, *flags, "-pp", "2", "--decode-link", "1e9,3")
-    (one, two), link = report["layouts"]["own"]["stages"], report["layouts"]["link"]
+    (one, two), link = report["layout"]["report"]["stages"], report["layout"]["link"]
     assert one["traffic"]["streams"] == 4 * 16 * 2 and two["traffic"]["streams"] == 4 * 8
     assert link["name"] == "given link" and link["base_s"] == pytest.approx(3e-6)
-    assert as_json(capsys, dense, *flags)["layouts"] is None
+    assert as_json(capsys, dense, *flags)["layout"] is None
 
 
 def test_layouts_of_devices(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One key/value head is on both of two ranks; 2 layers are no 4 stages."""
-    flags = ["--memory", "1MB", "--lengths", "12", "--no-what-ifs", "--devices", "4"]
+    flags = ["--memory", "1MB", "--lengths", "12", "--devices", "4"]
     assert main(["explain", dense, *flags, "--max-num-seqs", "8"]) == 0
     shown = capsys.readouterr().out
     assert "Layouts of 4 devices, requests of 12 tokens" in shown
@@ -150,6 +150,11 @@ def test_layouts_of_devices(dense: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "--max-num-seqs 8 bounds full batches" in shown
     assert re.search("^Best for latency: .*-dp", shown, re.MULTILINE)
     assert re.search("^Best for throughput: -dp 4,", shown, re.MULTILINE)
+    report = as_json(capsys, dense, *flags)
+    best = report["candidates"][report["highest_throughput"]]["layout"]
+    assert best == {"tp": 1, "pp": 1, "dp": 4, "ep": False}
+    assert main(["explain", dense, *flags, "--plot", "x.png"]) == 1
+    assert "leave out --devices" in capsys.readouterr().err
     flags = [*flags, "--memory", "16kB"]
     assert main(["explain", dense, *flags]) == 0
     shown = capsys.readouterr().out

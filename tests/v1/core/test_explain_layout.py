@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import models_on_meta
 from vllm.v1.core.decode_cost import DEVICES
 from vllm.v1.core.explain import Explanation, explain
-from vllm.v1.core.explain_layout import LayoutReport, LayoutsReport, Rates, explain_layout
+from vllm.v1.core.explain_layout import (
+    LayoutComparison,
+    LayoutReport,
+    Rates,
+    compare_layouts,
+    explain_layout,
+)
 from vllm.v1.core.explain_memory import Budget
 from vllm.v1.core.layout_cost import Layout
+from vllm.v1.core.link_speed import LINKS
 
 MIB = 1 << 20
 HYBRID = Path(__file__).parents[3] / "benchmarks" / "qwen3_5_4b"
@@ -36,11 +44,10 @@ def reported(model: str, layout: str, budget: Budget | None = None, **options: A
     return explain_layout(config, Layout.parse(layout), budget, Rates(), batch=8, context=100)
 
 
-def layouts(model: str | Path, devices: int | None, **options: Any) -> LayoutsReport:
-    config = config_of(model, **options)
-    report = explain(config, H200, [32_000], what_ifs=False, devices=devices).layouts
-    assert report is not None
-    return report
+def compared(
+    model: str | Path, devices: int, budget: Budget, context: int | None = None, **options: Any
+) -> LayoutComparison:
+    return compare_layouts(config_of(model, **options), devices, budget, Rates(), 8, context)
 
 
 # ---- beside engines ------------------------------------------------------------------------------
@@ -61,9 +68,9 @@ def test_an_engine_gets_the_pages_it_says(sizes: dict[str, int]) -> None:
         llm.shutdown()
     assert live.groups == expected.groups and live.requests[0].blocks == expected.requests[0].blocks
     assert live.memory.arena_bytes == expected.num_pages * expected.page_bytes
-    assert live.layouts is not None and expected.layouts is not None
-    own, told = live.layouts.own, expected.layouts.own
-    assert own is not None and told is not None and own.stages == told.stages
+    assert live.layout is not None and expected.layout is not None
+    told = expected.layout.report
+    assert live.layout.report.stages == told.stages
     assert told.memory_source == "--kv-cache-memory-bytes"
     assert all(0 < stage.arena_bytes <= 3 * MIB for stage in told.stages)
     assert sum(stage.layers for stage in told.stages) == 4
@@ -177,18 +184,17 @@ def explanation(**options: Any) -> Explanation:
 
 
 def test_one_device_has_no_layout() -> None:
-    assert explanation().layouts is None
-    own = explanation(data_parallel_size=2).layouts
-    assert own is not None and own.own is not None and own.link is None
-    assert own.candidates == () and own.own.layout == Layout(dp=2)
+    assert explanation().layout is None
+    own = explanation(data_parallel_size=2).layout
+    assert own is not None and own.link is None and own.report.layout == Layout(dp=2)
 
 
 def test_layouts_of_four_h200() -> None:
-    report = layouts(HYBRID, 4)
+    report = compared(HYBRID, 4, H200, 32_000)
     found = {one.layout.name: one for one in report.candidates}
     assert list(found) == ["dp4", "tp2dp2", "pp2dp2", "tp4", "tp2pp2", "pp4"]
     assert all(one.is_possible for one in found.values())
-    assert report.device is DEVICES["H200"] and report.link is not None
+    assert report.device is DEVICES["H200"] and report.link is LINKS["NVLink4"]
     fast, many = report.lowest_latency, report.highest_throughput
     assert fast is not None and many is not None
     single = [one.one.seconds for one in report.candidates if one.one]
@@ -202,11 +208,34 @@ def test_layouts_of_four_h200() -> None:
 
 def test_a_model_that_fits_only_divided() -> None:
     """64.7 GiB of weights and devices of 48 GB."""
-    config = config_of(MIXTURE, max_model_len=32_768)
-    budget = Budget(device_bytes=48 * 10**9)
-    found = {
-        name: explain_layout(config, Layout.parse(name), budget, Rates(), 8, 1000)
-        for name in ("dp2", "tp2", "tp2ep", "pp2")
-    }
-    assert found["dp2"].too_large and not found["dp2"].refused
+    report = compared(MIXTURE, 2, Budget(device_bytes=48 * 10**9), max_model_len=32_768)
+    found = {one.layout.name: one for one in report.candidates}
+    assert list(found) == ["dp2", "tp2", "tp2ep", "pp2"] and report.context == 32_768
+    assert "No memory is left" in found["dp2"].too_large and not found["dp2"].refused
     assert all(found[name].is_possible for name in ("tp2", "tp2ep", "pp2"))
+    assert report.lowest_latency is not None and report.lowest_latency > 0
+
+
+def test_nothing_is_decided_or_logged_for_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tiny_model("qwen3_5"), max_model_len=256)
+    before, _ = config.decisions.as_dicts(), capfd.readouterr()
+    report = compare_layouts(config, 2, Budget(arena_bytes=4 * MIB), Rates(), 8)
+    assert report.highest_throughput is not None
+    assert config.decisions.as_dicts() == before == [asdict(one) for one in report.decisions]
+    assert config.parallel_config.pipeline_parallel_size == 1
+    assert "INFO" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "context", "options", "message"),
+    [
+        (0, 100, {}, "--devices 0: at least 1"),
+        (2, 257, {}, r"outside 1..max_model_len \(256\)"),
+        (2, 100, {"tensor_parallel_size": 2}, "--devices compares all sizes; leave out"),
+    ],
+)
+def test_what_cannot_be_compared(
+    devices: int, context: int, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compared(tiny_model("llama"), devices, H200, context, max_model_len=256, **options)

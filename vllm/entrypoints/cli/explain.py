@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import human_int
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT])(i?)B")
@@ -100,8 +101,9 @@ class ExplainCommand(CLISubcommand):
             "--devices",
             type=human_int,
             metavar="N",
-            help="Also compare all layouts of the model on N devices (-tp, -pp, -dp, and -ep for "
-            "experts): what fits, and which is predicted to be best.",
+            help="Instead, compare all layouts of the model on N devices (-tp, -pp, -dp, and -ep "
+            "for experts) for requests of the longest of --lengths (default: --max-model-len): "
+            "what fits, and which is predicted to be best.",
         )
         group.add_argument("--no-what-ifs", action="store_true", help="Only this configuration.")
         group.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
@@ -112,39 +114,66 @@ class ExplainCommand(CLISubcommand):
         parser.set_defaults(model=None)
 
     def run(self, args: argparse.Namespace) -> int:
-        from vllm.entrypoints.cli.explain_plot import plot
-        from vllm.entrypoints.cli.explain_text import render
-        from vllm.v1.core.decode_cost import device_speed
-        from vllm.v1.core.explain import Budget, explain
-        from vllm.v1.core.explain_decode import DecodeBatch
-        from vllm.v1.core.link_speed import link_speed
-
         if args.model is not None:
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
         if args.memory is not None and args.device_memory is not None:
             raise VLLMValidationError(
                 "--memory is the arena's, --device-memory the device's: give one of them", "memory"
             )
-        if args.devices is not None and args.devices < 1:
-            raise VLLMValidationError(f"--devices {args.devices}: at least 1", "devices")
         args.model = args.model_tag
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         try:
-            report = explain(
-                config,
-                Budget(args.memory, args.device_memory, args.reserved_memory),
-                args.lengths,
-                what_ifs=not args.no_what_ifs,
-                decode_batch=DecodeBatch(args.decode_batch, device_speed(args.decode_device)),
-                link=None if args.decode_link is None else link_speed(args.decode_link),
-                devices=args.devices,
-            )
+            text = _report(args, config) if args.devices is None else _comparison(args, config)
         except ValueError as error:
             raise VLLMValidationError(str(error)) from error
-        if args.plot is not None:
-            plot(report, args.plot)
-        print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
+        print(text)
         return 0
+
+
+def _report(args: argparse.Namespace, config: "VllmConfig") -> str:
+    """Of the configuration."""
+    from vllm.entrypoints.cli.explain_plot import plot
+    from vllm.entrypoints.cli.explain_text import render
+    from vllm.v1.core.decode_cost import device_speed
+    from vllm.v1.core.explain import Budget, explain
+    from vllm.v1.core.explain_decode import DecodeBatch
+    from vllm.v1.core.link_speed import link_speed
+
+    report = explain(
+        config,
+        Budget(args.memory, args.device_memory, args.reserved_memory),
+        args.lengths,
+        what_ifs=not args.no_what_ifs,
+        decode_batch=DecodeBatch(args.decode_batch, device_speed(args.decode_device)),
+        link=None if args.decode_link is None else link_speed(args.decode_link),
+    )
+    if args.plot is not None:
+        plot(report, args.plot)
+    return json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report)
+
+
+def _comparison(args: argparse.Namespace, config: "VllmConfig") -> str:
+    """Of all layouts of `--devices`."""
+    from vllm.entrypoints.cli.explain_layout_text import render_comparison
+    from vllm.v1.core.decode_cost import device_speed
+    from vllm.v1.core.explain_layout import Rates, compare_layouts
+    from vllm.v1.core.explain_memory import Budget
+    from vllm.v1.core.link_speed import link_speed
+
+    if args.plot is not None:
+        raise VLLMValidationError("--plot draws one configuration: leave out --devices", "plot")
+    link = None if args.decode_link is None else link_speed(args.decode_link)
+    report = compare_layouts(
+        config,
+        args.devices,
+        Budget(args.memory, args.device_memory, args.reserved_memory),
+        Rates(device_speed(args.decode_device), link),
+        args.decode_batch,
+        max(args.lengths) if args.lengths else None,
+    )
+    if args.json:
+        return json.dumps(dataclasses.asdict(report), indent=2)
+    return render_comparison(report)
 
 
 def command(name: str) -> CLISubcommand:

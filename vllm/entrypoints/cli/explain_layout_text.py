@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `LayoutsReport` as text."""
+"""Layouts as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm.entrypoints.cli.text_table import amount, table
-from vllm.v1.core.explain_layout import LayoutReport, LayoutsReport, StageReport
+from vllm.entrypoints.cli.text_table import amount, decision_lines, table
+from vllm.v1.core.decode_cost import DeviceSpeed
+from vllm.v1.core.explain_layout import LayoutComparison, LayoutReport, OwnLayout, StageReport
 from vllm.v1.core.layout_cost import Layout, StepCost
+from vllm.v1.core.link_speed import LinkSpeed
 
 _STAGE_COLUMNS = (
     "one rank of", "layers", "weights", "state memory", "uncommitted", "reserved",
@@ -19,23 +21,24 @@ _CANDIDATE_COLUMNS = (
 )  # fmt: skip
 
 
-def layout_sections(report: LayoutsReport | None) -> list[list[str]]:
-    """The configured layout, then the candidates; nothing for a single device."""
-    if report is None:
-        return []
-    sections = []
-    if report.own is not None:
-        sections.append(list(_own(report.own)))
-    if report.devices is not None:
-        sections.append(list(_candidates(report)))
-    sections[-1].append(_rates(report))
-    return sections
+def layout_section(own: OwnLayout | None) -> list[str]:
+    """The configured layout; nothing for a single device."""
+    return [] if own is None else [*_own(own.report), _rates(own.device, own.link)]
 
 
-def _rates(report: LayoutsReport) -> str:
-    device, link = report.device, report.link
+def render_comparison(report: LayoutComparison) -> str:
+    """All layouts, which are best, and the configuration's decisions."""
+    sections = [
+        [f"{report.architecture} ({report.model}), {report.dtype}"],
+        [*_candidates(report), _rates(report.device, report.link)],
+        ["Decisions", *(f"  {line}" for line in decision_lines(report.decisions))],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _rates(device: DeviceSpeed, link: LinkSpeed | None) -> str:
     text = (
-        f"Predicted decode steps, without prefills, sampling and the host's work, for the "
+        f"Predicted decode steps, without prefills, drafts, sampling and the host's work, for the "
         f"{device.name} ({device.bytes_per_s / 1e12:.4g} TB/s, {device.flops_per_s / 1e12:,.4g} "
         f"TFLOP/s, {device.launch_s * 1e6:g} us per kernel)"
     )
@@ -107,7 +110,7 @@ def _step(cost: StepCost, layout: Layout, is_full: bool) -> str:
 # ---- all layouts of so many devices --------------------------------------------------------------
 
 
-def _candidates(report: LayoutsReport) -> Iterator[str]:
+def _candidates(report: LayoutComparison) -> Iterator[str]:
     yield (
         f"Layouts of {report.devices} devices, requests of {report.context:,} tokens; sent: by a "
         f"rank in a step, {report.batch:,} requests per replica"

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vllm.entrypoints.cli.explain_decode_text import decode_sections
-from vllm.entrypoints.cli.explain_layout_text import layout_sections
-from vllm.entrypoints.cli.text_table import amount, table
+from vllm.entrypoints.cli.explain_layout_text import layout_section
+from vllm.entrypoints.cli.text_table import amount, decision_lines, table
 from vllm.v1.core.explain import Explanation, GroupReport, WhatIf
 from vllm.v1.core.explain_request import ByteUse, RequestCost
 
 
 def render(report: Explanation) -> str:
     """Tables in this order: model and memory, state, requests, use of the bytes, decode steps,
-    layouts of several devices, changed flags, decisions."""
+    the layout of several devices, changed flags, decisions."""
     sections = [
         list(_head(report)),
         ["State", *table(_STATE_COLUMNS, [_state_row(g) for g in report.groups])],
@@ -28,13 +28,13 @@ def render(report: Explanation) -> str:
         ["A full arena holds", *table(_use_columns(report), list(_use_rows(report)))],
         list(_findings(report)),
         *decode_sections(report.decode),
-        *layout_sections(report.layouts),
+        layout_section(report.layout),
     ]
     if report.what_ifs:
         rows = [_what_if_row(w) for w in report.what_ifs if not w.refused]
         sections.append(["What if", *table(_what_if_columns(report), rows)])
         sections.append([f"  {w.flag}: not possible: {w.refused}" for w in _refused(report)])
-    sections.append(["Decisions", *(f"  {line}" for line in _decisions(report))])
+    sections.append(["Decisions", *(f"  {line}" for line in decision_lines(report.decisions))])
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -208,9 +208,3 @@ def _what_if_row(change: WhatIf) -> list[str]:
 
 def _refused(report: Explanation) -> list[WhatIf]:
     return [change for change in report.what_ifs if change.refused]
-
-
-def _decisions(report: Explanation) -> Iterator[str]:
-    for decision in report.decisions:
-        rejected = f" instead of {decision.instead_of}" if decision.instead_of else ""
-        yield f"{decision.what}: {decision.chosen}{rejected} ({decision.why})"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and amounts for a terminal."""
+"""Tables, amounts and decisions for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from vllm.decisions import Decision
 
 _LEFT = ("one layer keeps", "")
 
@@ -29,3 +31,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in cells
     ]  # fmt: skip
+
+
+def decision_lines(decisions: Iterable[Decision]) -> Iterator[str]:
+    """A line for each."""
+    for decision in decisions:
+        rejected = f" instead of {decision.instead_of}" if decision.instead_of else ""
+        yield f"{decision.what}: {decision.chosen}{rejected} ({decision.why})"

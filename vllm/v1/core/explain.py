@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
 from vllm.v1.core.changed_config import with_changes
 from vllm.v1.core.explain_decode import DecodeBatch, DecodeReport, explain_decode
-from vllm.v1.core.explain_layout import LayoutsReport, Rates, explain_layouts, layout_of
+from vllm.v1.core.explain_layout import OwnLayout, Rates, explain_own_layout, layout_of
 from vllm.v1.core.explain_memory import Budget, Memory, memory_of
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
 from vllm.v1.core.layout_plan import plan_layout
@@ -119,7 +119,7 @@ class Explanation:
     tiers: tuple[TierReport, ...]
     decode: DecodeReport
     #: None for a single device
-    layouts: LayoutsReport | None
+    layout: OwnLayout | None
     what_ifs: tuple[WhatIf, ...]
     decisions: tuple[decisions.Decision, ...]
 
@@ -147,11 +147,9 @@ def explain(
     what_ifs: bool = True,
     decode_batch: DecodeBatch | None = None,
     link: LinkSpeed | None = None,
-    devices: int | None = None,
 ) -> Explanation:
     """Everything `vllm explain` shows; `lengths`: requests to cost, in tokens; `decode_batch`: the
-    steps to predict; `link`: between devices, by default what theirs is known to be; `devices`: to
-    compare all layouts of so many.
+    steps to predict; `link`: between devices, by default what theirs is known to be.
 
     Raises ValueError for a model without state, a length outside `1..max_model_len`, memory below
     one page, and a configured layout of several devices that an engine would refuse.
@@ -202,8 +200,8 @@ def explain(
         decode=explain_decode(
             vllm_config, batch, lengths, plan.memory.arena_bytes, [one.sequences for one in costs]
         ),
-        layouts=explain_layouts(
-            vllm_config, budget, Rates(batch.device, link), batch.size, max(lengths), devices
+        layout=explain_own_layout(
+            vllm_config, budget, Rates(batch.device, link), batch.size, max(lengths)
         ),
         what_ifs=_what_ifs(plan, budget, lengths) if what_ifs else (),
         decisions=tuple(vllm_config.decisions.decisions()),

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from vllm.decisions import Decision
 from vllm.model_executor.layers.moe import has_mixtures
 from vllm.model_executor.model_outline import models_on_meta
+from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.decode_cost import DEVICES, DeviceSpeed
 from vllm.v1.core.explain_memory import Budget, Memory
 from vllm.v1.core.layout_cost import (
@@ -91,61 +93,92 @@ class LayoutReport:
 
 
 @dataclass(frozen=True)
-class LayoutsReport:
-    """Steps of `batch` requests per replica of `context` tokens, and as many as run at once.
+class OwnLayout:
+    """The configured layout; `link` None: nothing is exchanged."""
 
-    The configured layout (None: a single device) and, if they were asked for, all layouts of so
-    many `devices`; places of the best ones in `candidates`, None where none is possible."""
+    device: DeviceSpeed
+    link: LinkSpeed | None
+    report: LayoutReport
 
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """All layouts of a model on so many `devices`, in steps of `batch` requests per replica of
+    `context` tokens, and of as many as run at once; places of the best ones in `candidates`, None
+    where none is possible. `link` None: no layout exchanges anything."""
+
+    model: str
+    architecture: str
+    dtype: str
+    devices: int
     device: DeviceSpeed
     link: LinkSpeed | None
     batch: int
     context: int
-    own: LayoutReport | None
-    devices: int | None = None
-    candidates: tuple[LayoutReport, ...] = ()
-    lowest_latency: int | None = None
-    highest_throughput: int | None = None
+    candidates: tuple[LayoutReport, ...]
+    lowest_latency: int | None
+    highest_throughput: int | None
+    decisions: tuple[Decision, ...]
 
 
-def explain_layouts(
+def explain_own_layout(
+    vllm_config: VllmConfig, budget: Budget, rates: Rates, batch: int, context: int
+) -> OwnLayout | None:
+    """The configured layout if it has several devices. ValueError if it is refused, and for rates
+    that are not known."""
+    layout = layout_of(vllm_config)
+    if layout.devices == 1:
+        return None
+    report = explain_layout(vllm_config, layout, budget, rates, batch, context)
+    if report.refused:
+        raise ValueError(f"{layout.name}: {report.refused}")
+    return OwnLayout(rates.device, rates.link_for(layout), report)
+
+
+def compare_layouts(
     vllm_config: VllmConfig,
+    devices: int,
     budget: Budget,
     rates: Rates,
     batch: int,
-    context: int,
-    devices: int | None = None,
-) -> LayoutsReport | None:
-    """The configured layout if it has several devices, and the layouts of `devices` if given; None
-    without either. ValueError for a configured layout that is refused, and for rates that are not
-    known."""
-    layout = layout_of(vllm_config)
-    if layout.devices == 1 and devices is None:
-        return None
-    own, found = None, []
-    if layout.devices > 1:
-        own = explain_layout(vllm_config, layout, budget, rates, batch, context)
-        if own.refused:
-            raise ValueError(f"{layout.name}: {own.refused}")
-    if devices is not None:
-        candidates = list(layouts_of(devices, _expert_parallel(vllm_config)))
-        bar = tqdm(candidates, desc="Layouts", unit="layout", dynamic_ncols=True, leave=False)
-        found = [explain_layout(vllm_config, c, budget, rates, batch, context) for c in bar]
-    tried = [one.layout for one in (own, *found) if one is not None]
-    links = [link for one in tried if (link := rates.link_for(one)) is not None]
+    context: int | None = None,
+) -> LayoutComparison:
+    """All layouts of `devices` devices; `context`: tokens per request, `max_model_len` by default.
+
+    Raises ValueError for fewer than one device or token, more tokens than `max_model_len`, a
+    configuration with sizes of its own, and rates that are not known.
+    """
+    model = vllm_config.model_config
+    context = model.max_model_len if context is None else context
+    if devices < 1:
+        raise ValueError(f"--devices {devices}: at least 1")
+    if not 0 < context <= model.max_model_len:
+        raise ValueError(f"length {context} is outside 1..max_model_len ({model.max_model_len})")
+    if layout_of(vllm_config).devices > 1:
+        raise ValueError(
+            "--devices compares all sizes; leave out --tensor-parallel-size, "
+            "--pipeline-parallel-size and --data-parallel-size"
+        )
+    candidates = list(layouts_of(devices, _expert_parallel(vllm_config)))
+    links = [link for one in candidates if (link := rates.link_for(one)) is not None]
+    bar = tqdm(candidates, desc="Layouts", unit="layout", dynamic_ncols=True, leave=False)
+    found = [explain_layout(vllm_config, one, budget, rates, batch, context) for one in bar]
     latency = {i: one.one.seconds for i, one in enumerate(found) if one.one}
     throughput = {i: one.full.tokens_per_s for i, one in enumerate(found) if one.full}
-    return LayoutsReport(
-        rates.device,
-        links[0] if links else None,
-        batch,
-        context,
-        own,
-        devices,
-        tuple(found),
+    return LayoutComparison(
+        model=model.model,
+        architecture=model.architecture,
+        dtype=dtype_name(model.dtype),
+        devices=devices,
+        device=rates.device,
+        link=links[0] if links else None,
+        batch=batch,
+        context=context,
+        candidates=tuple(found),
         # Of equal ones the first, with the fewest ranks that wait for each other.
         lowest_latency=min(latency, key=latency.__getitem__, default=None),
         highest_throughput=max(throughput, key=throughput.__getitem__, default=None),
+        decisions=tuple(vllm_config.decisions.decisions()),
     )
 
 
