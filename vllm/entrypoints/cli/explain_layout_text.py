@@ -121,6 +121,8 @@ def _candidates(report: LayoutComparison) -> Iterator[str]:
         if not one.is_possible:
             why = "not possible" if one.refused else "does not fit"
             yield f"  {one.layout.name}: {why}: {one.refused or one.too_large}"
+    if shown:
+        yield f"The state memory is {shown[0].memory_source}."
     bounded = {
         one.full.batch for one in report.candidates if one.full and one.full.batch < one.sequences
     }
