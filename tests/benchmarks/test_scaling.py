@@ -15,6 +15,7 @@ from tests.tiny_models import tiny_model
 from vllm.benchmarks import scaling
 from vllm.benchmarks.scaling import Figures, ScalingArgs, compare
 from vllm.entrypoints.cli.main import main
+from vllm.v1.core.decode_cost import speed_of_device
 from vllm.v1.core.layout_cost import Layout
 
 SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M"]
@@ -66,7 +67,8 @@ def test_one_engine_after_the_other(
     sizes = [(1, 1, 1), (2, 1, 1), (1, 2, 2)]
     assert log == [entry for size in sizes for entry in (("start", size), *each, ("stop", size))]
     shown = capsys.readouterr()
-    assert "Predicted: ratios of decode steps for the H200 with its own link" in shown.out
+    assert "Predicted decode steps, without prefills" in shown.out
+    assert "for the H200 (4.8 TB/s" in shown.out and "and NVLink4 (450 GB/s" in shown.out
     assert "pp2dp2: 1 request" in shown.err and "21/21" in shown.err
     result = json.loads((tmp_path / "r.json").read_text())
     assert [one["layout"] for one in result["layouts"]] == ["tp1", "tp2", "pp2dp2"]
@@ -153,3 +155,20 @@ def test_two_ranks_beside_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     runs = json.loads(file.read_text())["layouts"]
     assert all(one[what]["tokens_per_s"] > 0 for one in runs for what in ("batch", "request"))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is recognised, if its data sheet is known."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    file, size = tmp_path / "r.json", ["--batch-size", "4", "--input-len", "8"]
+    flags = ["--layouts", "tp1,dp2,pp2", *size, "--output-len", "8", "--num-iters", "1"]
+    flags += ["--output-json", str(file), *SMALL]
+    assert main(["bench", "scaling", str(tiny_model("llama")), *flags]) == 0
+    result = json.loads(file.read_text())
+    assert [one["devices"] for one in result["layouts"]] == [1, 2, 2]
+    known = speed_of_device(torch.cuda.get_device_name()) is not None
+    predicted = [one["batch"]["predicted_ratio"] for one in result["layouts"]]
+    assert (None not in predicted) == known
+    assert all(one["request"]["tokens_per_s"] > 0 for one in result["layouts"])

@@ -22,6 +22,7 @@ from vllm.benchmarks.offline import (
 )
 from vllm.benchmarks.plot import require_matplotlib
 from vllm.benchmarks.scaling_plot import plot
+from vllm.entrypoints.cli.explain_layout_text import rates_line
 from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
@@ -144,7 +145,7 @@ def main(namespace: argparse.Namespace) -> int:
     predictions = None if rates is None else [_prediction(args, one) for one in reports]
     measured = _measure_all(args, namespace, layouts)
     runs = compare(args, layouts, measured, predictions)
-    note = _note(rates)
+    note = _note(rates, layouts)
     print("\n".join([*table(_COLUMNS, [_row(run) for run in runs]), note]))
     result = {"model": namespace.model, "prediction": note, **asdict(args)}
     save_json(args.output_json, result | {"layouts": [asdict(run) for run in runs]})
@@ -217,14 +218,11 @@ def _prediction(args: ScalingArgs, report: LayoutReport) -> Figures:
     return Figures([args.batch_size / report.asked.seconds], [1 / report.one.seconds])
 
 
-def _note(rates: Rates | None) -> str:
+def _note(rates: Rates | None, layouts: list[Layout]) -> str:
     if rates is None:
         return "Nothing is predicted: no figures of this device are known; give --decode-device."
-    link = "its own link" if rates.link is None else rates.link.name
-    return (
-        f"Predicted: ratios of decode steps for the {rates.device.name} with {link}, without "
-        "prefills, sampling and the host's work; vllm explain says how."
-    )
+    links = [link for layout in layouts if (link := rates.link_for(layout)) is not None]
+    return rates_line(rates.device, links[0] if links else None)
 
 
 # ---- measurement ---------------------------------------------------------------------------------

@@ -23,20 +23,21 @@ _CANDIDATE_COLUMNS = (
 
 def layout_section(own: OwnLayout | None) -> list[str]:
     """The configured layout; nothing for a single device."""
-    return [] if own is None else [*_own(own.report), _rates(own.device, own.link)]
+    return [] if own is None else [*_own(own.report), rates_line(own.device, own.link)]
 
 
 def render_comparison(report: LayoutComparison) -> str:
     """All layouts, which are best, and the configuration's decisions."""
     sections = [
         [f"{report.architecture} ({report.model}), {report.dtype}"],
-        [*_candidates(report), _rates(report.device, report.link)],
+        [*_candidates(report), rates_line(report.device, report.link)],
         ["Decisions", *(f"  {line}" for line in decision_lines(report.decisions))],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def _rates(device: DeviceSpeed, link: LinkSpeed | None) -> str:
+def rates_line(device: DeviceSpeed, link: LinkSpeed | None) -> str:
+    """What is predicted, with which rates, and where they come from."""
     text = (
         f"Predicted decode steps, without prefills, drafts, sampling and the host's work, for the "
         f"{device.name} ({device.bytes_per_s / 1e12:.4g} TB/s, {device.flops_per_s / 1e12:,.4g} "
