@@ -215,10 +215,11 @@ def test_a_model_that_fits_only_divided() -> None:
     assert report.lowest_latency is not None and report.lowest_latency > 0
 
 
-def test_nothing_is_decided_or_logged_for_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_decided_or_logged_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tiny_model("qwen3_5"), max_model_len=256)
     # Those of the process are listed, too, whoever made them.
-    before, _ = {one.what: one for one in config.decisions.decisions()}, capfd.readouterr()
+    before = {one.what: one for one in config.decisions.decisions()}
+    caplog.clear()
     report = compare_layouts(config, 2, Budget(arena_bytes=4 * MIB), Rates(), 8)
     assert report.highest_throughput is not None
     decided = {one.what: one for one in report.decisions}
@@ -226,8 +227,7 @@ def test_nothing_is_decided_or_logged_for_the_engine(capfd: pytest.CaptureFixtur
     assert {what for what in decided if decided[what] != before.get(what)} <= {"attention backend"}
     assert {one.what: one for one in config.decisions.decisions()} == decided
     assert config.parallel_config.pipeline_parallel_size == 1
-    logged = capfd.readouterr().err
-    assert "state arena" not in logged and "layers per pipeline stage" not in logged
+    assert "state arena" not in caplog.text and "layers per pipeline stage" not in caplog.text
 
 
 @pytest.mark.parametrize(
