@@ -125,3 +125,30 @@ def test_steps_change_their_width() -> None:
     assert {1, 4} <= set(widths)
     allowed = [step.num_next_drafts for step in driver.worker.steps]
     assert all(width <= 1 + drafts for drafts, width in zip(allowed, widths, strict=False))
+
+
+class AnyText:
+    """A grammar that allows every token."""
+
+    ready, terminated = True, False
+
+    def compile_error(self) -> None:
+        return None
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+
+def test_requests_with_a_grammar_stay_narrow_when_others_widen() -> None:
+    """They went on without being looked at, at whatever width the next step had."""
+    driver = Driver(make_scheduler(num_drafts=3))
+    choices = iter([0, 0, 3, 3, 0, 3] * 20)
+    driver.scheduler.draft_policy.choose = lambda _: next(choices)  # type: ignore[method-assign]
+    free, bound = (make_request(name, [5] * 3, max_tokens=40, ignore_eos=True) for name in "ab")
+    bound.grammar = AnyText()  # type: ignore[assignment]
+    driver.add(free, bound)
+    driver.run()
+    assert [len(driver.tokens[name]) for name in "ab"] == [40, 40]
+    steps = driver.worker.steps[1:]
+    assert {step.num_scheduled_tokens.get("b", 1) for step in steps} == {1}
+    assert {1, 4} <= {step.num_scheduled_tokens.get("a", 1) for step in steps}

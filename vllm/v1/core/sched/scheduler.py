@@ -93,8 +93,10 @@ class Scheduler(SchedulerResults):
         for request in running:
             if step.token_budget == 0:
                 break
-            if request.num_computed_tokens + width <= request.quiet_until and (
-                width <= step.token_budget
+            if (
+                request.num_computed_tokens + width <= request.quiet_until
+                and width <= step.token_budget
+                and (width == 1 or request.grammar is None)
             ):
                 requests.append(request)
                 counts.append(width)
