@@ -31,7 +31,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, float]]:
     """Kind and bytes of each collective, which this process then does for all ranks."""
     found: Counter[tuple[str, float]] = Counter()
 
-    def all_reduce(self: GroupCoordinator, x: Tensor) -> Tensor:
+    def all_reduce(self: GroupCoordinator, x: Tensor, in_place: bool = False) -> Tensor:
         found["all-reduce", x.nbytes] += self.world_size > 1
         return x
 

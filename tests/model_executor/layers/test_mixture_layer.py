@@ -128,7 +128,7 @@ def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.Monk
     """Each has half of every expert's intermediate size."""
     if shape.shared is not None and not shape.stacks_shared:
         pytest.skip("the shared network's ranks are those of the process: tests/parity/test_ranks")
-    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x: x)
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x, in_place: x)
     x = torch.randn(9, HIDDEN)
     ranks = [make(shape, rank, 2) for rank in range(2)]
     width, rows = shape.expert_width, (1 + shape.gated) * INNER // 2
@@ -146,7 +146,7 @@ def test_ranks_with_whole_experts_add_up(
     shape: MixtureShape, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that do not divide the five experts, too; the shared network is whole on each here."""
-    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x: x)
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x, in_place: x)
     config = VllmConfig(parallel_config=ParallelConfig(enable_expert_parallel=True))
     x = torch.randn(9, HIDDEN)
     with set_current_vllm_config(config):

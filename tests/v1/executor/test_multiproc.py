@@ -263,7 +263,9 @@ def test_a_step_that_hangs_everywhere_blames_nobody(
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
     workers = processes(executor)
     step(executor, 0, "hang")
-    wait_until(lambda: not executor._sender.slowest_receivers())
+    sender = executor._sender
+    wait_until(lambda: sender._taken.tolist() == [sender._num_written] * 2)
+    assert not sender.slowest_receivers()
     assert str(executor.overdue()).startswith("a step has no result after 1 s")
     assert gone(workers)
 
