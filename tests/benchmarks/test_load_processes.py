@@ -18,7 +18,7 @@ from vllm.benchmarks import load as load_module
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
 from vllm.benchmarks.connection import ConnectionPool, Endpoint
-from vllm.benchmarks.load import ShareSender
+from vllm.benchmarks.load import ShareSender, wait_until
 from vllm.benchmarks.metrics import summarize
 from vllm.benchmarks.outcome import Sample
 from vllm.benchmarks.processes import (
@@ -251,3 +251,12 @@ def test_a_process_that_ends_early_ends_the_load(capfd: pytest.CaptureFixture[st
     with pytest.raises(CommandError, match="client process ended early, with exit status 1"):
         run_load(whole, 2, show_progress=False)
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_a_timer_that_ends_early_starts_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timers of uvloop count milliseconds."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(load_module.asyncio, "sleep", lambda delay: sleep(delay * 0.5))
+    moment = time.perf_counter() + 0.2
+    asyncio.run(wait_until(moment))
+    assert time.perf_counter() >= moment

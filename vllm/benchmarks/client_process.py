@@ -14,7 +14,7 @@ import uvloop
 from vllm.benchmarks.client import DIALECTS, RequestOptions
 from vllm.benchmarks.client_usage import ClientUsage, UsageClock
 from vllm.benchmarks.connection import ConnectionPool, Endpoint
-from vllm.benchmarks.load import Share, ShareSender, allow_many_connections, tls_context
+from vllm.benchmarks.load import Share, ShareSender, allow_many_connections, tls_context, wait_until
 from vllm.benchmarks.outcome import Outcome
 
 _REPORT_S = 0.1
@@ -49,7 +49,7 @@ async def _send_share(
     await sender.prepare()
     pipe.send(None)
     epoch: float = pipe.recv()
-    await asyncio.sleep(epoch - time.perf_counter())
+    await wait_until(epoch)
     clock = UsageClock()
     counter = _Counter()
     reporting = asyncio.ensure_future(counter.report(pipe))

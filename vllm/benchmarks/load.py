@@ -62,6 +62,13 @@ async def wait_until_ready(
         await asyncio.sleep(RETRY_S)
 
 
+async def wait_until(time_s: float) -> None:
+    """Sleep until that time of `time.perf_counter`, never less: timers of an event loop may end up
+    to a millisecond early."""
+    while (delay := time_s - time.perf_counter()) > 0:
+        await asyncio.sleep(delay)
+
+
 class ShareSender:
     """Sends a share. Requests are encoded on creation, replies are read when all have come."""
 
@@ -106,8 +113,7 @@ class ShareSender:
 
         tasks = []
         for position, time_s in enumerate(self._share.times_s):
-            if (delay := epoch + time_s - time.perf_counter()) > 0:
-                await asyncio.sleep(delay)
+            await wait_until(epoch + time_s)
             await limit.acquire()
             tasks.append(asyncio.ensure_future(one(position)))
         await asyncio.gather(*tasks)
