@@ -96,7 +96,7 @@ class Scheduler(SchedulerResults):
             if (
                 request.num_computed_tokens + width <= request.quiet_until
                 and width <= step.token_budget
-                and (width == 1 or request.grammar is None)
+                and (width == 1 or self._drafts(request))
             ):
                 requests.append(request)
                 counts.append(width)
