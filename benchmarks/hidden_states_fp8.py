@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.offline import extraction_settings
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -57,19 +59,7 @@ def extract(
         llm = LLM(
             model,
             enable_prefix_caching=False,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {
-                    "shared_storage_path": directory,
-                    "storage_dtype": storage,
-                },
-            },
+            **extraction_settings(layers, directory, storage_dtype=storage),
             **options,
         )
         try:

@@ -55,20 +55,18 @@ def random_prompts(
     ]
 
 
-def extraction_settings() -> dict[str, Any]:
-    """Four captured layers, files on tmpfs."""
-    os.makedirs(_HIDDEN_DIR, exist_ok=True)
-    ids = [2, 16, 29, 32]
+def extraction_settings(layers: list[int], directory: str, **connector: str) -> dict[str, Any]:
+    """Captures `layers`; files go to `directory`. `connector`: further settings of it."""
     return {
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
         },
         "kv_transfer_config": {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": _HIDDEN_DIR},
+            "kv_connector_extra_config": {"shared_storage_path": directory, **connector},
         },
     }
 
@@ -160,7 +158,8 @@ def main() -> None:
     args = parser.parse_args()
     settings = default_settings()
     if args.mode == "extract":
-        settings |= extraction_settings()
+        os.makedirs(_HIDDEN_DIR, exist_ok=True)
+        settings |= extraction_settings([2, 16, 29, 32], _HIDDEN_DIR)
     settings |= parse_settings(args.settings)
     bench = Bench(args.mode, args.output, settings)
     bench.run("warm", bench.prompts(8, 512), bench.sampling(16))

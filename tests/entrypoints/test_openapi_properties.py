@@ -79,8 +79,8 @@ def check(case: schemathesis.Case) -> int:
     if isinstance(case.body, dict):
         # The stand-in engine has no beams; tests/e2e/test_server.py asks for them.
         case.body.pop("use_beam_search", None)
-    if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):
-        case.body["n"] = min(case.body["n"], 8)  # thousands of choices are allowed, but slow
+        if isinstance(case.body.get("n"), int):
+            case.body["n"] = min(case.body["n"], 8)  # thousands of choices are allowed, but slow
     reply = case.call()
     status = int(reply.status_code)
     assert status < 500, (status, reply.text, case.body)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.extraction_options import extraction
 from tests.fuzz.workload import MAX_MODEL_LEN
 from tests.tiny_models import tiny_model
 from vllm import EngineArgs
@@ -21,22 +22,6 @@ from vllm.utils import start_method
 FAMILIES = ("llama", "qwen3_sliding", "qwen3_5")
 #: pages that hold a request of any length here with little to spare, so that some are preempted
 _FEW_PAGES = {"llama": 19, "qwen3_sliding": 40, "qwen3_5": 28}
-
-
-def extraction(storage: Path, **connector: Any) -> dict[str, Any]:
-    """Arguments of an engine that stores every request's hidden states."""
-    return {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": storage, **connector},
-        },
-    }
 
 
 def make_arguments(family: str, storage: Path | None, **options: Any) -> dict[str, Any]:

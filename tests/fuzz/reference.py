@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.engines import extraction, make_config
+from tests.extraction_options import extraction
+from tests.fuzz.engines import make_config
 from tests.fuzz.workload import Spec
 from vllm import RequestOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from tests.extraction_options import extraction
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -120,16 +121,7 @@ def test_extraction_through_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             "qwen3_5",
             torch.float32,
             enforce_eager=eager,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-            },
+            **extraction(tmp_path, ids),
         )
         params = SamplingParams(
             temperature=0,

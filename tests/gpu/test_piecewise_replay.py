@@ -11,26 +11,12 @@ import torch
 from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
 from step_driver import MAX_MODEL_LEN, Driver, EagerSteps, Outcome, engine, observed, on_worker
 
+from tests.extraction_options import extraction
 from vllm.compilation.memory_alias import alias_memory
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay
 
 pytestmark = pytest.mark.gpu
-
-
-def _extraction(path: Path) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(path)},
-        },
-    }
 
 
 def _steps(runner: ModelRunner) -> None:
@@ -74,7 +60,7 @@ def _compare(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> tuple[Outc
 def test_default_mode(
     family: str, extracting: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    settings = _extraction(tmp_path) if extracting else {}
+    settings = extraction(tmp_path, [0, 2, 4]) if extracting else {}
     with engine(monkeypatch, family, **settings) as llm:
         replayed, _ = on_worker(llm, _compare, monkeypatch)
     assert Replay(64, whole=False) in replayed.replays

@@ -14,12 +14,14 @@ import psutil
 import pytest
 import torch
 
-from tests.parity.parity_checks import assert_equals_reference, generate, prompts
+from tests.parity.parity_checks import (
+    assert_equals_reference,
+    assert_ranks_extract_alike,
+    generate,
+    prompts,
+)
 from tests.tiny_models import tiny_model
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    load_hidden_states,
-)
 from vllm.v1.executor.multiproc import WorkerDiedError
 
 NUM_GPUS = torch.cuda.device_count()
@@ -134,38 +136,7 @@ def test_ranks_agree_on_what_is_captured_before_the_start(make: MakeEngine) -> N
 
 
 def test_hidden_states_are_whole_and_written_once(make: MakeEngine, tmp_path: Path) -> None:
-    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
-        folder = tmp_path / str(ranks)
-        llm = make(
-            tensor_parallel_size=ranks,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {
-                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
-                },
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-            },
-        )
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
-        found = []
-        for output in llm.generate(batch, params, use_tqdm=False):
-            assert output.kv_transfer_params is not None
-            found.append(load_hidden_states(output.kv_transfer_params["hidden_states_path"]))
-        assert len(list(folder.glob("*.safetensors"))) == len(batch)
-        return found
-
-    for whole, shared in zip(extract(1), extract(2), strict=True):
-        assert torch.equal(whole["token_ids"], shared["token_ids"])
-        assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
-        scale = float(whole["hidden_states"].std())
-        difference = (whole["hidden_states"] - shared["hidden_states"]).abs().max()
-        assert float(difference) < 1e-4 * scale
+    assert_ranks_extract_alike(make, tmp_path, 1e-4)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -18,6 +18,7 @@ import torch
 from tiny_models import hf_reference_logits, hf_residual_streams, tiny_model
 from transformers import PreTrainedModel
 
+from tests.extraction_options import extraction
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -85,16 +86,7 @@ def assert_extracted(make_engine: MakeEngine, family: str, storage: Path) -> Non
     llm = make_engine(
         family,
         max_num_batched_tokens=64,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-        },
+        **extraction(storage, [0, 2, 4]),
     )
     params = SamplingParams(temperature=0, max_tokens=1)
     (ids,) = prompts((90,))
@@ -106,3 +98,28 @@ def assert_extracted(make_engine: MakeEngine, family: str, storage: Path) -> Non
         expected = streams[layer]
         difference = (found["hidden_states"][:90, i] - expected).abs().max()
         assert float(difference) < 5e-5 * float(expected.std())
+
+
+def assert_ranks_extract_alike(make: Callable[..., LLM], folder: Path, bound: float) -> None:
+    """Two ranks write each row once and whole, and as one rank computes it: up to `bound` of the
+    rows' spread. `make(tensor_parallel_size=..., **settings)` gives an engine of the family
+    qwen3_5."""
+
+    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
+        storage = folder / str(ranks)
+        llm = make(tensor_parallel_size=ranks, **extraction(storage, [0, 2, 4]))
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
+        found = []
+        for output in llm.generate(batch, params, use_tqdm=False):
+            assert output.kv_transfer_params is not None
+            found.append(load_hidden_states(output.kv_transfer_params["hidden_states_path"]))
+        assert len(list(storage.glob("*.safetensors"))) == len(batch)
+        return found
+
+    for whole, shared in zip(extract(1), extract(2), strict=True):
+        assert torch.equal(whole["token_ids"], shared["token_ids"])
+        assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
+        scale = float(whole["hidden_states"].std())
+        difference = (whole["hidden_states"] - shared["hidden_states"]).abs().max()
+        assert float(difference) < bound * scale

@@ -14,6 +14,7 @@ from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 
+from tests.extraction_options import extraction
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -132,16 +133,7 @@ def test_hidden_states_are_the_streams_of_the_equations(
         model=str(checkpoint.path),
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
+        **extraction(tmp_path, layers),
     )
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     (prompt,) = prompts((90,))

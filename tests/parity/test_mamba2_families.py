@@ -11,6 +11,7 @@ import pytest
 from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
 from tiny_models import hf_residual_streams, tiny_model
 
+from tests.extraction_options import extraction
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
@@ -31,16 +32,7 @@ def test_tokens_and_streams_are_those_of_transformers(
         family,
         max_num_batched_tokens=19,
         enable_prefix_caching=True,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
+        **extraction(tmp_path, [0, 2, 4]),
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule, preempted = scheduler.schedule, 0

@@ -22,6 +22,7 @@ from parity_checks import (
 from tiny_models import tiny_model
 from torch import Tensor
 
+from tests.extraction_options import extraction
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -95,16 +96,7 @@ def test_captured_rows_are_those_of_real_tokens(make_engine: MakeEngine, tmp_pat
             "qwen3_5",
             max_num_batched_tokens=64,
             sanitize=True,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}},
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / str(padded))},
-            },
+            **extraction(str(tmp_path / str(padded)), [0, 4]),
         )
         if padded:
             pad(llm)

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draft_models import TINY, mtp_tensors, with_mtp
-from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    assert_ranks_extract_alike,
+    generate,
+    prompts,
+)
 from tiny_models import make_tiny, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -231,42 +238,5 @@ def test_a_connector_stores_and_loads_every_part(make_engine: MakeEngine, tmp_pa
 
 
 def test_hidden_states_are_whole_and_written_once(make_engine: MakeEngine, tmp_path: Path) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-        load_hidden_states,
-    )
-
-    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
-        folder = tmp_path / str(ranks)
-        llm = make_engine(
-            "qwen3_5",
-            tensor_parallel_size=ranks,
-            max_num_batched_tokens=64,
-            enable_prefix_caching=True,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {
-                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
-                },
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-            },
-        )
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
-        found = []
-        for output in llm.generate(batch, params, use_tqdm=False):
-            assert output.kv_transfer_params is not None
-            found.append(load_hidden_states(output.kv_transfer_params["hidden_states_path"]))
-        assert len(list(folder.glob("*.safetensors"))) == len(batch)
-        return found
-
-    for whole, shared in zip(extract(1), extract(2), strict=True):
-        assert torch.equal(whole["token_ids"], shared["token_ids"])
-        assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
-        scale = float(whole["hidden_states"].std())
-        difference = (whole["hidden_states"] - shared["hidden_states"]).abs().max()
-        assert float(difference) < 1e-5 * scale
+    make = partial(make_engine, "qwen3_5", max_num_batched_tokens=64, enable_prefix_caching=True)
+    assert_ranks_extract_alike(make, tmp_path, 1e-5)

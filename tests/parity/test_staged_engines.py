@@ -20,6 +20,7 @@ import torch
 from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
 from tiny_models import tiny_model
 
+from tests.extraction_options import extraction
 from tests.nightly import nightly
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -238,18 +239,7 @@ def extract(make_engine: MakeEngine, tmp_path: Path) -> Iterator[Callable[..., l
             "qwen3_5",
             max_num_batched_tokens=64,
             enable_prefix_caching=True,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {
-                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 4]}
-                },
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-            },
+            **extraction(folder, [0, 1, 2, 4]),
             **settings,
         )
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

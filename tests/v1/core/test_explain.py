@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from vllm import LLM, SamplingParams, decisions
 from vllm.engine.arg_utils import EngineArgs
@@ -27,28 +28,13 @@ BENCHMARK_MODEL = Path(__file__).parents[3] / "benchmarks" / "qwen3_5_4b"
 ENGINE_ONLY = {"model", "memory", "decisions", "uses", "requests", "what_ifs"}
 
 
-def extraction(path: Path, *layers: int) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(path)},
-        },
-    }
-
-
 def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
     """`(family, engine arguments)` of a named case."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("llama", {"dtype": "float32"}),
         "llama_fp8": ("llama", {"dtype": "bfloat16", "quantization": "fp8"}),
         "llama_32": ("llama", {"dtype": "bfloat16", "block_size": 32}),
-        "qwen3_extract": ("qwen3", {"dtype": "bfloat16", **extraction(path, 1, 4)}),
+        "qwen3_extract": ("qwen3", {"dtype": "bfloat16", **extraction(path)}),
         "sliding": ("qwen3_sliding", {"dtype": "float32", "max_num_batched_tokens": 64}),
         "hybrid": ("qwen3_5", {"dtype": "float32"}),
         "hybrid_state16": (
@@ -56,7 +42,7 @@ def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
             {"dtype": "bfloat16", "block_size": 48, "mamba_ssm_cache_dtype": "bfloat16"},
         ),
         "hybrid_wrapper": ("qwen3_5_wrapper", {"dtype": "bfloat16"}),
-        "hybrid_extract": ("qwen3_5", {"dtype": "float32", **extraction(path, 0, 2, 4)}),
+        "hybrid_extract": ("qwen3_5", {"dtype": "float32", **extraction(path, [0, 2, 4])}),
     }
     family, options = cases[case]
     limits = {"max_model_len": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
@@ -206,7 +192,7 @@ def test_capacity_of_the_4b_model_is_within_3_percent_of_ideal(
 ) -> None:
     report = explained(
         BENCHMARK_MODEL,
-        extraction(tmp_path, *layers) if layers else {},
+        extraction(tmp_path, layers) if layers else {},
         budget=Budget(arena_bytes=100 * 10**9),
         lengths=[12, 1000, 32_000, 262_144],
         what_ifs=False,
@@ -226,7 +212,7 @@ def test_twelve_tokens_cost_one_block_of_each_group(
 ) -> None:
     report = explained(
         BENCHMARK_MODEL,
-        extraction(tmp_path, *layers) if layers else {},
+        extraction(tmp_path, layers) if layers else {},
         budget=Budget(arena_bytes=100 * 10**9),
         what_ifs=False,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
@@ -105,18 +106,7 @@ def test_streams_go_to_the_next_stage_and_tokens_back() -> None:
 
 
 def test_captured_streams_travel_with_the_residual_stream(tmp_path: Path) -> None:
-    capture = {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
-    }
+    capture = extraction(tmp_path)
     plain, captured = (reported("qwen3", "pp2", **more).stages[0] for more in ({}, capture))
     assert captured.traffic.streams == 2 * plain.traffic.streams
 

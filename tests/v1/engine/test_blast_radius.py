@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from vllm import EngineArgs, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
@@ -134,16 +135,7 @@ def make_config(storage: Path, async_scheduling: bool) -> VllmConfig:
         max_num_seqs=4,
         kv_cache_memory_bytes=16 << 20,
         async_scheduling=async_scheduling,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": storage},
-        },
+        **extraction(storage),
     )
     return args.create_engine_config(UsageContext.LLM_CLASS)
 

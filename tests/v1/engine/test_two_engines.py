@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from tests.v1.engine.fakes import FakeExecutor, make_vllm_config
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt, decisions
@@ -51,16 +52,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LLM]]:
 def make(engines: list[LLM], family: str, storage: Path | None = None, **keywords: Any) -> LLM:
     """An engine in this process; with `storage` one that extracts hidden states."""
     if storage is not None:
-        keywords["speculative_config"] = {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-        }
-        keywords["kv_transfer_config"] = {
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": storage},
-        }
+        keywords |= extraction(storage)
     engines.append(
         LLM(
             str(tiny_model(family)),
