@@ -35,17 +35,23 @@ class ServedProcess:
     """`python COMMAND --port PORT` in a session of its own: ready on entering the context, gone on
     leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`.
 
+    `environment` is its whole environment, by default this process's.
+
     API processes are those that had connections while somebody was `watching`, and the first one;
     everything else is the engine. (A core that was forked listens on the port, too.)
     """
 
-    def __init__(self, command: list[str], timeout_s: float) -> None:
+    def __init__(
+        self, command: list[str], timeout_s: float, environment: dict[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._timeout_s = timeout_s
         self._api_pids: set[int] = set()
         self._process = subprocess.Popen(
-            [sys.executable, *command, "--port", str(self.port)], start_new_session=True
+            [sys.executable, *command, "--port", str(self.port)],
+            start_new_session=True,
+            env=environment,
         )
 
     def __enter__(self) -> ServedProcess:

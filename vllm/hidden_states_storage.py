@@ -126,7 +126,8 @@ def quantize(rows: Tensor) -> StoredRows:
     """`rows [n, columns, hidden]` of any float dtype in eight bits. What is not finite makes its
     row and column NaN."""
     largest = rows.abs().amax(-1, keepdim=True).float()
-    scales = (largest / _FP8_MAX).clamp(min=_MIN_SCALE)
+    # Divided by a number, a GPU would multiply by its reciprocal.
+    scales = (largest / torch.full_like(largest, _FP8_MAX)).clamp(min=_MIN_SCALE)
     return StoredRows((rows / scales).to(_FP8), scales)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import seal
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, StateMemory
+from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import (
     FileStore,
     file_name,
     parse_name,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import OffloadingSettings
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
@@ -196,6 +198,44 @@ def test_a_seal_finds_any_flipped_bit() -> None:
         broken.view(torch.uint8)[byte] ^= 4
         with pytest.raises(seal.SealBroken, match=f"here: sealed with digest {sealed:016x}"):
             seal.check(broken, sealed, "here")
+
+
+def test_other_threads_run_while_a_seal_is_made() -> None:
+    """With Python's lock held none runs for as long as the digest computes. Again until the machine
+    lets two threads run at once."""
+    data = np.ones(2**26, np.uint8)
+    for _ in range(100):
+        computed: list[float] = []
+
+        def make(computed: list[float] = computed) -> None:
+            began = time.thread_time()
+            seal.digest(data)
+            computed.append(time.thread_time() - began)
+
+        thread, here = threading.Thread(target=make), [time.perf_counter()]
+        thread.start()
+        while thread.is_alive():
+            here.append(time.perf_counter())
+        here.append(time.perf_counter())
+        if max(np.diff(here)) < 0.8 * computed[0]:
+            return
+    pytest.fail("nothing ran beside a digest")
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [3, 3, 3, 3, 3], [50, 1, 1, 1, 60], [1] * 100])
+def test_shares_are_balanced(sizes: list[int]) -> None:
+    parts = seal.balanced(sizes, 4)
+    assert [i for part in parts for i in part] == list(range(len(sizes)))
+    assert all(len(p) == 1 or sum(sizes[i] for i in p) <= -(-sum(sizes) // 4) for p in parts)
+    assert len(parts) <= 8
+
+
+def test_digests_made_side_by_side_keep_their_order() -> None:
+    sealer = seal.Sealer("test")
+    parts = list(torch.arange(999, dtype=torch.int32).split(37))
+    assert sealer.digests(parts) == [seal.digest(part) for part in parts]
+    assert sealer.digests([]) == []
+    sealer.close()
 
 
 def key(number: int, group: int = 0) -> Any:

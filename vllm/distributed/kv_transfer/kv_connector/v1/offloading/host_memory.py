@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's host tier: memory laid out like the arena, so that runs of blocks are one copy."""
+"""One rank's host tier: memory laid out like the arena, so neighbours are one copy."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.v1.kv_cache_interface import ArenaPlan
-
-#: group, device block, host block
-Place = tuple[int, int, int]
 
 
 class HostMemory:
@@ -39,23 +34,3 @@ class HostMemory:
         """`uint8 [block_bytes]`: a block's data, without padding."""
         start = block * self._plan.block_stride(group) - self._plan.page_bytes
         return self._bytes[start : start + self._plan.groups[group].block_bytes]
-
-
-def runs(places: Iterable[Place]) -> Iterator[tuple[int, int, int, int]]:
-    """Group, first device block, first host block and count of blocks that follow one another in
-    both memories."""
-    first: Place | None = None
-    count = 0
-    for group, device, host in sorted(places):
-        if first is not None and (group, device, host) == (
-            first[0],
-            first[1] + count,
-            first[2] + count,
-        ):
-            count += 1
-            continue
-        if first is not None:
-            yield (*first, count)
-        first, count = (group, device, host), 1
-    if first is not None:
-        yield (*first, count)

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory, runs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
     LoadedBlock,
@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     StoreJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, digest
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, balanced, digest
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
 
@@ -36,7 +36,8 @@ logger = init_logger(__name__)
 
 _NUM_THREADS = max(2, min(8, os.cpu_count() or 1))
 
-Item = TypeVar("Item")
+#: about the most that is copied before its digests begin
+_PART_BYTES = 2**25
 
 
 class _Parts:
@@ -108,7 +109,6 @@ class Transfers:
         began = time.perf_counter()
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._arena.device))
-        copied = self._copy(job.blocks, self._out, to_host=True)
 
         def done(failed: set[int]) -> None:
             num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
@@ -122,6 +122,7 @@ class Transfers:
         parts = self._split(job.blocks)
         counter = _Parts(len(parts), done)
         for part in parts:
+            copied = self._copy([job.blocks[i] for i in part], self._out, to_host=True)
             self._threads.submit(self._seal, job.blocks, part, copied, counter)
 
     def before_overwriting(self) -> None:
@@ -132,7 +133,7 @@ class Transfers:
     def _seal(
         self,
         blocks: Sequence[StoredBlock],
-        part: range,
+        part: Sequence[int],
         copied: torch.cuda.Event | None,
         counter: _Parts,
     ) -> None:
@@ -198,7 +199,7 @@ class Transfers:
         for part in parts:
             self._threads.submit(self._fill, job, part, counter)
 
-    def _fill(self, job: LoadJob, part: range, counter: _Parts) -> None:
+    def _fill(self, job: LoadJob, part: Sequence[int], counter: _Parts) -> None:
         """Thread: read what comes from files, copy, and check the digests meanwhile."""
         failed: set[int] = set()
         try:
@@ -276,10 +277,13 @@ class Transfers:
         self._count(seal_bytes=data.nbytes, seal_seconds=time.perf_counter() - began)
         return found
 
-    def _split(self, blocks: Sequence[Item]) -> list[range]:
-        """Equal parts of a job's blocks, one for each thread."""
-        size = max(1, -(-len(blocks) // _NUM_THREADS))
-        return [range(i, min(i + size, len(blocks))) for i in range(0, len(blocks), size)]
+    def _split(self, blocks: Sequence[StoredBlock | LoadedBlock]) -> list[list[int]]:
+        """Indices of a job's blocks, in parts for the threads. Parts of a large job are many, so
+        that the digests of one are made while the next is copied."""
+        order = sorted(range(len(blocks)), key=lambda i: blocks[i][:3])
+        sizes = [self._plan.groups[blocks[i].group].block_bytes for i in order]
+        count = max(_NUM_THREADS, sum(sizes) // _PART_BYTES)
+        return [[order[i] for i in part] for part in balanced(sizes, count)]
 
     def close(self) -> None:
         """Finish what was begun."""

@@ -7,11 +7,13 @@ thread that may wait.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import Places
 from vllm.v1.kv_cache_interface import ArenaPlan
 
@@ -69,10 +71,22 @@ class BlockCopies:
         with torch.cuda.stream(stream):
             if stream is not None and after is not None:
                 stream.wait_event(after)
-            for group, block, start, size in parts(self.plan, places):
-                first = block * self.plan.block_stride(group)
+            for first, start, size in self._spans(places):
                 there, here = self._arena[first : first + size], segment[start : start + size]
                 target, source = (here, there) if to_host else (there, here)
                 target.copy_(source, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
+
+    def _spans(self, places: Places) -> Iterator[tuple[int, int, int]]:
+        """Bytes from the arena's start, from the segment's, and how many lie so in both."""
+        starts = [start for _, _, start, _ in parts(self.plan, places)]
+        nth = itertools.count()
+        placed = ((g, place.block, next(nth)) for g, own in enumerate(places) for place in own)
+        for group, block, first, count in runs(placed):
+            size, stride = self.plan.groups[group].block_bytes, self.plan.block_stride(group)
+            if size == stride:
+                yield block * stride, starts[first], count * size
+            else:  # the arena has padding between them
+                for i in range(count):
+                    yield (block + i) * stride, starts[first + i], size

@@ -44,7 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     PeerRefused,
     ask,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, check
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, Sealer, compare_digests
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
 
@@ -96,6 +96,7 @@ class Receiver:
         self._beat_s = 1.0
         self._closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-receive")
+        self._sealer = Sealer("kv-p2p-check")
         self._beats = threading.Thread(target=self._beat, name="kv-p2p-beats", daemon=True)
         self._beats.start()
 
@@ -176,9 +177,10 @@ class Receiver:
             reads = _merged(sources, described["offset"], offset)
             self._transport.read(peer.name, reads, deadline)
             segment = self._staging.buffer[offset : offset + size]
-            for source in sources:
+            found = self._sealer.digests([segment[s.local : s.local + s.size] for s in sources])
+            for source, one in zip(sources, found, strict=True):
                 what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
-                check(segment[source.local : source.local + source.size], source.sealed, what)
+                compare_digests(one, source.sealed, what)
             self._copies.to_device(job.places, segment, after)
         except StillWriting:
             self._part_with(job.remote)
@@ -268,6 +270,7 @@ class Receiver:
             self._closed = True
             self._changed.notify_all()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._sealer.close()
         self._beats.join()
 
 

@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     PeerLost,
     send,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import digest
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import Sealer
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -75,6 +75,7 @@ class Sender:
         self._stats = P2pStats()
         self._closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-send")
+        self._sealer = Sealer("kv-p2p-seal")
         self._reaper = threading.Thread(target=self._expire, name="kv-p2p-leases", daemon=True)
         self._reaper.start()
 
@@ -126,10 +127,10 @@ class Sender:
             self._copies.to_host(job.places, segment, after)
             seals: list[list[tuple[int, int]]] = [[] for _ in job.places]
             indices = [place.nth for own in job.places for place in own]
-            for index, (group, _, start, length) in zip(
-                indices, parts(plan, job.places), strict=True
-            ):
-                seals[group].append((index, digest(segment[start : start + length])))
+            staged = list(parts(plan, job.places))
+            found = self._sealer.digests([segment[at : at + length] for _, _, at, length in staged])
+            for index, (group, *_), sealed in zip(indices, staged, found, strict=True):
+                seals[group].append((index, sealed))
         except BaseException:
             self._staging.free(offset)
             raise
@@ -231,4 +232,5 @@ class Sender:
             self._closed = True
             self._changed.notify_all()
         self._threads.shutdown(wait=True)
+        self._sealer.close()
         self._reaper.join()
