@@ -127,6 +127,15 @@ struct AttentionArgs {
   const float* sinks = nullptr;  // [heads], what a softmax has besides the keys' scores
 };
 
+// Digests of `count` parts of `data`, each longer than 240 bytes.
+struct DigestArgs {
+  const uint8_t* data;
+  const int64_t* starts;
+  const int64_t* sizes;
+  int64_t count;
+  uint64_t* out;
+};
+
 // conv_state [num_blocks, width - 1, channels], dense but for the block stride.
 struct ConvArgs {
   DType dtype;

@@ -59,6 +59,9 @@ void check_int32(const Tensor& tensor, Arg arg) {
 void check_int64(const Tensor& tensor, Arg arg) {
   check_scalar(tensor, ScalarType::Long, "must be int64", arg);
 }
+void check_uint8(const Tensor& tensor, Arg arg) {
+  check_scalar(tensor, ScalarType::Byte, "must be uint8", arg);
+}
 void check_bool(const Tensor& tensor, Arg arg) {
   check_scalar(tensor, ScalarType::Bool, "must be bool", arg);
 }

@@ -28,6 +28,7 @@ void check_dtype(const Tensor& tensor, DType dtype, Arg arg);
 void check_int32(const Tensor& tensor, Arg arg);
 void check_int64(const Tensor& tensor, Arg arg);
 void check_bool(const Tensor& tensor, Arg arg);
+void check_uint8(const Tensor& tensor, Arg arg);
 
 // Exact sizes, -1 for any; with `inner` the last `inner` dimensions must be dense.
 void check_shape(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg);

@@ -49,6 +49,7 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       "gdn_commit(Tensor entries, Tensor pending, Tensor first, Tensor taken, Tensor keys,"
       " Tensor errors, Tensor decays, Tensor inputs, Tensor(a!) ssm_state, Tensor(b!) conv_state)"
       " -> ()");
+  m.def("xxh3_64(Tensor data, Tensor starts, Tensor sizes, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CompositeExplicitAutograd, m) {
@@ -72,4 +73,5 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("gdn_prefill", TORCH_BOX(&vllm_cpu::gdn_prefill));
   m.impl("gdn_decode", TORCH_BOX(&vllm_cpu::gdn_decode));
   m.impl("gdn_commit", TORCH_BOX(&vllm_cpu::gdn_commit));
+  m.impl("xxh3_64", TORCH_BOX(&vllm_cpu::xxh3_64));
 }

@@ -57,4 +57,6 @@ void gdn_commit(
     const Tensor& keys, const Tensor& errors, const Tensor& decays, const Tensor& inputs,
     const Tensor& ssm_state, const Tensor& conv_state);
 
+void xxh3_64(const Tensor& data, const Tensor& starts, const Tensor& sizes, const Tensor& out);
+
 }  // namespace vllm_cpu

@@ -18,7 +18,8 @@
   X(gdn_prefill, GdnArgs)              \
   X(gdn_decode, GdnArgs)               \
   X(gdn_commit, GdnCommitArgs)         \
-  X(skinny_linear, SkinnyLinearArgs)
+  X(skinny_linear, SkinnyLinearArgs)   \
+  X(xxh3_64, DigestArgs)
 
 namespace vllm_cpu {
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from tests.distributed.kv_transfer.toy_connectors import HybridConnector, plain
@@ -203,8 +204,8 @@ def test_a_seal_finds_any_flipped_bit() -> None:
 def test_other_threads_run_while_a_seal_is_made() -> None:
     """With Python's lock held none runs for as long as the digest computes. Again until the machine
     lets two threads run at once."""
-    data = np.ones(2**26, np.uint8)
-    for _ in range(100):
+    data = np.zeros(2**30, np.uint8)  # of one page of memory
+    for _ in range(20):
         computed: list[float] = []
 
         def make(computed: list[float] = computed) -> None:
@@ -230,12 +231,26 @@ def test_shares_are_balanced(sizes: list[int]) -> None:
     assert len(parts) <= 8
 
 
-def test_digests_made_side_by_side_keep_their_order() -> None:
+@pytest.mark.parametrize("size", [1, 240, 241, 1024, 1025, 1088, 5000, 2**20 + 3])
+def test_digests_are_those_of_the_library(size: int) -> None:
+    """Of parts that begin anywhere; as the library's, side by side, in order."""
+    data = torch.randint(256, (3 * size + 7,), dtype=torch.uint8)
+    spans = [(0, size), (7, size), (2 * size + 1, size), (3 * size + 7 - size, size)]
+    expected = [xxhash.xxh3_64_intdigest(data[a : a + n].numpy()) for a, n in spans]
+    assert seal.digests(data, spans) == expected
     sealer = seal.Sealer("test")
-    parts = list(torch.arange(999, dtype=torch.int32).split(37))
-    assert sealer.digests(parts) == [seal.digest(part) for part in parts]
-    assert sealer.digests([]) == []
+    assert sealer.digests(data, spans) == expected
+    assert sealer.digests(data, []) == seal.digests(data, []) == []
     sealer.close()
+
+
+def test_digests_do_not_read_beyond() -> None:
+    data = torch.zeros(1000, dtype=torch.uint8)
+    for span in ((0, 1001), (500, 501), (-1, 300), (2**62, 2**62)):
+        with pytest.raises(RuntimeError, match="are not in data of 1000"):
+            seal.digests(data, [(0, 300), span])
+    with pytest.raises(RuntimeError, match="data must be uint8"):
+        seal.digests(data.float(), [(0, 300)])
 
 
 def key(number: int, group: int = 0) -> Any:

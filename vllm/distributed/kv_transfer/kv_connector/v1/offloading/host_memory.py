@@ -30,7 +30,12 @@ class HostMemory:
         start = block * stride - self._plan.page_bytes
         return self.buffer[start : start + count * stride]
 
-    def block(self, group: int, block: int) -> np.ndarray:
-        """`uint8 [block_bytes]`: a block's data, without padding."""
+    def extent(self, group: int, block: int) -> tuple[int, int]:
+        """First byte in `buffer` and bytes of a block's data, without padding."""
         start = block * self._plan.block_stride(group) - self._plan.page_bytes
-        return self._bytes[start : start + self._plan.groups[group].block_bytes]
+        return start, self._plan.groups[group].block_bytes
+
+    def block(self, group: int, block: int) -> np.ndarray:
+        """`uint8 [block_bytes]`: a block's data."""
+        start, size = self.extent(group, block)
+        return self._bytes[start : start + size]

@@ -7,7 +7,6 @@ files are the work of threads. Nothing here waits for the device on the thread o
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     StoreJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, balanced, digest
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import (
+    SealBroken,
+    balanced,
+    digests,
+    num_threads,
+)
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
 
 logger = init_logger(__name__)
 
-_NUM_THREADS = max(2, min(8, os.cpu_count() or 1))
 
 #: about the most that is copied before its digests begin
 _PART_BYTES = 2**25
@@ -70,7 +73,7 @@ class Transfers:
         on_gpu = arena.is_cuda
         self._out = torch.cuda.Stream(arena.device) if on_gpu else None
         self._in = torch.cuda.Stream(arena.device) if on_gpu else None
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-offload")
+        self._threads = ThreadPoolExecutor(num_threads(), "kv-offload")
         self._writer = ThreadPoolExecutor(1, "kv-offload-files")
         self._lock = threading.Lock()
         self._copied: dict[int, JobReport] = {}
@@ -142,8 +145,8 @@ class Transfers:
         try:
             if copied is not None:
                 copied.synchronize()
-            for i in part:
-                self._seals[blocks[i].group][blocks[i].host_block] = self._digest(blocks[i])
+            for i, sealed in zip(part, self._digests(blocks, part), strict=True):
+                self._seals[blocks[i].group][blocks[i].host_block] = sealed
         except Exception:
             logger.exception("blocks could not be copied to host memory")
             failed.update(part)
@@ -208,7 +211,7 @@ class Transfers:
                     failed.add(i)
             good = [i for i in part if i not in failed]
             arrived = self._copy([job.blocks[i] for i in good], self._in, to_host=False)
-            failed.update(i for i in good if not self._is_sealed(job, i))
+            failed.update(self._broken(job, good))
             if arrived is not None:
                 arrived.synchronize()
         except Exception:
@@ -233,20 +236,24 @@ class Transfers:
         self._count(file_read_bytes=target.nbytes, promoted_blocks=1)
         return True
 
-    def _is_sealed(self, job: LoadJob, i: int) -> bool:
-        block = job.blocks[i]
-        sealed, found = int(self._seals[block.group][block.host_block]), self._digest(block)
-        if found != sealed:
-            logger.error(
-                "request %s, state group %d, block %d: sealed with digest %016x, arrived with "
-                "%016x",
-                job.req_id,
-                block.group,
-                block.device_block,
-                sealed,
-                found,
-            )
-        return found == sealed
+    def _broken(self, job: LoadJob, part: Sequence[int]) -> list[int]:
+        """Those whose bytes in host memory are not what was sealed."""
+        broken = []
+        for i, found in zip(part, self._digests(job.blocks, part), strict=True):
+            block = job.blocks[i]
+            sealed = int(self._seals[block.group][block.host_block])
+            if found != sealed:
+                broken.append(i)
+                logger.error(
+                    "request %s, state group %d, block %d: sealed with digest %016x, arrived with "
+                    "%016x",
+                    job.req_id,
+                    block.group,
+                    block.device_block,
+                    sealed,
+                    found,
+                )
+        return broken
 
     # ---- both ways -----------------------------------------------------------------------------
 
@@ -270,11 +277,14 @@ class Transfers:
             event.record(stream)
             return event
 
-    def _digest(self, block: StoredBlock | LoadedBlock) -> int:
-        data = self._host.block(block.group, block.host_block)
+    def _digests(
+        self, blocks: Sequence[StoredBlock | LoadedBlock], part: Sequence[int]
+    ) -> list[int]:
+        spans = [self._host.extent(blocks[i].group, blocks[i].host_block) for i in part]
         began = time.perf_counter()
-        found = digest(data)
-        self._count(seal_bytes=data.nbytes, seal_seconds=time.perf_counter() - began)
+        found = digests(self._host.buffer, spans)
+        seconds = time.perf_counter() - began
+        self._count(seal_bytes=sum(size for _, size in spans), seal_seconds=seconds)
         return found
 
     def _split(self, blocks: Sequence[StoredBlock | LoadedBlock]) -> list[list[int]]:
@@ -282,7 +292,7 @@ class Transfers:
         that the digests of one are made while the next is copied."""
         order = sorted(range(len(blocks)), key=lambda i: blocks[i][:3])
         sizes = [self._plan.groups[blocks[i].group].block_bytes for i in order]
-        count = max(_NUM_THREADS, sum(sizes) // _PART_BYTES)
+        count = max(num_threads(), sum(sizes) // _PART_BYTES)
         return [[order[i] for i in part] for part in balanced(sizes, count)]
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ class Receiver:
             reads = _merged(sources, described["offset"], offset)
             self._transport.read(peer.name, reads, deadline)
             segment = self._staging.buffer[offset : offset + size]
-            found = self._sealer.digests([segment[s.local : s.local + s.size] for s in sources])
+            found = self._sealer.digests(segment, [(s.local, s.size) for s in sources])
             for source, one in zip(sources, found, strict=True):
                 what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
                 compare_digests(one, source.sealed, what)

@@ -128,7 +128,7 @@ class Sender:
             seals: list[list[tuple[int, int]]] = [[] for _ in job.places]
             indices = [place.nth for own in job.places for place in own]
             staged = list(parts(plan, job.places))
-            found = self._sealer.digests([segment[at : at + length] for _, _, at, length in staged])
+            found = self._sealer.digests(segment, [(at, length) for _, _, at, length in staged])
             for index, (group, *_), sealed in zip(indices, staged, found, strict=True):
                 seals[group].append((index, sealed))
         except BaseException:
