@@ -4,6 +4,7 @@
     python -m benchmarks.http_streams --streams 1,8,64,256,1024 --json s.json --plot s.png
     python -m benchmarks.http_streams --model benchmarks/qwen3_5_4b --streams 1,8,64,256
     python -m benchmarks.http_streams --streams 1024 --api-server-count 4 --rounds 4
+    python -m benchmarks.http_streams --model benchmarks/qwen3_5_4b --streams 256 --rate 10,40
 
 Without `--model` the engine's executor makes tokens at no cost (see `token_source`), at most one
 step every `--step-ms`; scheduler, sockets, detokenisation and HTTP are the real ones. With it,
@@ -12,8 +13,8 @@ process of its own: the last columns are what HTTP leaves of it, and how long th
 until all requests, given at once, have their first token. Further words `key=value` (JSON values)
 are engine settings of both.
 
-Every number of streams is a load of its own: `--rounds` requests per stream, at once or at
-`--rate`. The exit status is 1 when a request failed, 3 when the clients were too busy for the
+Every number of streams is a load of its own: `--rounds` requests per stream, at once or, for each
+`--rate`, that many per second; then what the engine alone makes is left out. The exit status is 1 when a request failed, 3 when the clients were too busy for the
 figures to be the server's.
 """
 
@@ -56,10 +57,11 @@ _WARM_UP_TOKENS = 4
 @dataclass(frozen=True)
 class Point:
     """Figures of one number of streams. Latencies in milliseconds, CPU time in microseconds per
-    output token; `client_busy` is that of the busiest process, `offline_*` are None without a
-    model."""
+    output token; `rate` is of requests per second, infinite when all come at once; `client_busy` is
+    that of the busiest process, `offline_*` are None without a model."""
 
     streams: int
+    rate: float
     requests: int
     output_tokens: int
     seconds: float
@@ -91,14 +93,24 @@ class Point:
 
 def table(points: Sequence[Point]) -> str:
     """One row per number of streams, as Markdown."""
-    head = ["streams", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "API processes"]
+    paced = any(np.isfinite(point.rate) for point in points)
+    head = [
+        "streams",
+        *(["requests/s"] if paced else []),
+        "tok/s",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "API processes",
+    ]
     head += ["API CPU", "tok/s per API core", "engine CPU", "client CPU"]
     head += ["client processes", "busiest"]
     compared = any(point.ratio for point in points)
     head += ["offline tok/s", "HTTP / offline", "all first tokens, offline"] if compared else []
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for p in points:
-        cells = [f"{p.streams}", f"{p.tokens_per_s:,.0f}"]
+        cells = [f"{p.streams}", *([f"{p.rate:g}"] if paced else []), f"{p.tokens_per_s:,.0f}"]
         cells += [f"{p.ttft_p50_ms:,.1f} ms", f"{p.ttft_p99_ms:,.1f} ms"]
         cells += [f"{p.itl_p50_ms:.2f} ms", f"{p.itl_p99_ms:.2f} ms", f"{p.api_processes}"]
         cells += [f"{p.api_us:.1f} µs", f"{p.tokens_per_api_core:,.0f}"]
@@ -154,14 +166,14 @@ class Sweep:
             extra={"ignore_eos": True, "temperature": 0.0},
         )
 
-    def run(self, streams: int) -> Point:
+    def run(self, streams: int, rate: float) -> Point:
         """One load, after a short one that warms up what has to be."""
         options = self._options
         with self._server.watching(0.02):
-            self._load(streams, streams, _WARM_UP_TOKENS)
+            self._load(streams, streams, _WARM_UP_TOKENS, float("inf"))
         before = self._server.cpu()
         with self._server.watching(1.0):
-            load = self._load(streams, streams * options.rounds, options.output)
+            load = self._load(streams, streams * options.rounds, options.output, rate)
         spent = self._server.spent(before)
         failed = [o.error for o in load.outcomes if o.error is not None]
         if failed:
@@ -176,6 +188,7 @@ class Sweep:
         ttft, itl = summary.latencies["ttft"].percentiles, summary.latencies["itl"].percentiles
         return Point(
             streams=streams,
+            rate=rate,
             requests=len(load.outcomes),
             output_tokens=tokens,
             seconds=load.duration_s,
@@ -193,15 +206,15 @@ class Sweep:
             client_limited=usage["client_limited"],
         )
 
-    def _load(self, streams: int, count: int, output_len: int) -> LoadResult:
+    def _load(self, streams: int, count: int, output_len: int, rate: float) -> LoadResult:
         options = self._options
         samples = [
             Sample(*self._prompts.prompt([], options.prompt), output_len) for _ in range(count)
         ]
-        times = arrival_times(Load(options.rate), count, options.seed)
+        times = arrival_times(Load(rate), count, options.seed)
         plan = LoadPlan(self._backend, self._request, samples, times, streams)
         number = options.client_processes and min(options.client_processes, streams)
-        return run_load(plan, decide_num_processes(number, plan, options.rate), False)
+        return run_load(plan, decide_num_processes(number, plan, rate), False)
 
 
 def summary_tokens(load: LoadResult) -> int:
@@ -293,6 +306,15 @@ def with_offline(points: Sequence[Point], options: argparse.Namespace) -> list[P
         return [Point(**asdict(p) | f) for p, f in zip(points, job.result(), strict=True)]
 
 
+def _rates(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def _shown_rate(rate: float) -> float | str:
+    """JSON has no infinity."""
+    return rate if np.isfinite(rate) else "inf"
+
+
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -302,7 +324,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens per reply")
     parser.add_argument("--rounds", type=int, default=1, help="requests per stream")
-    parser.add_argument("--rate", type=float, default=float("inf"), help="requests per second")
+    parser.add_argument(
+        "--rate", type=_rates, default=[float("inf")], help="requests per second, comma list"
+    )
     parser.add_argument("--chat", action="store_true", help="the chat route, not completions")
     parser.add_argument("--model", type=Path, help="directory of a model; default: a free one")
     parser.add_argument("--step-ms", type=float, default=0.0, help="least time of a free step")
@@ -327,19 +351,22 @@ def main() -> int:
     points = []
     with (model_server if options.model else free_server)(options) as sweep:
         for streams in options.streams:
-            points.append(sweep.run(streams))
-            print(table(points[-1:]), flush=True)
-    if options.model:
+            for rate in options.rate:
+                points.append(sweep.run(streams, rate))
+                print(table(points[-1:]), flush=True)
+    if options.model and not np.isfinite(options.rate).any():
         points = with_offline(points, options)
     print(table(points))
     if options.json:
         shown = {key: str(value) if isinstance(value, Path) else value
                  for key, value in vars(options).items()}  # fmt: skip
-        shown["rate"] = options.rate if np.isfinite(options.rate) else "inf"
+        shown["rate"] = [_shown_rate(rate) for rate in options.rate]
         result = {
             "options": shown,
             "points": [
-                asdict(p) | {"ratio": p.ratio, "tokens_per_api_core": p.tokens_per_api_core}
+                asdict(p)
+                | {"rate": _shown_rate(p.rate), "ratio": p.ratio}
+                | {"tokens_per_api_core": p.tokens_per_api_core}
                 for p in points
             ],
         }

@@ -16,6 +16,7 @@ from benchmarks.served_model import servable
 
 POINT = Point(
     streams=8,
+    rate=float("inf"),
     requests=8,
     output_tokens=2048,
     seconds=2.0,
@@ -47,6 +48,14 @@ def test_the_ratio_is_what_http_leaves() -> None:
     head, _, row = table([compared]).split("\n")
     assert head.endswith("| offline tok/s | HTTP / offline | all first tokens, offline |")
     assert row.endswith("| 2,048 | 0.50 | 12.5 ms |")
+
+
+def test_paced_loads_say_their_rate() -> None:
+    head, _, row = table([replace(POINT, rate=20.0)]).split("\n")
+    assert head.startswith("| streams | requests/s | tok/s |") and row.startswith(
+        "| 8 | 20 | 1,024"
+    )
+    assert parse_arguments(["--rate", "5,20"]).rate == [5.0, 20.0]
 
 
 def test_picture(tmp_path: Path) -> None:
