@@ -14,8 +14,8 @@ until all requests, given at once, have their first token. Further words `key=va
 are engine settings of both.
 
 Every number of streams is a load of its own: `--rounds` requests per stream, at once or, for each
-`--rate`, that many per second; then what the engine alone makes is left out. The exit status is 1 when a request failed, 3 when the clients were too busy for the
-figures to be the server's.
+`--rate`, that many per second; then what the engine alone makes is left out. The exit status is 1
+when a request failed, 3 when the clients were too busy for the figures to be the server's.
 """
 
 from __future__ import annotations
