@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The allocator's order: own pages, free pages, eviction; and what it refuses."""
 
+import random
+
 import pytest
 from state_cases import plan_of
 
@@ -271,3 +273,39 @@ def test_reset_only_without_live_blocks():
     assert pool.reset_prefix_cache() is True
     assert pool.num_cached_blocks == 0
     assert pool.pages.num_free_pages == 3
+
+
+def evictions(pool, blocks):
+    """The order in which new blocks take the places of these."""
+    order = []
+    while not all(not block.is_cached for block in blocks):
+        cached = [block for block in blocks if block.is_cached]
+        take(pool, 1)
+        order += [block.block_id for block in cached if not block.is_cached]
+    return order
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_refreshed_blocks_are_ordered_as_if_they_had_been_held(seed):
+    """Pages of several blocks, some of them held by others meanwhile."""
+    chance = random.Random(seed)
+    chosen = [chance.sample(range(24), chance.randrange(1, 24)) for _ in range(4)]
+    held = chance.sample(range(24), 3)
+    orders = []
+    for at_once in (True, False):
+        pool = pool_of(4, num_pages=7)
+        blocks = take(pool, 24)[0]
+        cache(pool, blocks, "x")
+        pool.free_blocks(blocks)
+        pool.touch([blocks[i] for i in held])
+        for indices in chosen:
+            mine = [blocks[i] for i in indices]
+            if at_once:
+                pool.pages.refresh(mine)
+                continue
+            for block in mine:
+                pool.touch([block])
+                pool.free_blocks([block])
+        pool.free_blocks([blocks[i] for i in held])
+        orders.append(evictions(pool, blocks))
+    assert orders[0] == orders[1] and len(orders[0]) == 24

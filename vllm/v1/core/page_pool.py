@@ -318,12 +318,32 @@ class PagePool:
             if self.journal is not None:
                 self.journal.freed(block)
         else:
-            self._clock += 1
-            block.rank = (self._floor + block.credit, self._clock)
-            page.rank = max(page.rank, block.rank)
+            self._rank(block, page)
             group.idle.add(block)
             page.idle += 1
         self._place(page)
+
+    def refresh(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """These were used: of idle blocks they are evicted last, in this order. As if each were
+        held and released, but a page is moved once."""
+        moved: dict[Page, None] = {}
+        for block in blocks:
+            if block.ref_cnt:
+                continue
+            page = self._page_of(block)
+            if page.is_idle and page not in moved:
+                self._idle_pages.remove(page)
+                moved[page] = None
+            page.group.idle.remove(block)
+            self._rank(block, page)
+            page.group.idle.add(block)
+        for page in moved:
+            self._idle_pages.add(page)
+
+    def _rank(self, block: KVCacheBlock, page: Page) -> None:
+        self._clock += 1
+        block.rank = (self._floor + block.credit, self._clock)
+        page.rank = max(page.rank, block.rank)
 
     def evict(self, block: KVCacheBlock) -> None:
         """Make an idle block free."""

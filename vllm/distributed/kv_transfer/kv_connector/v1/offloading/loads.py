@@ -107,10 +107,13 @@ class LoadScheduling:
         if found is None:
             return
         match = found.match
+        by_tier: dict[Tier, list[KVCacheBlock]] = {}
         for hit in match.hits:
             for block in (*hit.blocks, hit.source):
                 if block is not None and not block.is_null:
-                    self._tier_of(block).refresh([block])
+                    by_tier.setdefault(self._tier_of(block), []).append(block)
+        for tier, found_there in by_tier.items():
+            tier.refresh(found_there)
         self._counts["query_tokens"] += request.num_tokens - 1
         if not num_external_tokens:
             return

@@ -8,7 +8,7 @@ can be restored exactly where the device could have continued it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
@@ -63,12 +63,11 @@ class Tier(BlockPool):
             parent = get_block_hash(tail.parent)
             self.cache_tail(block, get_block_hash(key), parent, tail.length)
 
-    def refresh(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def refresh(self, blocks: Sequence[KVCacheBlock]) -> None:
         """What blocks hold was found: they are the most recently used ones."""
         for block in blocks:
-            self.touch([block])
             self._policy.used(block, content_of(block)[0])
-            self.free_blocks([block])
+        self.pages.refresh(blocks)
 
     def reset_prefix_cache(self, held_too: bool = False) -> bool:
         done = super().reset_prefix_cache(held_too)
