@@ -79,6 +79,8 @@ class StoreScheduling:
         self._waiting: dict[Place, list[_Content]] = {}
         #: complete content of blocks that the step being scheduled overwrites: leaves now or never
         self._overwritten: dict[Place, list[_Content]] = {}
+        #: found in host memory, which has not been told yet
+        self._known: list[KVCacheBlock] = []
         #: keys on their way to the host
         self._leaving: set[BlockHashWithGroupId] = set()
         #: device blocks whose content was sent to the host since they got it: key by key
@@ -147,6 +149,7 @@ class StoreScheduling:
         for place, contents in self._filling.items():
             self._waiting.setdefault(place, []).extend(contents)
         self._filling.clear()
+        self._refresh_known()
         if not blocks:
             return None
         self._num_stores += 1
@@ -161,6 +164,11 @@ class StoreScheduling:
         ]
         return StoreJob(self._num_stores, sent)
 
+    def _refresh_known(self) -> None:
+        if self._known:
+            self._host.refresh(self._known)
+            self._known = []
+
     def _to_store(
         self, place: Place, contents: list[_Content], blocks: list[_Stored]
     ) -> list[_Content]:
@@ -171,8 +179,9 @@ class StoreScheduling:
                 continue
             known = self._host.block_of(key)
             if known is not None:
-                self._host.refresh([known])
+                self._known.append(known)
                 continue
+            self._refresh_known()  # so that none of them gives way to this one
             host = self._host.take(key)
             if host is None:
                 return contents[i:]
