@@ -7,6 +7,7 @@ outside an engine is an unsharded layer.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -258,10 +259,15 @@ def destroy_model_parallel() -> None:
 
 def destroy_distributed_environment() -> None:
     """Leave the world."""
+    handles = {g.device_group for g in (_groups.world, _groups.tp, _groups.pp, _groups.pp_back)}
     destroy_model_parallel()
     _groups.world = _SOLO
     _groups.device = torch.device("cpu")
     if dist.is_available() and dist.is_initialized():
+        # NCCL's groups, shut down, must not be deleted: their destructor holds Python's lock and
+        # waits for threads that want it (torch 2.11).
+        for handle in handles - {None}:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         dist.destroy_process_group()
 
 
