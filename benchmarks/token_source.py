@@ -186,6 +186,7 @@ class TokenExecutor(Executor):
 
 
 def main() -> int:
+    from vllm.entrypoints.api_processes.serve import serve_together
     from vllm.entrypoints.launcher import bind, serve
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
@@ -220,6 +221,8 @@ def main() -> int:
             options.max_model_len,
             options.reasoning_tokens,
         )
+        if args.api_server_count != 1:
+            return serve_together(bind(args, shared=True), args, config, TokenExecutor)
         return serve(
             bind(args),
             args,
