@@ -124,9 +124,15 @@ def dense_rope_case(tokens: int) -> Case:
     return case | dict(qkv=case["qkv"].contiguous())
 
 
-def attention(name: str, lengths: list[tuple[int, int]], cache: torch.dtype = BF16) -> Bench:
-    """`lengths` are (query, context) pairs."""
-    nh, nkv, hd = HEADS
+def attention(
+    name: str,
+    lengths: list[tuple[int, int]],
+    cache: torch.dtype = BF16,
+    *,
+    heads: tuple[int, int, int] = HEADS,
+) -> Bench:
+    """`lengths` are (query, context) pairs, `heads` query heads, kv heads and their size."""
+    nh, nkv, hd = heads
     pairs = sum(q * (s - q) + q * (q + 1) / 2 for q, s in lengths)
     kv = sum(s for _, s in lengths) * 2.0 * nkv * hd * cache.itemsize
     qo = sum(q for q, _ in lengths) * 2 * nh * hd * 2.0
@@ -135,7 +141,7 @@ def attention(name: str, lengths: list[tuple[int, int]], cache: torch.dtype = BF
     bound = {"max_seq_len": MAX_MODEL_LEN} if longest == 1 else {}
 
     def make() -> Case:
-        case = cases.attention_case(lengths, HEADS, BF16, "cuda") | bound
+        case = cases.attention_case(lengths, heads, BF16, "cuda") | bound
         return case | dict(kv_cache=_copy(case["kv_cache"], cache))
 
     return Bench(
@@ -197,6 +203,9 @@ def benches() -> list[Bench]:
         attention("prefill 1 x 8192", [(8192, 8192)]),
         attention("prefill 16 x 512", [(512, 512)] * 16),
         attention("prefill 2048 of 12000", [(2048, 12000)]),
+        attention("prefill 2 x 8192", [(8192, 8192)] * 2),
+        attention("prefill 2 x 8192, 32/8 x 128", [(8192, 8192)] * 2, heads=(32, 8, 128)),
+        attention("prefill 2 x 8192, 32/8 x 64", [(8192, 8192)] * 2, heads=(32, 8, 64)),
         attention("decode 64 x 1024", [(1, 1024)] * 64, FP8),
         attention("decode 64 x 4096", [(1, 4096)] * 64, FP8),
         attention("prefill 2 x 4096", [(4096, 4096)] * 2, FP8),
@@ -264,7 +273,10 @@ def checks() -> list[Bench]:
     todo += [
         attention("ragged decode", [(1, 1024)] * 8 + [(1, 37)]),
         attention("verify", [(4, 1024)] * 8),
-        attention("ragged prefill", [(700, 2000), (1, 50), (130, 130)]),
+        *(
+            attention(f"ragged prefill {heads}", [(700, 2000), (1, 50), (130, 130)], heads=heads)
+            for heads in (HEADS, (32, 8, 128), (32, 8, 64))
+        ),
     ]
     lengths, carried = [500, 1, 64, 129], [True, False, True, False]
     for heads in (GDN_HEADS, (30, 30, 96, 192)):

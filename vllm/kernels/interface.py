@@ -55,7 +55,7 @@ class Kernels(Registry):
     qk_norm_rope_cache = Op(rotary.qk_norm_rope_cache)
     write_kv_cache = Op(cache.write_kv_cache)
     write_rows = Op(cache.write_rows)
-    paged_attention = Op(attention.paged_attention, cuda=("hopper", "triton"))
+    paged_attention = Op(attention.paged_attention, cuda=("hopper", "hopper_prefill", "triton"))
     latent_attention = Op(latents.latent_attention, cuda=("expanded", "triton"))
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))

@@ -57,22 +57,28 @@ __device__ inline void products_wait() {
 #define VLLM_R32                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                         \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define VLLM_R64 VLLM_R32                                                                        \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"             \
+#define VLLM_R40 VLLM_R32                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define VLLM_R64 VLLM_R40                                                                        \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"                                                     \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define VLLM_R72 VLLM_R64                                                                        \
   ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define VLLM_R128 VLLM_R72                                                                       \
-  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"             \
-  ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"         \
-  ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119" \
-  ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define VLLM_R80 VLLM_R72                                                                        \
+  ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define VLLM_R128 VLLM_R80                                                                       \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"              \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"  \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define VLLM_F8(d, i)                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define VLLM_F32(d, i) VLLM_F8(d, i), VLLM_F8(d, i + 8), VLLM_F8(d, i + 16), VLLM_F8(d, i + 24)
 #define VLLM_O32 VLLM_F32(d, 0)
+#define VLLM_O40 VLLM_F32(d, 0), VLLM_F8(d, 32)
+#define VLLM_O64 VLLM_F32(d, 0), VLLM_F32(d, 32)
 #define VLLM_O72 VLLM_F32(d, 0), VLLM_F32(d, 32), VLLM_F8(d, 64)
+#define VLLM_O80 VLLM_O72, VLLM_F8(d, 72)
 #define VLLM_O128 VLLM_F32(d, 0), VLLM_F32(d, 32), VLLM_F32(d, 64), VLLM_F32(d, 96)
 
 // The left operand from registers: rows lane / 4 and + 8 of the warp's 16, columns
@@ -97,6 +103,16 @@ __device__ inline void product(float (&d)[64], const uint32_t (&a)[4], uint64_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
 
+template <int TRANSPOSED>
+__device__ inline void product(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" VLLM_R128
+      "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;\n}"
+      : VLLM_O128
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+
 // Both operands from shared memory. VLLM_PRODUCT names N, its results a thread, and the places of
 // the operands after them.
 #define VLLM_PRODUCT(N, RESULTS, A, B, ADD, TA, TB)                                          \
@@ -109,18 +125,26 @@ __device__ inline void product(float (&d)[64], const uint32_t (&a)[4], uint64_t 
                  : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));          \
   }
 VLLM_PRODUCT(64, 32, 32, 33, 34, 35, 36)
+VLLM_PRODUCT(80, 40, 40, 41, 42, 43, 44)
+VLLM_PRODUCT(128, 64, 64, 65, 66, 67, 68)
 VLLM_PRODUCT(144, 72, 72, 73, 74, 75, 76)
+VLLM_PRODUCT(160, 80, 80, 81, 82, 83, 84)
 VLLM_PRODUCT(256, 128, 128, 129, 130, 131, 132)
 #undef VLLM_PRODUCT
 
 #undef VLLM_F8
 #undef VLLM_F32
 #undef VLLM_R32
+#undef VLLM_R40
 #undef VLLM_R64
 #undef VLLM_R72
+#undef VLLM_R80
 #undef VLLM_R128
 #undef VLLM_O32
+#undef VLLM_O40
+#undef VLLM_O64
 #undef VLLM_O72
+#undef VLLM_O80
 #undef VLLM_O128
 
 }  // namespace vllm_cuda

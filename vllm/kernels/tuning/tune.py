@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from vllm import envs
+from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.configs import device_configs
 from vllm.kernels.triton.tile_files import TileFile, file_name, write_tile_file
 from vllm.kernels.tuning.device_timer import DeviceTimer
 from vllm.kernels.tuning.spaces import Space
 from vllm.kernels.tuning.sweep import Result, sweep, with_tile
 from vllm.kernels.tuning.workloads import Workloads
-from vllm.platforms import current_platform
 
 
 def tune(spaces: Sequence[Space], output: Path | None, report: Callable[[Result], None]) -> Path:
@@ -30,7 +30,8 @@ def tune(spaces: Sequence[Space], output: Path | None, report: Callable[[Result]
     path = output or folder / file_name(properties.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     configs = device_configs(device)
-    workloads = Workloads(current_platform.kernels, device)
+    # Without a capability: the parameters are Triton's, also where CUDA C++ serves.
+    workloads = Workloads(CudaKernels(), device)
     timer = DeviceTimer(device)
     for space in spaces:
         runs = space.runs(workloads)

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of prefill attention's tiles, its shared memory, and which query rows come when.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "prefill_attention.h"
+#include "ptx.cuh"
+
+namespace vllm_cuda::prefill_attention {
+
+constexpr int kWarpgroup = 128;
+constexpr int kItems = 2;  // on their way to the consumers
+
+// CONSUMERS warpgroups of 64 query rows each go through tiles of KEYS keys, of which STAGES are in
+// shared memory.
+template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int STAGES_>
+struct Shape {
+  static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = KEYS_;
+  static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_;
+  static constexpr int CHUNKS = HEAD_DIM / 64;  // of 128 bytes
+  static constexpr int THREADS = kWarpgroup * (1 + CONSUMERS);
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+  static_assert(HEAD_DIM % 64 == 0 && KEYS % kBoxKeys == 0 && KEYS / kBoxKeys <= 32);
+};
+
+struct Maps {
+  CUtensorMap query, keys, values;
+};
+
+// Consecutive tokens of a sequence, all query heads of one kv head.
+struct Item {
+  int head;         // kv head; negative: there are no more
+  int token;        // the first in the batch
+  int tokens;       // from there to the end of the sequence
+  int position;     // of the first in the sequence
+  int first, last;  // tiles of keys [first, last), seen from the last to the first
+};
+
+// A tile of keys or values has groups of 8 tokens, each in CHUNKS swizzled squares of 8 rows of 128
+// bytes: as copies of 16 tokens leave it.
+template <typename S>
+struct alignas(1024) Shared {
+  __nv_bfloat16 query[S::CONSUMERS][S::CHUNKS][kQueryRows][64];
+  __nv_bfloat16 keys[S::STAGES][S::KEYS * S::HEAD_DIM];
+  __nv_bfloat16 values[S::STAGES][S::KEYS * S::HEAD_DIM];
+  Item items[kItems];
+  uint64_t key_barriers[2 * S::STAGES], value_barriers[2 * S::STAGES];
+  uint64_t query_barriers[S::CONSUMERS][2], item_barriers[2 * kItems];
+  uint64_t landed;  // values that the producer completes itself
+};
+
+// Tokens of a warpgroup's query rows, and of an item.
+__host__ __device__ inline int warpgroup_tokens(int group) { return kQueryRows / group; }
+template <typename S>
+__host__ __device__ int item_tokens(int group) {
+  return S::CONSUMERS * warpgroup_tokens(group);
+}
+
+// With items of `block` tokens, sequence i owns those from starts[i] / block + i on: enough for any
+// lengths, and the number of all follows from the numbers of tokens and sequences.
+__host__ __device__ inline int item_rows(int tokens, int num_seqs, int block) {
+  return tokens / block + num_seqs;
+}
+
+// By all lanes of a warp: the last sequence that begins at or before item row `row`.
+__device__ inline int sequence_of(const int* starts, int num_seqs, int row, int block) {
+  const int lane = threadIdx.x % 32;
+  int found = 0;
+  for (int first = 0; first < num_seqs; first += 32) {
+    const int seq = first + lane;
+    const bool before = seq < num_seqs && starts[seq] / block + seq <= row;
+    const int count = __popc(__ballot_sync(~0u, before));
+    found += count;
+    if (count < 32) break;
+  }
+  return found - 1;
+}
+
+// The item of place `index`, and its sequence; it may have no tokens. A sequence's last rows, which
+// see the most keys and take longest, come first; heads of the same rows go together.
+template <typename S>
+__device__ Item item_at(const PrefillAttentionArgs& args, int rows, int index, int& seq) {
+  const int block = item_tokens<S>(args.group);
+  const int row = rows - 1 - index / args.kv_heads;
+  seq = sequence_of(args.starts, args.num_seqs, row, block);
+  const int start = args.starts[seq], end = args.starts[seq + 1], seq_len = args.seq_lens[seq];
+  const int offset = (row - (start / block + seq)) * block;
+  Item item;
+  item.head = index % args.kv_heads;
+  item.token = start + offset;
+  item.tokens = seq_len > 0 ? end - item.token : 0;
+  item.position = seq_len - (end - start) + offset;
+  const int limit = min(item.position + block, seq_len);
+  item.first = args.window > 0 ? max(item.position - args.window + 1, 0) / S::KEYS : 0;
+  item.last = (limit + S::KEYS - 1) / S::KEYS;
+  return item;
+}
+
+}  // namespace vllm_cuda::prefill_attention

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch of prefill attention: tensor maps, the grid.
+#pragma once
+
+#include <algorithm>
+
+#include "hopper/prefill_attention.cuh"
+#include "hopper/tensor_map.h"
+#include "launch.h"
+
+namespace vllm_cuda::prefill_attention {
+
+// Tokens of a query head's group: boxes of a warpgroup's tokens, all heads of a group, 64 columns.
+inline CUresult encode_query_map(CUtensorMap& map, const PrefillAttentionArgs& args, int head_dim) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(head_dim),
+                              static_cast<cuuint64_t>(args.kv_heads) * args.group,
+                              static_cast<cuuint64_t>(args.tokens)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(args.q_head) * 2,
+                                static_cast<cuuint64_t>(args.q_token) * 2};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(args.group),
+                            static_cast<cuuint32_t>(warpgroup_tokens(args.group))};
+  const cuuint32_t steps[] = {1, 1, 1};
+  return map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(args.query),
+                       sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// Keys or values: 64 columns, 8 tokens, chunks of 64 columns over kv heads, groups of 8 tokens of a
+// block, blocks. Boxes of 16 tokens and one head.
+inline CUresult encode_cache_map(CUtensorMap& map, const PrefillAttentionArgs& args, int head_dim,
+                                 int part) {
+  const auto chunks = static_cast<cuuint64_t>(args.kv_heads) * head_dim / 64;
+  const auto tokens = static_cast<cuuint64_t>(args.block_size);
+  const cuuint64_t token = chunks * 128;
+  const cuuint64_t sizes[] = {64, 8, chunks, tokens / 8, static_cast<cuuint64_t>(args.num_blocks)};
+  const cuuint64_t strides[] = {token, 128, 8 * token,
+                                static_cast<cuuint64_t>(args.block_stride) * 2};
+  const cuuint32_t box[] = {64, 8, static_cast<cuuint32_t>(head_dim / 64), kBoxKeys / 8, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  char* data = static_cast<char*>(const_cast<void*>(args.cache)) + part * tokens * token;
+  return map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, data, sizes, strides, box, steps,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+inline const char* encode_maps(Maps& maps, const PrefillAttentionArgs& args, int head_dim) {
+  if (map_encoder() == nullptr) return "the driver has no tensor maps";
+  if (encode_query_map(maps.query, args, head_dim) != CUDA_SUCCESS) {
+    return "the driver rejects the query's tensor map";
+  }
+  for (int part = 0; part < 2; ++part) {
+    CUtensorMap& map = part == 0 ? maps.keys : maps.values;
+    if (encode_cache_map(map, args, head_dim, part) != CUDA_SUCCESS) {
+      return "the driver rejects the cache's tensor map";
+    }
+  }
+  return nullptr;
+}
+
+template <typename S>
+const char* launch_shape(const PrefillAttentionArgs& args, const PrefillAttentionLaunch& launch) {
+  static_assert(sizeof(Shared<S>) <= kMaxSharedBytes);
+  Maps maps;
+  if (const char* wrong = encode_maps(maps, args, S::HEAD_DIM)) return wrong;
+  int ctas = 0;
+  cudaError_t error = multiprocessors(launch.device, ctas);
+  if (error != cudaSuccess) return describe(error);
+  constexpr auto kernel = prefill_attention_kernel<S>;
+  error = allow_shared_memory<kernel>(launch.device);
+  if (error != cudaSuccess) return describe(error);
+  const int rows = item_rows(args.tokens, args.num_seqs, item_tokens<S>(args.group));
+  cudaLaunchConfig_t config{};
+  config.gridDim = std::min(ctas, rows * args.kv_heads);
+  config.blockDim = S::THREADS;
+  config.dynamicSmemBytes = sizeof(Shared<S>);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  return describe(cudaLaunchKernelEx(&config, kernel, args, maps, rows));
+}
+
+}  // namespace vllm_cuda::prefill_attention

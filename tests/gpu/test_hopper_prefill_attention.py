@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of long queries in CUDA C++ against fp64, its bits, and in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import TOLERANCE, Case, attention_case, check
+from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention.hopper_prefill import (
+    OPS,
+    counter,
+    hopper_attention,
+    takes_attention,
+)
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.cuda_library import HOPPER
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+#: all head sizes, groups that divide a warpgroup's 64 rows and groups that do not
+HEADS = [
+    (16, 4, 256),
+    (24, 4, 256),
+    (32, 8, 128),
+    (5, 1, 128),
+    (4, 4, 128),
+    (64, 8, 64),
+    (14, 2, 64),
+]
+LENGTHS = {
+    "even": [(256, 256)],
+    "ragged": [(700, 2000), (1, 50), (130, 130)],
+    "long prefix": [(33, 3001), (250, 777)],
+    "odd": [(127, 127), (129, 129), (1, 1), (300, 315), (66, 1024), (2, 3)],
+    "many": [(20 + 3 * i, 20 + 7 * i) for i in range(40)],
+}
+CASES = [pytest.param(lengths, id=name) for name, lengths in LENGTHS.items()]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CudaKernels:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"the kernel needs compute capability {HOPPER}")
+    assert OPS.choose(HOPPER), "build the CUDA ops first"
+    return CudaKernels(HOPPER)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+def made(
+    lengths: list[tuple[int, int]], heads: tuple[int, int, int] = HEADS[0], **options: Any
+) -> Case:
+    """A case that the op takes; where nothing is kept its cache holds NaN."""
+    with torch.device("cuda"):
+        case = attention_case(lengths, heads, BF16, "cuda", **options)
+    assert takes_attention(AttentionProblem(**case))
+    return case
+
+
+def rows_of(kernels: CudaKernels, case: Case) -> Tensor:
+    """The output rows of sequences, in a tensor of their own."""
+    out = torch.full_like(case["out"], float("nan"))
+    kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
+    return out[: int(case["query_start_loc"][-1])]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("lengths", CASES)
+def test_against_reference(
+    kernels: CudaKernels, lengths: list[tuple[int, int]], heads: tuple[int, int, int]
+) -> None:
+    case = made(lengths, heads, padding=3, gated=True)
+    check(kernels, "paged_attention", case, TOLERANCE[BF16])
+    assert not counter(case["out"].device).any()
+
+
+@pytest.mark.parametrize("heads", [(16, 4, 256), (32, 8, 128), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sliding_window_and_sinks(
+    kernels: CudaKernels,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    window: int,
+) -> None:
+    """Blocks below it may be another group's by now: what they hold does not matter."""
+    case = made(lengths, heads, window=window) | dict(sinks=torch.randn(heads[0], device="cuda"))
+    triton = rows_of(CudaKernels(), case)
+    bits = case["kv_cache"].view(torch.uint8)
+    for seq, (query_len, seq_len) in enumerate(lengths):
+        freed = case["block_table"][seq, : max(0, seq_len - query_len - window + 1) // 16]
+        bits[freed.long()] = 255  # NaN
+    result = rows_of(kernels, case)
+    assert not result.isnan().any()
+    torch.testing.assert_close(result, triton, atol=1e-2, rtol=1e-2)
+    check(kernels, "paged_attention", case, TOLERANCE[BF16])
+
+
+def test_large_blocks_and_apart_rows(kernels: CudaKernels) -> None:
+    case = made([(600, 700), (30, 30)], block_size=48)
+    wide = torch.full((*case["out"].shape[:2], 264), float("nan"), dtype=BF16, device="cuda")
+    check(kernels, "paged_attention", case | dict(out=wide[..., :256]), TOLERANCE[BF16])
+    assert wide[..., 256:].isnan().all()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_the_gate_has_the_bits_of_a_launch_of_its_own(
+    kernels: CudaKernels, heads: tuple[int, int, int]
+) -> None:
+    case = made(LENGTHS["ragged"], heads, gated=True)
+    apart = kernels.mul_sigmoid(rows_of(kernels, case | dict(gate=None)), case["gate"])
+    assert torch.equal(apart, rows_of(kernels, case).flatten(1))
+
+
+@pytest.mark.parametrize("heads", [(16, 4, 256), (32, 8, 128), (64, 8, 64)], ids=str)
+def test_a_row_depends_neither_on_its_neighbours_nor_on_where_a_prompt_is_cut(
+    kernels: CudaKernels, heads: tuple[int, int, int]
+) -> None:
+    case = made([(1000, 1000), (333, 500), (77, 77)], heads)
+    expected = rows_of(kernels, case)[:1000]
+    for begin, end in ((0, 1000), (0, 300), (300, 777), (777, 1000)):
+        alone = case | dict(
+            query=case["query"][begin:end],
+            out=case["out"][begin:end],
+            block_table=case["block_table"][:1],
+            seq_lens=torch.tensor([end], dtype=torch.int32, device="cuda"),
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32, device="cuda"),
+            max_query_len=end - begin,
+            max_seq_len=end,
+        )
+        assert torch.equal(rows_of(kernels, alone), expected[begin:end])
+
+
+def test_replays_give_the_same_bits(kernels: CudaKernels) -> None:
+    case = made([(1500, 2000), (700, 700), (64, 3000)])
+    expected = rows_of(kernels, case).clone()
+    graph = torch.cuda.CUDAGraph()
+    outs = [torch.empty_like(case["out"]) for _ in range(5)]
+    with torch.cuda.graph(graph):
+        for out in outs:
+            kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, expected) for out in outs)
+    assert not counter(case["out"].device).any()
+
+
+def test_wrong_arguments_are_refused(kernels: CudaKernels) -> None:
+    case = made([(100, 100)])
+    with pytest.raises(RuntimeError, match="query must be bfloat16"):
+        hopper_attention(AttentionProblem(**case | dict(query=case["query"].half())))
+    with pytest.raises(RuntimeError, match="kv_cache must be bfloat16"):
+        short = case["kv_cache"][:, :, :8]
+        hopper_attention(AttentionProblem(**case | dict(kv_cache=short)))
+    with pytest.raises(RuntimeError, match="scale must be"):
+        hopper_attention(AttentionProblem(**case | dict(scale=0.0)))
+    with pytest.raises(RuntimeError, match="head sizes are 64, 128 and 256"):
+        narrow = made([(100, 100)], (8, 2, 128))
+        parts = {name: narrow[name][..., :96] for name in ("query", "out")}
+        parts["kv_cache"] = narrow["kv_cache"][..., :96].contiguous()
+        hopper_attention(AttentionProblem(**narrow | parts))
