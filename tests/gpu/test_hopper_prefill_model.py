@@ -27,7 +27,7 @@ def model_of(head_dim: int, path: Path) -> Path:
     base = tiny_model("llama", torch.bfloat16)
     config = AutoConfig.from_pretrained(base)
     config.head_dim, config.num_attention_heads, config.num_key_value_heads = head_dim, 8, 2
-    config.max_position_embeddings, config.initializer_range = 2048, 0.2
+    config.max_position_embeddings, config.initializer_range = 2048, 0.1
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
     AutoTokenizer.from_pretrained(base).save_pretrained(path)
