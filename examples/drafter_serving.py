@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 import httpx
 from demo import free_port, running
+from reply_loops import loop_start
 from tqdm import tqdm
 
 from vllm.benchmarks.speculation import SpeculationCounts, speculation_result
@@ -26,13 +27,18 @@ _IN_FLIGHT = 8
 @dataclass(frozen=True)
 class Measured:
     """`rates`: share of the rounds in which the draft at each position was accepted; `length`:
-    tokens per round. `same_texts` of `texts` are those of the target without a drafter."""
+    tokens per round. `same_texts` of `texts` are those of the target without a drafter.
+
+    `loops` of the replies' tokens, as a share, are in loops (`reply_loops`); `length_before_loops`
+    is that of the same replies stopped where theirs begins, None if none has tokens before it."""
 
     rates: list[float]
     length: float
     rounds: int
     same_texts: int
     texts: int
+    loops: float
+    length_before_loops: float | None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,6 +48,8 @@ class Measured:
         lines += [f"{place:>10} {rate:>9.3f}" for place, rate in enumerate(self.rates, 1)]
         lines += [
             f"acceptance length {self.length:.2f} over {self.rounds:,} rounds",
+            f"{self.loops:.0%} of the tokens are in loops"
+            + (f"; before them {before:.2f}" if (before := self.length_before_loops) else ""),
             f"{self.same_texts} of {self.texts} texts are those of the model without drafts",
         ]
         return "\n".join(lines)
@@ -70,14 +78,19 @@ def measure(
 ) -> Measured:
     """Start the server, have it continue every sample of `held_out`, and stop it."""
     samples = list(prompts_of(held_out))
+    prompts = [prompt for prompt, _ in samples]
+    loops = [loop_start(said) for _, said in samples]
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="vllm-drafter-") as scratch:
         command = serve_command(model, drafter, port, memory_bytes)
         with running(command, base, Path(scratch) / "server.log"):
             before = _counts(base)
-            texts = _complete(base, [prompt for prompt, _ in samples], max_tokens)
-            found = speculation_result(before, _counts(base))
+            texts = _complete(base, prompts, [max_tokens] * len(prompts))
+            between = _counts(base)
+            _complete(base, prompts, [max(1, loop) for loop in loops])
+            found = speculation_result(before, between)
+            without_loops = speculation_result(between, _counts(base))
     if not found:
         raise SystemExit("error: the server drafted nothing")
     pairs = zip(texts, samples, strict=True)
@@ -88,6 +101,8 @@ def measure(
         # The dataset has no row for the last token.
         same_texts=sum(text[: len(said)] == said for text, (_, said) in pairs),
         texts=len(samples),
+        loops=1 - sum(loops) / sum(len(said) for _, said in samples),
+        length_before_loops=without_loops.get("spec_decode_acceptance_length"),
     )
 
 
@@ -95,8 +110,8 @@ def _counts(base: str) -> SpeculationCounts:
     return SpeculationCounts.parse(httpx.get(f"{base}/metrics", timeout=60).text)
 
 
-def _complete(base: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    def one(prompt: list[int]) -> list[int]:
+def _complete(base: str, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    def one(prompt: list[int], max_tokens: int) -> list[int]:
         body = {"model": "target", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         reply = client.post("/v1/completions", json=body)
@@ -106,5 +121,5 @@ def _complete(base: str, prompts: list[list[int]], max_tokens: int) -> list[list
         return said
 
     with httpx.Client(base_url=base, timeout=600) as client, ThreadPoolExecutor(_IN_FLIGHT) as pool:
-        answers = pool.map(one, prompts)
+        answers = pool.map(one, prompts, lengths)
         return list(tqdm(answers, desc="serving", total=len(prompts), unit="request"))

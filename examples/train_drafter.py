@@ -5,12 +5,14 @@
 
 1. The model continues pieces of text; its hidden states become a dataset.
 2. speculators trains an EAGLE-3 drafter on it.
-3. `vllm serve` drafts with it, for texts that neither was trained on, and its metrics say how many
-   drafts were accepted at each position.
+3. `vllm bench acceptance` predicts how many of its drafts are accepted, for texts that neither was
+   trained on.
+4. `vllm serve` drafts with it for the same texts, and its metrics say how many were accepted at
+   each position.
 
     OUTPUT/data, OUTPUT/held_out   datasets, see docs/extraction.md
     OUTPUT/drafter                 the checkpoint, for `--speculative-config '{"model": ...}'`
-    OUTPUT/acceptance.json         what was measured
+    OUTPUT/acceptance.json         what was predicted and measured
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from pathlib import Path
 from drafter_serving import Measured, measure
 from extract_hidden_states import choose_layers
 from own_outputs import Speech, Wanted, make_datasets
+from transformers import AutoConfig
+
+from vllm.benchmarks.acceptance import AcceptanceArgs, predict
 
 _DEMO_MODEL = Path(__file__).resolve().parent / "models" / "tiny-qwen3_5-code"
 
@@ -45,8 +50,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=24, help="samples to measure with")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of text in each sample")
     parser.add_argument("--output-tokens", type=int, default=192, help="of the model in each")
-    parser.add_argument("--layers", type=int, nargs="+", help="as of extract_hidden_states.py")
-    parser.add_argument("--depth", type=int, default=3, help="drafts per step")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        help="as of extract_hidden_states.py (default: 0, half, the one before the last, the last)",
+    )
+    parser.add_argument("--depth", type=int, default=3, help="drafts in a row to train")
+    parser.add_argument("--drafts", type=int, default=5, help="per step, when it serves")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--batch-tokens", type=int, default=512)
@@ -62,9 +73,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def input_layers(model: str) -> list[int]:
+    """The embeddings, by which a drafter finds where it has seen a token before; half of the
+    layers; all but one; and all of them, which is what it learns to predict."""
+    count = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+    return sorted({0, count // 2, count - 1, count})
+
+
 def extract(args: argparse.Namespace, data: Path, held_out: Path) -> list[int]:
     """Make both datasets; returns the layers that they state."""
-    layers = choose_layers(args.model, args.layers)
+    layers = choose_layers(args.model, args.layers or input_layers(args.model))
     speech = Speech(
         model=args.model,
         layers=layers,
@@ -84,7 +102,7 @@ def extract(args: argparse.Namespace, data: Path, held_out: Path) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> Measured:
-    """All three steps; returns what serving measured."""
+    """All four steps; returns what serving measured."""
     # An import of many seconds, which wrong arguments need not wait for.
     from drafter_training import Recipe, train
 
@@ -96,6 +114,7 @@ def run(args: argparse.Namespace) -> Measured:
     recipe = Recipe(
         model=args.model,
         depth=args.depth,
+        drafts=args.drafts,
         epochs=args.epochs,
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
@@ -103,10 +122,14 @@ def run(args: argparse.Namespace) -> Measured:
     )
     train(data, args.output / "checkpoints", drafter, recipe)
     shutil.rmtree(args.output / "checkpoints")
-    print(f"--- 3. serving, after {time.monotonic() - started:.0f} s", flush=True)
+    print(f"--- 3. prediction, after {time.monotonic() - started:.0f} s", flush=True)
+    dataset = str(held_out)
+    predicted = predict(AcceptanceArgs(model=args.model, drafter=str(drafter), dataset=dataset))
+    print(f"acceptance length {predicted.length:.2f} over {predicted.drafts:,} rounds")
+    print(f"--- 4. serving, after {time.monotonic() - started:.0f} s", flush=True)
     measured = measure(args.model, drafter, held_out, args.output_tokens, args.memory_bytes)
     result = {"layers": layers, "seconds": round(time.monotonic() - started, 1)}
-    saved = {**result, **measured.as_dict()}
+    saved = {**result, "predicted_length": predicted.length, **measured.as_dict()}
     (args.output / "acceptance.json").write_text(json.dumps(saved, indent=1) + "\n")
     return measured
 

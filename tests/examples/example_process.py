@@ -14,6 +14,7 @@ from tests.forked_python import CapturedPython, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ROOT / "examples" / "models" / "tiny-qwen3_5-code"
+DRAFTER = ROOT / "examples" / "models" / "tiny-qwen3_5-code-eagle3"
 
 
 def start(name: str, *arguments: str) -> CapturedPython:

@@ -22,8 +22,8 @@ from vllm.entrypoints.cli.main import main
 if find_spec("speculators") is None:
     pytest.skip("speculators is not installed", allow_module_level=True)
 
-PROMPT, OUTPUT, DEPTH = 12, 40, 2
-LAYERS = [2, 4, 5, 8]
+PROMPT, OUTPUT, DEPTH, DRAFTS = 12, 40, 2, 3
+LAYERS = [0, 4, 7, 8]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measured]:
     path = tmp_path_factory.mktemp("loop") / "out"
     files = [str(library_root() / name) for name in ("argparse.py", "ast.py")]
     sizes = ["--samples", "10", "--held-out", "4", "--epochs", "4", "--depth", str(DEPTH)]
+    sizes += ["--drafts", str(DRAFTS)]
     tokens = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT)]
     flags = ["--batch-tokens", "64", "--memory-bytes", str(48 << 20), "--learning-rate", "3e-3"]
     arguments = ["--output", str(path), *sizes, *tokens, *flags, *files]
@@ -54,7 +55,7 @@ def test_the_datasets_are_what_the_model_says(loop: tuple[Path, Measured]) -> No
 def test_drafts_are_accepted_and_change_nothing(loop: tuple[Path, Measured]) -> None:
     path, measured = loop
     assert measured.same_texts == measured.texts == 4
-    assert len(measured.rates) == DEPTH
+    assert len(measured.rates) == DRAFTS
     assert measured.length == pytest.approx(1 + sum(measured.rates))
     # A drafter that learnt nothing has one token of 2,048 right.
     assert measured.rates[0] > 0.05
@@ -97,7 +98,7 @@ def test_a_dataset_without_layers_is_refused(tmp_path: Path) -> None:
     from drafter_training import Recipe, train
 
     (tmp_path / "extraction.json").write_text(json.dumps({"layers": None}))
-    recipe = Recipe(str(TRAINED), 2, 1, 1e-3, 64, 0)
+    recipe = Recipe(str(TRAINED), 2, 2, 1, 1e-3, 64, 0)
     with pytest.raises(SystemExit, match="does not state its layers; extract it with --layers"):
         train(tmp_path, tmp_path / "work", tmp_path / "drafter", recipe)
 
