@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 try:
@@ -88,8 +87,7 @@ def train(data: Path, work: Path, output: Path, recipe: Recipe) -> None:
     """Train on the dataset `data`; the best epoch's checkpoint becomes `output`.
 
     `work` is emptied and takes the trainer's checkpoints. What the dataset's hidden states are goes
-    into the checkpoint's config: a server refuses a drafter that would get others. Weights are
-    stored in the target's dtype.
+    into the checkpoint's config: a server refuses a drafter that would get others.
     """
     extraction = json.loads((data / "extraction.json").read_text())
     if extraction["layers"] is None:
@@ -128,12 +126,8 @@ def train(data: Path, work: Path, output: Path, recipe: Recipe) -> None:
     if not best.exists():
         raise SystemExit("error: the training was stopped before its first epoch was validated")
     output.mkdir(parents=True, exist_ok=True)
-    dtype = AutoConfig.from_pretrained(recipe.model).get_text_config().dtype
-    tensors = load_file(best / "model.safetensors")
-    stored = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-    save_file(stored, output / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(best / "model.safetensors", output / "model.safetensors")
     config_json = json.loads((best / "config.json").read_text())
-    config_json["dtype"] = str(dtype).removeprefix("torch.")
     # Of a class beside it, which is not copied.
     config_json.pop("auto_map", None)
     config_json["trained_on"] = {"model": recipe.model, "layers": [*layers, last]}

@@ -13,7 +13,7 @@ from train_drafter import input_layers
 
 from vllm.benchmarks.acceptance import AcceptanceArgs, predict
 
-PROMPT, OUTPUT, SAMPLES = 64, 192, 24
+PROMPT, OUTPUT, SAMPLES = 64, 128, 12
 MEMORY = 64 << 20
 
 

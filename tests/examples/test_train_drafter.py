@@ -61,7 +61,9 @@ def test_drafts_are_accepted_and_change_nothing(loop: tuple[Path, Measured]) -> 
     assert measured.rates[0] > 0.05
     stored = json.loads((path / "acceptance.json").read_text())
     assert (stored["layers"], stored["length"]) == (LAYERS, measured.length)
+    assert stored["predicted_length"] == pytest.approx(measured.length, rel=0.03)
     assert f"acceptance length {measured.length:.2f}" in measured.table()
+    assert f"{measured.loops:.0%} of the tokens are in loops" in measured.table()
 
 
 @pytest.mark.e2e
@@ -92,6 +94,10 @@ def test_the_checkpoint_says_what_it_was_trained_on(loop: tuple[Path, Measured])
 def test_prompts_end_where_the_loss_mask_begins(loop: tuple[Path, Measured]) -> None:
     samples = list(prompts_of(loop[0] / "held_out"))
     assert [(len(prompt), len(said)) for prompt, said in samples] == [(PROMPT, OUTPUT - 1)] * 4
+
+
+def test_a_drafter_reads_the_embeddings_the_middle_and_the_end() -> None:
+    assert train_drafter.input_layers(str(TRAINED)) == LAYERS
 
 
 def test_a_dataset_without_layers_is_refused(tmp_path: Path) -> None:
