@@ -15,6 +15,11 @@ from tests import triton_interpreter
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Every HTTP client would read the machine's certificates, which takes longer than its requests. No
+# test needs them.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with slow tests come first: one that came last would keep one worker busy while the

@@ -291,10 +291,12 @@ def byte_ids(text: str) -> list[int]:
 def spread_text(tokens: list[int]) -> list[str]:
     """The text each token adds: a character appears with its last byte."""
     tokenizer = byte_tokenizer()
-    texts, sent = [], ""
+    texts, begin = [], 0
     for end in range(1, len(tokens) + 1):
-        so_far = tokenizer.decode(tokens[:end])
-        new = "" if so_far.endswith("\ufffd") else so_far[len(sent) :]
-        sent += new
+        new = tokenizer.decode(tokens[begin:end])
+        if new.endswith("\ufffd"):
+            new = ""
+        else:
+            begin = end
         texts.append(new)
     return texts
