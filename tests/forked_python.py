@@ -38,6 +38,8 @@ _MODULES = (
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.llm",
     "transformers.models.auto.tokenization_auto",
+    # which imports the compiler, to name activation functions
+    "transformers.models.llama.configuration_llama",
 )
 #: read when a package is imported or Python starts: the same for all of them
 _FIXED = ("PYTHON", "OMP_", "MKL_", "TRITON_", "LD_")
