@@ -28,7 +28,7 @@ GDN_LAYERS, ATTENTION_LAYERS = 12, 4
 ROWS = (1, 8, 16, 32, 128)
 
 
-def microseconds(call: Callable[[], Any], seconds: float = 0.3) -> float:
+def microseconds(call: Callable[[], Any], seconds: float) -> float:
     """Shortest time of `call` over about `seconds`: the one least disturbed by other processes."""
     call()
     best, runs = float("inf"), 0
@@ -161,19 +161,21 @@ CALLS = {
 }
 
 
-def report(title: str, ours: dict[str, Any], torch_ops: dict[str, Any] | None) -> None:
+def report(
+    title: str, ours: dict[str, Any], torch_ops: dict[str, Any] | None, seconds: float
+) -> None:
     print(f"\n{title}\n{'op':22}{'us/call':>10}{'calls':>7}{'ms/step':>9}{'torch us':>12}")
     total = 0.0
     for name, call in ours.items():
-        each = microseconds(call)
+        each = microseconds(call, seconds)
         step = each * CALLS[name] / 1e3
         total += step
-        reference = f"{microseconds(torch_ops[name], 0.1):12.0f}" if torch_ops else ""
+        reference = f"{microseconds(torch_ops[name], seconds / 3):12.0f}" if torch_ops else ""
         print(f"{name:22}{each:10.1f}{CALLS[name]:7}{step:9.2f}{reference}")
     print(f"{'all':22}{'':17}{total:9.2f}")
 
 
-def report_linear(dtype: torch.dtype) -> None:
+def report_linear(dtype: torch.dtype, seconds: float) -> None:
     """`skinny_linear` beside torch: where it stops paying."""
     print(f"\n{'linear, us: ours / torch':28}" + "".join(f"{f'{m} rows':>18}" for m in ROWS))
     for k, n in ((HIDDEN, 4 * HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 32000)):
@@ -181,8 +183,9 @@ def report_linear(dtype: torch.dtype) -> None:
         line = f"{f'{k} -> {n}':28}"
         for m in ROWS:
             x = torch.randn(m, k).to(dtype)
-            ours = microseconds(partial(skinny_linear, x, weight, None), 0.1)
-            torch_us = microseconds(partial(torch.nn.functional.linear, x, weight), 0.1)
+            ours = microseconds(partial(skinny_linear, x, weight, None), seconds)
+            theirs = partial(torch.nn.functional.linear, x, weight)
+            torch_us = microseconds(theirs, seconds)
             line += f"{f'{ours:.0f} / {torch_us:.0f}':>18}"
         print(line)
 
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--head-dim", type=int, default=64, help="dk = dv of the GDN layers")
     parser.add_argument("--compare", action="store_true", help="time plain torch too")
+    parser.add_argument("--seconds", type=float, default=0.3, help="over which an op is timed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     GDN.update(head_k_dim=args.head_dim, head_v_dim=args.head_dim)
@@ -207,13 +211,15 @@ def main() -> None:
             f"decode, {args.batch} sequences of {args.context} tokens",
             decode_ops(kernels, args.batch, args.context, dtype),
             decode_ops(naive, args.batch, args.context, dtype) if args.compare else None,
+            args.seconds,
         )
         report(
             f"prefill of {args.prompt} tokens",
             prefill_ops(kernels, args.prompt, dtype),
             prefill_ops(naive, args.prompt, dtype) if args.compare else None,
+            args.seconds,
         )
-        report_linear(dtype)
+        report_linear(dtype, args.seconds / 3)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from benchmarks.agent_trace import TraceConfig, make_trace
 from benchmarks.prefix_cache_live import DATA, compare, make_parser, parents, scaled
 from benchmarks.report import prefix_cache_live_rows
 
+pytestmark = pytest.mark.slow
+
 SMALL = scaled(TraceConfig(conversations=4, active=2), 0.03)
 
 

@@ -13,11 +13,14 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from benchmarks.token_source import TokenExecutor, make_config
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = pytest.mark.slow
 
 #: CPU seconds of the event loop within which a health check is answered
 LIMIT_S = 0.050

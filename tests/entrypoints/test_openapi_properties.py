@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM
+from tests.nightly import nightly
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-MAX_EXAMPLES = 20
+#: of each operation, then in a nightly run
+EXAMPLES = [12, *nightly(60)]
 OPERATIONS = {
     "GET /health", "GET /ping", "POST /ping", "GET /version", "GET /load", "GET /metrics",
     "GET /decisions", "GET /experts", "GET /v1/models", "GET /v1/models/{name}",
@@ -34,8 +36,8 @@ OPERATIONS = {
 VALID = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [71, 72]}
 VALID |= {"token_ids": [71, 72], "sampling_params": {"max_tokens": 3}}
 
-quick = settings(
-    max_examples=MAX_EXAMPLES,
+quick = functools.partial(
+    settings,
     deadline=None,
     database=None,
     derandomize=True,
@@ -89,9 +91,10 @@ def check(case: schemathesis.Case) -> int:
     return status
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("label", LABELS)
-def test_no_server_error(label: str) -> None:
-    @quick
+def test_no_server_error(label: str, examples: int) -> None:
+    @quick(max_examples=examples)
     @given(case=operations("POSITIVE", "NEGATIVE")[label])
     def run(case: schemathesis.Case) -> None:
         check(case)
@@ -99,13 +102,14 @@ def test_no_server_error(label: str) -> None:
     run()
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize(
     "label", sorted(o for o in OPERATIONS if o.startswith(("POST /v1", "POST /inference")))
 )
-def test_no_server_error_past_the_prompt(label: str) -> None:
+def test_no_server_error_past_the_prompt(label: str, examples: int) -> None:
     statuses = set()
 
-    @quick
+    @quick(max_examples=examples)
     @given(case=operations("POSITIVE")[label])
     def run(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):

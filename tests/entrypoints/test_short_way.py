@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.streaming import DONE, event
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PARSERS = FrontEndArgs(
     reasoning_parser="qwen3", tool_call_parser="qwen3_coder", enable_auto_tool_choice=True

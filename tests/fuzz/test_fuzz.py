@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.scenarios import Fuzzer
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ def fuzzer() -> Iterator[Fuzzer]:
 
 
 @pytest.mark.parametrize("way", ["alone", "pair", "served", "threaded"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, *nightly(3, 4, 5, 6)])
 def test_nothing_is_found(fuzzer: Fuzzer, way: str, seed: int) -> None:
     tally = fuzzer.run(seed, way)
     assert not tally.findings

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked_python
 from vllm.kernels.cpu import CpuKernels
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ["baseline", "avx2", "avx512", "avx512_bf16"]  # each implies those before it
@@ -30,19 +33,25 @@ def run_python(arguments: list[str], **environment: str) -> subprocess.Completed
 @pytest.mark.skipif("VLLM_CPU_ISA" in os.environ, reason="already narrowed to one")
 @pytest.mark.parametrize("isa", OTHERS)
 def test_kernels_of_another_instruction_set(isa: str) -> None:
-    files = [f"tests/kernels/test_cpu_{name}.py" for name in ("norm", "attention", "gdn", "linear")]
-    done = run_python(
-        ["-m", "pytest", "-q", "-x", "-k", "fp64", *files],
-        VLLM_CPU_ISA=isa,
-        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # they need none, and take longer than a test
-    )
+    tested = ("norm", "attention", "gdn", "linear")
+    files = [str(ROOT / "tests" / "kernels" / f"test_cpu_{name}.py") for name in tested]
+    environment = os.environ | {"VLLM_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # They need no plug-ins, which take longer than a test.
+    done = forked_python.run_python("pytest", "-q", "-x", "-k", "fp64", *files, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
 
 
-def test_the_environment_chooses_the_instruction_set() -> None:
-    code = "from vllm.kernels.cpu import CpuKernels; print(CpuKernels().isa)"
-    assert run_python(["-c", code], VLLM_CPU_ISA="baseline").stdout.strip() == "baseline"
-    unknown = run_python(["-c", code], VLLM_CPU_ISA="mmx")
+def test_the_environment_chooses_the_instruction_set(tmp_path: Path) -> None:
+    script = tmp_path / "isa.py"
+    script.write_text("from vllm.kernels.cpu import CpuKernels; print(CpuKernels().isa)")
+
+    def run(isa: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"VLLM_CPU_ISA": isa}
+        return forked_python.run_python(str(script), env=environment)
+
+    assert run("baseline").stdout.strip() == "baseline"
+    unknown = run("mmx")
     assert "VLLM_CPU_ISA=mmx is not an instruction set" in unknown.stderr
 
 

@@ -17,6 +17,8 @@ from vllm.kernels.triton import kernel_plan
 from vllm.kernels.triton.compile_ahead import Variant
 from vllm.kernels.triton.kernel_plan import KernelPlan
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,7 @@ from tests.kernels.cases import error_ratio, ragged, randn, strided, widen
 from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
 from tests.kernels.test_mamba2 import kernels as kernels
 from tests.kernels.test_mamba2 import pool, rounding
+from tests.nightly import nightly
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.journal import Journal, JournalMemory, JournalShape, JournalSize, JournalStack
@@ -23,6 +24,8 @@ from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
     Mamba1Gates,
     Mamba1Prefill,
 )
+
+pytestmark = pytest.mark.slow
 
 #: heads, groups, N
 SIZES = [(4, 2, 16), (3, 1, 12), (2, 2, 8)]
@@ -194,7 +197,7 @@ class Decoder(DraftedDecoder):
         return [self.gates.A_log]
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("width", [2, 8, *nightly(4)])
 def test_rejected_drafts_leave_nothing(kernels, width, device):
     decoder = Decoder(kernels, 2, SIZES[0], device)
     assert difference(decoder, width) <= rounding(kernels)

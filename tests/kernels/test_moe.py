@@ -25,6 +25,8 @@ from vllm.kernels.moe.triton import block_rows
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.triton.configs import shipped
 
+pytestmark = pytest.mark.slow
+
 RULES = {
     "softmax": RoutingRule(3),
     "plain": RoutingRule(1, renormalize=False),

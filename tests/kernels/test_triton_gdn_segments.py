@@ -27,6 +27,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import (
     cut_segments,
 )
 
+pytestmark = pytest.mark.slow
+
 kernels = CudaKernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

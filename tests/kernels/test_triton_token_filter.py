@@ -11,6 +11,8 @@ from vllm.kernels.sampling.draw import gumbel_sample
 from vllm.kernels.sampling.filter import TILE, kept_tokens
 from vllm.kernels.sampling.naive import apply_min_p, apply_top_k_top_p
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 
 

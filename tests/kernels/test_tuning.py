@@ -97,7 +97,7 @@ def test_every_space_is_a_tile_of_the_shipped_files() -> None:
     [
         lambda w: w.attention(64, [(1, 40), (1, 7)]),
         lambda w: w.attention(64, [(20, 40), (3, 3)]),
-        lambda w: w.delta_rule(64, [70, 3]),
+        lambda w: w.delta_rule(64, [5, 3]),
         lambda w: w.delta_rule_decode(64, 3),
         *nightly(lambda w: w.convolution([5, 66])),
     ],

@@ -2,8 +2,8 @@
 """Which kernel variants warm-up foresees for tiny models, and which other batches would add.
 
 Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON:
-what was found for each of the checkpoints that are given, by path. The first one gets a sequence of
-every length after every context, with `--thorough` the others too.
+what was found for each of the checkpoints that are given, by path. With `--thorough` there is a
+sequence of every length after every context.
 """
 
 import json
@@ -80,8 +80,8 @@ def sweep(model: str, batches: Sequence[tuple[int, int, int]]) -> dict[str, Any]
 
 
 vars(current_platform)["kernels"] = CudaKernels()
-first, *others = [word for word in sys.argv[1:] if word != "--thorough"]
+models = [word for word in sys.argv[1:] if word != "--thorough"]
 thorough = [*product((1,), LENGTHS, CONTEXTS), *MANY]
-some = thorough if "--thorough" in sys.argv else SOME + MANY
-found = {first: sweep(first, thorough)} | {model: sweep(model, some) for model in others}
+batches = thorough if "--thorough" in sys.argv else SOME + MANY
+found = {model: sweep(model, batches) for model in models}
 json.dump(found, sys.stdout)

@@ -10,6 +10,7 @@ import pytest
 from draft_scenarios import SCENARIOS, Run, engine, with_drafts
 from parity_checks import MakeEngine, in_this_process
 
+from tests.nightly import nightly
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched import draft_policy
@@ -44,7 +45,9 @@ def test_scenarios(scenario: Callable[[Run], None], make_engine: MakeEngine) -> 
     with_drafts(make_engine, scenario, 4, "ngram", enable_prefix_caching=True)
 
 
-@pytest.mark.parametrize(("family", "count"), [("qwen3_5", 500), ("llama", 60)])
+@pytest.mark.parametrize(
+    ("family", "count"), [("qwen3_5", 200), ("llama", 60), *nightly(("qwen3_5", 500))]
+)
 def test_many_prompts(family: str, count: int, make_engine: MakeEngine) -> None:
     def run(run: Run) -> None:
         lengths = [8 + i % 5 for i in range(count // 2)]

@@ -17,6 +17,7 @@ from tiny_models import hf_reference_logits
 from transformers import AutoTokenizer
 
 from examples.python_library import is_held_out, library_files, library_root
+from tests.nightly import nightly
 from vllm import LLM, SamplingParams, TokensPrompt
 
 pytestmark = pytest.mark.parity
@@ -78,8 +79,14 @@ def test_the_checkpoint_is_trained() -> None:
     assert 13 < perplexity(scores) < 60
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("max_num_batched_tokens", [64, 2048])
+@pytest.mark.parametrize(
+    ("dtype", "max_num_batched_tokens"),
+    [
+        (torch.bfloat16, 64),
+        (torch.float32, 2048),
+        *nightly((torch.bfloat16, 2048), (torch.float32, 64)),
+    ],
+)
 def test_held_out_perplexity(
     dtype: torch.dtype, max_num_batched_tokens: int, make_engine: MakeEngine
 ) -> None:

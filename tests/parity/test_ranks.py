@@ -25,6 +25,7 @@ from parity_checks import (
 )
 from tiny_models import make_tiny, tiny_model
 
+from tests.nightly import nightly
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
 from vllm.sampling_params import StructuredOutputsParams
@@ -36,8 +37,10 @@ pytestmark = [
 ]
 
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
-HYBRIDS = ("qwen3_5", "qwen3_5_tied", "nemotron_h_moe", "granite_h")
-FAMILIES = ("llama3_rope", "qwen3", "qwen3_sliding", *HYBRIDS, *MIXTURES)
+HYBRIDS = ("qwen3_5_tied", "nemotron_h_moe", "granite_h")
+FAMILIES = ("llama3_rope", "qwen3_sliding", *HYBRIDS, *MIXTURES)
+#: others run every layer of these
+PARTS_OF_OTHERS = ("qwen3", "qwen3_5")
 
 
 def logprobs(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[float]]:
@@ -59,7 +62,7 @@ def tokens(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[int
     return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *nightly(*PARTS_OF_OTHERS)])
 def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -> None:
     """Chunked, preempted, and a second time from the prefix cache."""
     llm = make_engine(

@@ -10,6 +10,7 @@ import pytest
 from draft_scenarios import Run, compare, engine
 from parity_checks import MakeEngine, in_this_process, prompts
 
+from tests.nightly import covering
 from vllm.kernels import step
 
 pytestmark = [pytest.mark.parity, in_this_process]
@@ -32,9 +33,10 @@ def cached(run: Run) -> list[int]:
     return [output.num_cached_tokens or 0 for output in run.outputs]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["ahead", "in step"])
-@pytest.mark.parametrize("ends", [{}, {"stop_token_ids": STOPS}], ids=["length", "stop"])
-@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+@pytest.mark.parametrize(
+    ("family", "ends", "asynchronous"),
+    covering(["qwen3_5", "llama"], [{}, {"stop_token_ids": STOPS}], [True, False]),
+)
 def test_turns_hit_as_without_a_drafter(
     family: str, ends: dict[str, Any], asynchronous: bool, make_engine: MakeEngine
 ) -> None:

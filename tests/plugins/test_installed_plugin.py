@@ -22,6 +22,8 @@ from pathlib import Path
 
 from vllm import ModelRegistry
 
+pytestmark = pytest.mark.slow
+
 
 def register():
     with Path(os.environ["PLUGIN_LOG"]).open("a") as log:

@@ -35,13 +35,19 @@ from vllm.v1.attention.backends import paged
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels"),
+]
 
 #: a prefill, a decode, both, a decode
 STEPS = 4
 LAYOUTS = {"mixers": ["attention", "gdn", "kda", "sliding_window"], "mambas": [*MAMBA]}
 #: they run the same layers as other families
-ALIKE = ("llama3_rope", "qwen3", "qwen3_5_tied", "qwen3_5_wide", "granite_h_dense")
+ALIKE = (
+    *("llama3_rope", "qwen3", "qwen3_5_tied", "qwen3_5_wide", "granite_h_dense", "qwen3_5_wrapper"),
+    *("qwen3_5_moe_wrapper", "mixtral", "qwen3_moe", "nemotron_h", "deepseek_v2"),
+)
 FAMILIES = [family for family in tiny_models.FAMILIES if family not in ALIKE]
 
 

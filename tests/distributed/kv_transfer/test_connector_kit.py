@@ -20,6 +20,7 @@ from vllm.testing.connectors import (
     ContractViolation,
     check_random_lives,
 )
+from vllm.testing.connectors import checks as kit_checks
 from vllm.testing.connectors import engine as kit_engine
 
 pytestmark = pytest.mark.slow
@@ -119,6 +120,7 @@ def test_planted_mistakes_are_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
+    monkeypatch.setattr(kit_checks, "_CLOSE_S", 0.5)
     check, name = CAUGHT_BY[fault]
     with pytest.raises(ContractViolation) as caught:
         CHECKS[check](sample(tmp_path, fault), "attention", tmp_path)

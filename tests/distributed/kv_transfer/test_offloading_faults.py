@@ -27,6 +27,8 @@ from tests.distributed.kv_transfer.offload_engines import (
 from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [prompt(1, 70), prompt(2, 40)]
 
 

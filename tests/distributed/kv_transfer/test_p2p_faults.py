@@ -34,6 +34,8 @@ from vllm.testing.connectors.checks import PROMPTS, running
 from vllm.testing.connectors.engine import SimulatedEngine, expected_output
 from vllm.v1.engine import FinishReason
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("attention", "window", "hybrid_rows")
 
 

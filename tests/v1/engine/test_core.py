@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens, make_vllm_config
 from vllm import decisions
 from vllm.cache_options import CacheOptions
@@ -180,8 +181,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("end", ["return", "crash"])
+@pytest.mark.parametrize(
+    ("end", "method"),
+    [("return", "fork"), ("crash", "fork"), ("crash", "spawn"), *nightly(("return", "spawn"))],
+)
 def test_core_ends_with_its_parent(tmp_path, monkeypatch, method, end):
     """Also when the parent returns without a shutdown, and when it dies without a word."""
     script = tmp_path / "script.py"

@@ -21,6 +21,8 @@ Check = Callable[[ConnectorCase, str, Path], None]
 
 #: steps after which something happens to running requests
 _POINTS = range(9)
+#: within which a connector that was shut down closes its files and ends its threads
+_CLOSE_S = 5.0
 
 
 def prompt(seed: int, length: int, shared: int = 32) -> list[int]:
@@ -283,7 +285,7 @@ def _open_things() -> tuple[int, int]:
 
 
 def _expect_closed(before: tuple[int, int]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + _CLOSE_S
     while time.monotonic() < deadline:
         descriptors, threads = _open_things()
         if descriptors <= before[0] and threads <= before[1]:
