@@ -42,7 +42,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
             "max_model_len": 512,
             "max_num_seqs": 16,
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": 16 * 2**20,
+            "kv_cache_memory_bytes": 64 * 2**20,
             "tensor_parallel_size": TP_SIZE,
         }
         settings.update(kwargs)
