@@ -119,9 +119,12 @@ def test_a_right_sample_passes(check: str, tmp_path: Path) -> None:
 def test_planted_mistakes_are_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
-    monkeypatch.setattr(kit_checks, "_CLOSE_S", 0.5)
     check, name = CAUGHT_BY[fault]
+    # What never comes is not waited for; the rest may take its time on a busy machine.
+    if name == "never-settles":
+        monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
+    if check == "shutdown":
+        monkeypatch.setattr(kit_checks, "_CLOSE_S", 0.5)
     with pytest.raises(ContractViolation) as caught:
         CHECKS[check](sample(tmp_path, fault), "attention", tmp_path)
     assert caught.value.name == name and VIOLATIONS[name] in str(caught.value)
