@@ -327,6 +327,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--policy-conversations", type=int, default=100)
     add("--policy-scale", type=float, default=0.1, help="Of the trace's lengths.")
     add("--trace-mb", type=float, default=60_000 if ON_GPU else 400, help="Holds everything.")
+    add("--json", type=Path, help="File for the figures, by part.")
     return parser
 
 
@@ -334,12 +335,16 @@ def main() -> int:
     args = make_parser().parse_args()
     measures = (measure_copy, measure_serve, measure_reload, measure_trace, measure_policies)
     measure = dict(zip(PARTS, measures, strict=True))
+    figures: dict[str, dict[str, Any]] = {}
     for part in args.parts.split(","):
         if part not in measure:
             raise SystemExit(f"no part {part!r}; there are {', '.join(PARTS)}")
         print(part)
-        for what, value in measure[part](args).items():
+        figures[part] = measure[part](args)
+        for what, value in figures[part].items():
             print(f"  {what}: {value:,.3f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

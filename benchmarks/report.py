@@ -14,11 +14,15 @@ import sys
 from typing import Any
 
 from benchmarks import gpu_tables, mixture_tables
+from benchmarks.disaggregation import Row
+from benchmarks.disaggregation import table as pairs
 from benchmarks.measured_tables import DATA, ROOT, compared, load
 
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "disaggregation.md",
     ROOT / "docs" / "models.md",
+    ROOT / "docs" / "offloading.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "state_memory.md",
 )
@@ -98,6 +102,40 @@ def http_table() -> str:
             ]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def http_rates_table() -> str:
+    """Streams over HTTP that come at a rate."""
+    rows = [
+        "| requests/s | tokens/s | first token, p50 | p99 | gap, p50 | p99 "
+        "| CPU per token: API | core | client |",
+        "|---" * 9 + "|",
+    ]
+    for p in load("h200_http_rates.json")["points"]:
+        cells = [f"{p['rate']:g}", f"{p['tokens_per_s']:,.0f}"]
+        cells += [f"{p[key]:,.1f} ms" for key in ("ttft_p50_ms", "ttft_p99_ms")]
+        cells += [f"{p[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")]
+        cells += [f"{p[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def offloading_table() -> str:
+    """A host tier behind the device's cache: one row per figure."""
+    rows = ["| figure | |", "|---|---|"]
+    for figures in load("h200_offloading.json").values():
+        rows += [f"| {what} | {value:,.3g} |" if value < 1000 else f"| {what} | {value:,.0f} |"
+                 for what, value in figures.items()]  # fmt: skip
+    return "\n".join(rows)
+
+
+def disaggregation_table() -> str:
+    """Prompts on one GPU and answers on another, by connector."""
+    parts = []
+    for name, connector in (("p2p", "P2pConnector"), ("nixl", "NixlConnector")):
+        rows = [Row(**row) for row in load(f"h200_disaggregation_{name}.json")]
+        parts.append(f"`{connector}`:\n\n{pairs(rows)}")
+    return "\n\n".join(parts)
 
 
 def host_table() -> str:
@@ -190,6 +228,9 @@ TABLES = {
     "cpu": cpu_table,
     "api": api_table,
     "http": http_table,
+    "http_rates": http_rates_table,
+    "offloading": offloading_table,
+    "disaggregation": disaggregation_table,
     "host": host_table,
     "prefix_cache": prefix_cache_table,
     "prefix_cache_live": prefix_cache_live_table,
