@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
@@ -71,11 +70,7 @@ def _layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
 
 
 class Mamba2ForCausalLM(DecoderForCausalLM, IsHybrid):
-    def _init_model(
-        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
-    ) -> DecoderModel:
-        config = vllm_config.model_config.hf_text_config
-        return DecoderModel(config, partial(_layer, vllm_config), RMSNorm, prefix)
+    layer_class = staticmethod(_layer)
 
 
 class ReferenceMixer(nn.Module):

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.model_executor.harness import MAX_MODEL_LEN, Chunk, Harness
 from tests.tiny_models import tiny_model
@@ -17,7 +15,7 @@ from vllm.engine.resolve import resolve
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
@@ -76,11 +74,7 @@ class AverageLayer(DecoderLayer):
 
 
 class AverageForCausalLM(DecoderForCausalLM):
-    def _init_model(
-        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
-    ) -> DecoderModel:
-        config = vllm_config.model_config.hf_text_config
-        return DecoderModel(config, partial(AverageLayer, vllm_config), RMSNorm, prefix)
+    layer_class = AverageLayer
 
 
 @pytest.fixture

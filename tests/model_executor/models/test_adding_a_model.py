@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 
@@ -73,12 +72,7 @@ class ExampleLayer(DecoderLayer):
 
 class ExampleForCausalLM(DecoderForCausalLM):
     fused_names = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1))
-
-    def _init_model(
-        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
-    ) -> DecoderModel:
-        config = vllm_config.model_config.hf_text_config
-        return DecoderModel(config, partial(ExampleLayer, vllm_config), RMSNorm, prefix)
+    layer_class = ExampleLayer
 
 
 def config_of(path: Path, architecture: str) -> VllmConfig:

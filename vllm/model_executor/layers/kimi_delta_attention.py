@@ -53,6 +53,13 @@ class KimiDeltaAttentionShape:
         """Of all heads' queries, and as much of keys and values."""
         return self.num_heads * self.head_dim
 
+    def state_shape(self, tp_size: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """See `MambaStateShapeCalculator`."""
+        heads, dim = self.num_heads, self.head_dim
+        return MambaStateShapeCalculator.gated_delta_net_state_shape(
+            tp_size, heads, heads, dim, dim, self.conv_kernel_size
+        )
+
 
 class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
     """Recurrent token mixer; keeps the convolutions' last inputs and a matrix per head.
@@ -175,7 +182,4 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         current_platform.kernels.kda_commit(stack, entries)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        heads, dim = self.shape.num_heads, self.shape.head_dim
-        return MambaStateShapeCalculator.gated_delta_net_state_shape(
-            self.tp_size, heads, heads, dim, dim, self.shape.conv_kernel_size
-        )
+        return self.shape.state_shape(self.tp_size)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderLayer
+from vllm.model_executor.models.utils import gated_mlp, rotary
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,22 +35,11 @@ class AttentionDecoderLayer(DecoderLayer):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
-        rope = get_rope(
-            shape.head_dim,
-            vllm_config.model_config.max_model_len,
-            rope_parameters=config.rope_parameters,
-        )
+        rope = rotary(vllm_config, shape.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp or GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=mlp_bias,
-            prefix=f"{prefix}.mlp",
-            quant_config=quant_config,
-        )
+        self.mlp = mlp or gated_mlp(vllm_config, f"{prefix}.mlp", bias=mlp_bias)
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream

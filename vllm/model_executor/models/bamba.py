@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2
-from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.granite_moe_hybrid import mamba2_shape
-from vllm.model_executor.models.mamba2_hybrid import Mamba2HybridForCausalLM, only_silu
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -51,19 +48,10 @@ class BambaDecoderLayer(DecoderLayer):
             self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
         else:
             shape = attention_shape(config)
-            rope = get_rope(
-                shape.head_dim, model_config.max_model_len, rope_parameters=config.rope_parameters
-            )
+            rope = rotary(vllm_config, shape.head_dim)
             self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=config.mlp_bias,
-            prefix=f"{prefix}.mlp",
-            quant_config=quant_config,
-        )
+        self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp", bias=config.mlp_bias)
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         mixed: Tensor
@@ -74,23 +62,10 @@ class BambaDecoderLayer(DecoderLayer):
         return mixed
 
 
-class BambaModel(DecoderModel):
-    """Bamba without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = BambaDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
-class BambaForCausalLM(Mamba2HybridForCausalLM):
+class BambaForCausalLM(HybridForCausalLM):
     """`BambaForCausalLM` checkpoints."""
 
+    layer_class = BambaDecoderLayer
     weights_mapper = WeightsMapper(
         orig_to_new_prefix={"model.final_layernorm.": "model.norm."},
         orig_to_new_substr={
@@ -98,14 +73,4 @@ class BambaForCausalLM(Mamba2HybridForCausalLM):
             ".pre_ff_layernorm.": ".post_attention_layernorm.",
         },
     )
-    mamba2_shape = staticmethod(mamba2_shape)
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return BambaModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or BambaDecoderLayer
-        )
+    recurrent_shape = staticmethod(mamba2_shape)

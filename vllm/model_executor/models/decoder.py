@@ -8,8 +8,9 @@ Either way the sum is a tensor that nothing overwrites: capturing the residual s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
@@ -176,8 +177,14 @@ def _embedding_is_head() -> bool:
 
 
 class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers, LoadsPart):
-    """A `DecoderModel` with an output head; families set the class data and `_init_model`."""
+    """A `DecoderModel` with an output head; families set the class data."""
 
+    #: called as `layer_class(vllm_config, prefix=...)`: the class of the layers, or a function that
+    #: chooses between several
+    layer_class: ClassVar[Callable[..., nn.Module]]
+    #: of the norm after the layers
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    model_class: ClassVar[type[DecoderModel]] = DecoderModel
     #: `(parameter, checkpoint name, shard id)`: see `AutoWeightsLoader`
     fused_names: ClassVar[tuple[FusedName, ...]] = (
         ("qkv_proj", "q_proj", "q"),
@@ -220,7 +227,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers,
             self.lm_head = ParallelLMHead(
                 config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
             )
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = LogitsProcessor(config.vocab_size, scale=self.logits_scale(config))
 
     def _init_model(
         self,
@@ -228,8 +235,15 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers,
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> DecoderModel:
-        """The model without its head; `layer_type` replaces the family's decoder layer."""
-        raise NotImplementedError
+        """The model without its head; `layer_type` replaces `layer_class`."""
+        make_layer = partial(layer_type or self.layer_class, vllm_config)
+        config = vllm_config.model_config.hf_text_config
+        return self.model_class(config, make_layer, self.norm_class, prefix)
+
+    @staticmethod
+    def logits_scale(config: PretrainedConfig) -> float:
+        """What logits are multiplied by."""
+        return 1.0
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """`[tokens] -> [tokens, hidden]`."""

@@ -5,21 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import MixtureShape
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3ForCausalLM,
-    DeepseekV3Model,
 )
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from vllm.config import VllmConfig
 
 #: `topk_method` -> whether experts are chosen in the best groups only
 _METHODS = {"greedy": False, "group_limited_greedy": True}
@@ -63,12 +58,4 @@ class DeepseekV2DecoderLayer(DeepseekV3DecoderLayer):
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     """`DeepseekV2ForCausalLM` checkpoints, experts one by one."""
 
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return DeepseekV3Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or DeepseekV2DecoderLayer
-        )
+    layer_class = DeepseekV2DecoderLayer

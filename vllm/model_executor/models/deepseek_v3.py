@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm import decisions
 from vllm.kernels.moe import RoutingRule
@@ -18,11 +17,10 @@ from vllm.model_executor.layers.latent_attention import (
     MultiHeadLatentAttention,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -45,22 +43,27 @@ def latent_attention_shape(config: PretrainedConfig) -> LatentAttentionShape:
     )
 
 
+def routing_rule(config: PretrainedConfig) -> RoutingRule:
+    """Sigmoid scores, chosen in the best groups."""
+    return RoutingRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        renormalize=config.norm_topk_prob,
+        epsilon=1e-20,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        group_score="top2",
+        scale=config.routed_scaling_factor,
+    )
+
+
 def mixture_shape(config: PretrainedConfig, num_experts: int) -> MixtureShape:
-    """Sigmoid scores with a correction bias, chosen in the best groups; shared experts as one."""
+    """`routing_rule` with a correction bias; shared experts as one."""
     return MixtureShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         num_experts=num_experts,
-        rule=RoutingRule(
-            config.num_experts_per_tok,
-            scores="sigmoid",
-            renormalize=config.norm_topk_prob,
-            epsilon=1e-20,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            group_score="top2",
-            scale=config.routed_scaling_factor,
-        ),
+        rule=routing_rule(config),
         shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         correction_bias=True,
         hidden_act=config.hidden_act,
@@ -116,13 +119,7 @@ class DeepseekV3DecoderLayer(DecoderLayer):
             shape = self.mixture(config, f"{prefix}.mlp")
             self.mlp = MixtureOfExperts(shape, f"{prefix}.mlp", quant_config)
         else:
-            self.mlp = GatedMLP(
-                config.hidden_size,
-                config.intermediate_size,
-                config.hidden_act,
-                prefix=f"{prefix}.mlp",
-                quant_config=quant_config,
-            )
+            self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp")
 
     @staticmethod
     def is_interleaved(config: PretrainedConfig) -> bool:
@@ -137,20 +134,6 @@ class DeepseekV3DecoderLayer(DecoderLayer):
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         mixed: Tensor = self.self_attn(positions, hidden_states)
         return mixed
-
-
-class DeepseekV3Model(DecoderModel):
-    """DeepSeek-V3 without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = DeepseekV3DecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
 
 
 def without_drafting_layers(
@@ -173,20 +156,11 @@ def without_drafting_layers(
 class DeepseekV3ForCausalLM(DecoderForCausalLM):
     """`DeepseekV3ForCausalLM` checkpoints, experts one by one."""
 
+    layer_class = DeepseekV3DecoderLayer
     fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
     widened_names = ("kv_b_proj",)
     weights_mapper = WeightsMapper(orig_to_new_substr={".shared_experts.": ".shared_expert."})
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return DeepseekV3Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or DeepseekV3DecoderLayer
-        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         num_layers = self.config.num_hidden_layers

@@ -24,7 +24,6 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -33,6 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.draft_head import DraftTarget
 from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.utils import rotary
 from vllm.model_executor.models.weights import AutoWeightsLoader
 
 if TYPE_CHECKING:
@@ -94,11 +94,7 @@ class DFlashLayer(DecoderLayer):
         config = vllm_config.model_config.hf_text_config
         prefix = f"dflash.layers.{index}"
         shape = attention_shape(config, index, windows_are_whole=fields.sliding_window_non_causal)
-        rope = get_rope(
-            shape.head_dim,
-            vllm_config.model_config.max_model_len,
-            rope_parameters=config.rope_parameters,
-        )
+        rope = rotary(vllm_config, shape.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DFlashAttention(shape, rope, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -21,12 +21,12 @@ from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
 from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.utils import rotary
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -72,11 +72,7 @@ class Eagle3Layer(DecoderLayer):
         config = vllm_config.model_config.hf_text_config
         prefix = f"eagle3.layers.{index}"
         shape = attention_shape(config, index)
-        rope = get_rope(
-            shape.head_dim,
-            vllm_config.model_config.max_model_len,
-            rope_parameters=config.rope_parameters,
-        )
+        rope = rotary(vllm_config, shape.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if index == 0:
             self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -7,25 +7,26 @@ Both read one norm, and their sum is one branch of the residual stream. Activati
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
-from vllm.model_executor.models.mamba2_hybrid import (
-    Mamba2HybridForCausalLM,
+from vllm.model_executor.models import granite_moe_hybrid
+from vllm.model_executor.models.decoder import DecoderLayer
+from vllm.model_executor.models.hybrid import (
+    HybridForCausalLM,
+    MultipliedEmbeddingsModel,
     multiplied,
     only_silu,
 )
+from vllm.model_executor.models.utils import head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -36,40 +37,26 @@ if TYPE_CHECKING:
 
 def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
     """The recurrent mixer, with or without a norm at its gate."""
-    return Mamba2Shape(
-        hidden_size=config.hidden_size,
-        num_heads=config.mamba_n_heads,
-        head_dim=config.mamba_d_head,
-        state_size=config.mamba_d_state,
-        num_groups=config.mamba_n_groups,
-        conv_kernel_size=config.mamba_d_conv,
-        eps=config.rms_norm_eps,
+    return replace(
+        granite_moe_hybrid.mamba2_shape(config),
         norm_groups=config.mamba_n_groups if config.mamba_rms_norm else 0,
         norm_before_gate=config.mamba_norm_before_gate,
-        conv_bias=config.mamba_conv_bias,
-        proj_bias=config.mamba_proj_bias,
         out_bias=config.projectors_bias,
-        dt_limit=tuple(config.time_step_limit),
         multipliers=tuple(config.ssm_multipliers),
     )
 
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """Rotary attention. The keys' multiplier is a factor of every product with a query."""
-    head_dim = _head_dim(config)
     return SelfAttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=head_dim(config),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        scale=head_dim**-0.5 * config.key_multiplier,
+        scale=head_dim(config) ** -0.5 * config.key_multiplier,
     )
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class FalconH1MLP(GatedMLP):
@@ -106,9 +93,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         self.config = config
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
-        rope = get_rope(
-            _head_dim(config), model_config.max_model_len, rope_parameters=config.rope_parameters
-        )
+        rope = rotary(vllm_config, head_dim(config))
         self.self_attn = SelfAttention(
             attention_shape(config), rope, f"{prefix}.self_attn", quant_config
         )
@@ -131,46 +116,14 @@ class FalconH1DecoderLayer(DecoderLayer):
         return ResidualStream(residual, self.feed_forward(normed)), total
 
 
-class FalconH1Model(DecoderModel):
-    """Falcon-H1 without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = FalconH1DecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return multiplied(super().embed_input_ids(input_ids), self.config.embedding_multiplier)
-
-
-class FalconH1ForCausalLM(Mamba2HybridForCausalLM):
+class FalconH1ForCausalLM(HybridForCausalLM):
     """`FalconH1ForCausalLM` checkpoints."""
 
+    layer_class = FalconH1DecoderLayer
+    model_class = MultipliedEmbeddingsModel
     weights_mapper = WeightsMapper(orig_to_new_prefix={"model.final_layernorm.": "model.norm."})
-    mamba2_shape = staticmethod(mamba2_shape)
+    recurrent_shape = staticmethod(mamba2_shape)
 
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
-        config = self.config
-        self.logits_processor = LogitsProcessor(config.vocab_size, scale=config.lm_head_multiplier)
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return FalconH1Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or FalconH1DecoderLayer
-        )
+    @staticmethod
+    def logits_scale(config: PretrainedConfig) -> float:
+        return config.lm_head_multiplier

@@ -8,20 +8,23 @@ their own.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from vllm.config.current import get_current_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -32,14 +35,9 @@ if TYPE_CHECKING:
 
 def attention_shape(config: PretrainedConfig, kind: str) -> SelfAttentionShape:
     """The attention of a layer of one of `config.layer_types`."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+    return replace(
+        llama.attention_shape(config),
         eps=config.rms_norm_eps,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         qk_norm=GemmaRMSNorm,
         sliding_window=config.sliding_window if kind == "sliding_attention" else None,
         scale=config.query_pre_attn_scalar**-0.5,
@@ -105,17 +103,13 @@ class Gemma3Model(DecoderModel):
     """Gemma 3's text decoder without the output head."""
 
     def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = Gemma3DecoderLayer,
+        self, config: PretrainedConfig, layer_fn: LayerFactory, norm: type[RMSNorm], prefix: str
     ) -> None:
-        config = vllm_config.model_config.hf_text_config
         check(config)
-        super().__init__(config, partial(layer_type, vllm_config), GemmaRMSNorm, prefix)
+        super().__init__(config, layer_fn, norm, prefix)
+        dtype = get_current_vllm_config().model_config.dtype
         #: rounded like a weight, as the model was trained
-        self.embed_scale = rounded(math.sqrt(config.hidden_size), vllm_config.model_config.dtype)
+        self.embed_scale = rounded(math.sqrt(config.hidden_size), dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return super().embed_input_ids(input_ids) * self.embed_scale
@@ -129,15 +123,9 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 class Gemma3ForCausalLM(DecoderForCausalLM):
     """Text checkpoints."""
 
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return Gemma3Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Gemma3DecoderLayer
-        )
+    layer_class = Gemma3DecoderLayer
+    norm_class = GemmaRMSNorm
+    model_class = Gemma3Model
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

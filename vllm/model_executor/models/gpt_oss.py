@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models import llama
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.gpt_oss_weights import experts_apart
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.utils import extract_layer_index, sliding_window
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,18 +32,9 @@ def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttention
 
     Raises ValueError for an unknown layer type.
     """
-    kind = config.layer_types[layer_index]
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    if kind not in windows:
-        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}")
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        sliding_window=windows[kind],
+    return replace(
+        llama.attention_shape(config),
+        sliding_window=sliding_window(config, layer_index),
         sinks=True,
     )
 
@@ -77,35 +66,12 @@ class GptOssDecoderLayer(AttentionDecoderLayer):
         super().__init__(vllm_config, shape, prefix, mlp=mlp)
 
 
-class GptOssModel(DecoderModel):
-    """gpt-oss without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = GptOssDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
 class GptOssForCausalLM(DecoderForCausalLM):
     """`GptOssForCausalLM` checkpoints, experts in mxfp4 or in 16 bits."""
 
+    layer_class = GptOssDecoderLayer
     fused_names = (*DecoderForCausalLM.fused_names, ("router", "router", 0))
     stacked_names = Experts.CHECKPOINT_NAMES
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return GptOssModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or GptOssDecoderLayer
-        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(experts_apart(weights, self.dtype))

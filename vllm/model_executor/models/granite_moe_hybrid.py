@@ -6,7 +6,6 @@ What enters the residual stream, attention's products and the logits have multip
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,19 +13,19 @@ from torch import Tensor, nn
 from vllm.kernels.moe import RoutingRule
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope, no_rope
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, no_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
-from vllm.model_executor.models.mamba2_hybrid import (
-    Mamba2HybridForCausalLM,
+from vllm.model_executor.models.decoder import DecoderLayer
+from vllm.model_executor.models.hybrid import (
+    HybridForCausalLM,
+    MultipliedEmbeddingsModel,
     multiplied,
     only_silu,
 )
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.utils import extract_layer_index, head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        head_dim=head_dim(config),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         scale=config.attention_multiplier,
@@ -81,19 +80,16 @@ def mixture_shape(config: PretrainedConfig) -> MixtureShape:
     )
 
 
-def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _rope(config: PretrainedConfig, max_model_len: int) -> RotaryEmbedding:
+def _rope(vllm_config: VllmConfig) -> RotaryEmbedding:
+    config = vllm_config.model_config.hf_text_config
     kind = config.position_embedding_type
     if kind in (None, "nope"):
-        return no_rope(_head_dim(config), max_model_len)
+        return no_rope(head_dim(config), vllm_config.model_config.max_model_len)
     if kind != "rope":
         raise ValueError(
             f"position_embedding_type {kind!r} is not supported; supported: nope, rope"
         )
-    return get_rope(_head_dim(config), max_model_len, rope_parameters=config.rope_parameters)
+    return rotary(vllm_config, head_dim(config))
 
 
 class GraniteMoeHybridDecoderLayer(DecoderLayer):
@@ -111,7 +107,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
             only_silu(config.hidden_act, prefix)
             self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
         elif kind in _ATTENTION:
-            rope = _rope(config, model_config.max_model_len)
+            rope = _rope(vllm_config)
             self.self_attn = SelfAttention(
                 attention_shape(config), rope, f"{prefix}.self_attn", quant_config
             )
@@ -148,32 +144,17 @@ def _new_mlp(vllm_config: VllmConfig, prefix: str) -> nn.Module:
     )
 
 
-class GraniteMoeHybridModel(DecoderModel):
-    """Granite 4 without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = GraniteMoeHybridDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return multiplied(super().embed_input_ids(input_ids), self.config.embedding_multiplier)
-
-
-class GraniteMoeHybridForCausalLM(Mamba2HybridForCausalLM):
+class GraniteMoeHybridForCausalLM(HybridForCausalLM):
     """`GraniteMoeHybridForCausalLM` checkpoints, with experts or without."""
 
-    fused_names = (*Mamba2HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    layer_class = GraniteMoeHybridDecoderLayer
+    model_class = MultipliedEmbeddingsModel
+    fused_names = (*HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = (
         ("experts.gate_up_proj", "shared_expert.gate_up_proj.weight", (0, 1)),
         ("experts.down_proj", "shared_expert.down_proj.weight", 0),
     )
-    mamba2_shape = staticmethod(mamba2_shape)
+    recurrent_shape = staticmethod(mamba2_shape)
 
     def __init__(
         self,
@@ -185,19 +166,10 @@ class GraniteMoeHybridForCausalLM(Mamba2HybridForCausalLM):
         config = vllm_config.model_config.hf_text_config
         self.weights_mapper = _names(bool(config.num_local_experts))
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
-        self.logits_processor = LogitsProcessor(config.vocab_size, scale=1 / config.logits_scaling)
 
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return GraniteMoeHybridModel(
-            vllm_config=vllm_config,
-            prefix=prefix,
-            layer_type=layer_type or GraniteMoeHybridDecoderLayer,
-        )
+    @staticmethod
+    def logits_scale(config: PretrainedConfig) -> float:
+        return 1 / config.logits_scaling
 
 
 def _names(has_experts: bool) -> WeightsMapper:

@@ -4,10 +4,8 @@ without rotation, then experts or, in the first layers, a gated MLP."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.kimi_delta_attention import (
@@ -16,16 +14,11 @@ from vllm.model_executor.layers.kimi_delta_attention import (
 )
 from vllm.model_executor.layers.latent_attention import MultiHeadLatentAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.mamba.mamba_utils import (
-    MambaStateDtypeCalculator,
-    MambaStateShapeCalculator,
-)
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.moe import MixtureOfExperts, Router
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.hybrid import HybridForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -74,13 +67,7 @@ class KimiLinearDecoderLayer(DecoderLayer):
             shape = mixture_shape(config, config.num_local_experts)
             self.mlp = MixtureOfExperts(shape, f"{prefix}.mlp", quant_config)
         else:
-            self.mlp = GatedMLP(
-                config.hidden_size,
-                config.intermediate_size,
-                config.hidden_act,
-                prefix=f"{prefix}.mlp",
-                quant_config=quant_config,
-            )
+            self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp")
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         inputs = (hidden_states,) if self.is_recurrent else (positions, hidden_states)
@@ -88,23 +75,11 @@ class KimiLinearDecoderLayer(DecoderLayer):
         return mixed
 
 
-class KimiLinearModel(DecoderModel):
-    """Kimi-Linear without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = KimiLinearDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
-class KimiLinearForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+class KimiLinearForCausalLM(HybridForCausalLM):
     """Checkpoints name an expert's gate, down and up projections w1, w2 and w3."""
 
+    layer_class = KimiLinearDecoderLayer
+    recurrent_shape = staticmethod(delta_attention_shape)
     fused_names = (
         *DecoderForCausalLM.fused_names,
         *KimiDeltaAttention.CHECKPOINT_NAMES,
@@ -125,31 +100,3 @@ class KimiLinearForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
             ".shared_experts.": ".shared_expert.",
         }
     )
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return KimiLinearModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or KimiLinearDecoderLayer
-        )
-
-    @classmethod
-    def get_mamba_state_shape_from_config(
-        cls, vllm_config: VllmConfig
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = delta_attention_shape(vllm_config.model_config.hf_text_config)
-        heads, dim = shape.num_heads, shape.head_dim
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        return MambaStateShapeCalculator.gated_delta_net_state_shape(
-            ranks, heads, heads, dim, dim, shape.conv_kernel_size
-        )
-
-    @classmethod
-    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        cache = vllm_config.cache_config
-        return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-            vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-        )

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,29 +35,7 @@ class LlamaDecoderLayer(AttentionDecoderLayer):
         super().__init__(vllm_config, attention_shape(config), prefix, mlp_bias=config.mlp_bias)
 
 
-class LlamaModel(DecoderModel):
-    """Llama without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = LlamaDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
 class LlamaForCausalLM(DecoderForCausalLM):
     """`LlamaForCausalLM` checkpoints."""
 
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return LlamaModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or LlamaDecoderLayer
-        )
+    layer_class = LlamaDecoderLayer

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from vllm.kernels.moe import RoutingRule
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.utils import head_dim
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim(config),
         sliding_window=config.sliding_window,
     )
 
@@ -53,23 +50,10 @@ class MixtralDecoderLayer(AttentionDecoderLayer):
         super().__init__(vllm_config, attention_shape(config), prefix, mlp=mlp)
 
 
-class MixtralModel(DecoderModel):
-    """Mixtral without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = MixtralDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
 class MixtralForCausalLM(DecoderForCausalLM):
     """Checkpoints name an expert's gate, down and up projections w1, w2 and w3."""
 
+    layer_class = MixtralDecoderLayer
     fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = (
         ("experts.gate_up_proj", "experts.*.w1.weight", 0),
@@ -77,13 +61,3 @@ class MixtralForCausalLM(DecoderForCausalLM):
         ("experts.down_proj", "experts.*.w2.weight", 0),
     )
     weights_mapper = WeightsMapper(orig_to_new_substr={".block_sparse_moe.": ".mlp."})
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return MixtralModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or MixtralDecoderLayer
-        )

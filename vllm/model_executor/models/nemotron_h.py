@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from vllm.kernels.moe import RoutingRule
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -18,7 +17,8 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureSha
 from vllm.model_executor.layers.rotary_embedding import no_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
-from vllm.model_executor.models.mamba2_hybrid import Mamba2HybridForCausalLM, only_silu
+from vllm.model_executor.models.deepseek_v3 import routing_rule
+from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
 
@@ -65,16 +65,7 @@ def mixture_shape(config: PretrainedConfig) -> MixtureShape:
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         num_experts=config.n_routed_experts,
-        rule=RoutingRule(
-            config.num_experts_per_tok,
-            "sigmoid",
-            renormalize=config.norm_topk_prob,
-            epsilon=1e-20,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            group_score="top2",
-            scale=config.routed_scaling_factor,
-        ),
+        rule=routing_rule(config),
         shared_intermediate_size=config.moe_shared_expert_intermediate_size,
         correction_bias=True,
         hidden_act=config.mlp_hidden_act,
@@ -129,25 +120,10 @@ def _new_mixer(kind: str, vllm_config: VllmConfig, prefix: str) -> nn.Module:
     raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp, moe")
 
 
-class NemotronHModel(DecoderModel):
-    """Nemotron-H without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = NemotronHDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        make = partial(layer_type, vllm_config)
-        super().__init__(config, make, RMSNorm, prefix, eps=config.layer_norm_epsilon)
-
-
-class NemotronHForCausalLM(Mamba2HybridForCausalLM):
+class NemotronHForCausalLM(HybridForCausalLM):
     """`NemotronHForCausalLM` checkpoints: `hybrid_override_pattern` or `layers_block_type`."""
 
-    fused_names = (*Mamba2HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
+    fused_names = (*HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = Experts.UNGATED_CHECKPOINT_NAMES
     weights_mapper = WeightsMapper(
         orig_to_new_substr={".mixer.shared_experts.": ".mixer.shared_expert."},
@@ -158,7 +134,7 @@ class NemotronHForCausalLM(Mamba2HybridForCausalLM):
         },
     )
     unused_weights = {"mtp.": "no speculative method of this engine drafts with this head"}
-    mamba2_shape = staticmethod(mamba2_shape)
+    recurrent_shape = staticmethod(mamba2_shape)
 
     def _init_model(
         self,
@@ -166,6 +142,6 @@ class NemotronHForCausalLM(Mamba2HybridForCausalLM):
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> DecoderModel:
-        return NemotronHModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or NemotronHDecoderLayer
-        )
+        config = vllm_config.model_config.hf_text_config
+        make_layer = partial(layer_type or NemotronHDecoderLayer, vllm_config)
+        return DecoderModel(config, make_layer, RMSNorm, prefix, eps=config.layer_norm_epsilon)

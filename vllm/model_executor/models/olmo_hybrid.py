@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.whole_norm_attention import WholeNormAttention
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.hybrid import HybridForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -55,18 +52,6 @@ def rotation(vllm_config: VllmConfig, head_dim: int) -> RotaryEmbedding | None:
     return get_rope(head_dim, vllm_config.model_config.max_model_len, rope_parameters=rope)
 
 
-def dense_mlp(vllm_config: VllmConfig, prefix: str) -> GatedMLP:
-    """The feed-forward network of every layer."""
-    config = vllm_config.model_config.hf_text_config
-    return GatedMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        config.hidden_act,
-        prefix=f"{prefix}.mlp",
-        quant_config=vllm_config.quant_config,
-    )
-
-
 class OlmoHybridRecurrentLayer(DecoderLayer):
     """A gated delta net and a gated MLP, each behind a norm."""
 
@@ -78,7 +63,7 @@ class OlmoHybridRecurrentLayer(DecoderLayer):
             delta_net_shape(config), f"{prefix}.linear_attn", quant_config=vllm_config.quant_config
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = dense_mlp(vllm_config, prefix)
+        self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp")
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
@@ -105,7 +90,7 @@ class OlmoHybridAttentionLayer(DecoderLayer):
             quant_config=vllm_config.quant_config,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = dense_mlp(vllm_config, prefix)
+        self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp")
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
@@ -116,30 +101,22 @@ class OlmoHybridAttentionLayer(DecoderLayer):
         return ResidualStream(middle, fed), total
 
 
-class OlmoHybridModel(DecoderModel):
-    """OLMo-hybrid without the output head."""
-
-    def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        kinds: dict[str, type[nn.Module]] = {
-            "linear_attention": OlmoHybridRecurrentLayer,
-            "full_attention": OlmoHybridAttentionLayer,
-        }
-
-        def make_layer(prefix: str) -> nn.Module:
-            kind = config.layer_types[extract_layer_index(prefix)]
-            if kind not in kinds:
-                raise ValueError(f"{prefix} has type {kind!r}; supported: {sorted(kinds)}")
-            return (layer_type or kinds[kind])(vllm_config, prefix)
-
-        super().__init__(config, make_layer, RMSNorm, prefix)
+def new_layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
+    """The layer of the kind that the config lists."""
+    kind = vllm_config.model_config.hf_text_config.layer_types[extract_layer_index(prefix)]
+    if kind == "linear_attention":
+        return OlmoHybridRecurrentLayer(vllm_config, prefix)
+    if kind == "full_attention":
+        return OlmoHybridAttentionLayer(vllm_config, prefix)
+    supported = ["full_attention", "linear_attention"]
+    raise ValueError(f"{prefix} has type {kind!r}; supported: {supported}")
 
 
-class OlmoHybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+class OlmoHybridForCausalLM(HybridForCausalLM):
     """`OlmoHybridForCausalLM` checkpoints, convolutions of q, k and v apart or as one."""
 
+    layer_class = staticmethod(new_layer)
+    recurrent_shape = staticmethod(delta_net_shape)
     fused_names = (
         ("conv1d", "q_conv1d", 0),
         ("conv1d", "k_conv1d", 1),
@@ -163,25 +140,3 @@ class OlmoHybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
             ".linear_attn.o_norm.": ".linear_attn.norm.",
         }
     )
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return OlmoHybridModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
-
-    @classmethod
-    def get_mamba_state_shape_from_config(
-        cls, vllm_config: VllmConfig
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = delta_net_shape(vllm_config.model_config.hf_text_config)
-        return shape.state_shape(vllm_config.parallel_config.tensor_parallel_size)
-
-    @classmethod
-    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        cache = vllm_config.cache_config
-        return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-            vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-        )

@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models import llama
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.hybrid import HybridForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
@@ -29,14 +26,9 @@ if TYPE_CHECKING:
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """The gated attention of every fourth layer."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+    return replace(
+        llama.attention_shape(config),
         eps=config.rms_norm_eps,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         qk_norm=GemmaRMSNorm,
         gated=True,
     )
@@ -52,18 +44,6 @@ def delta_net_shape(config: PretrainedConfig) -> GatedDeltaNetShape:
         head_v_dim=config.linear_value_head_dim,
         conv_kernel_size=config.linear_conv_kernel_dim,
         eps=config.rms_norm_eps,
-    )
-
-
-def gated_mlp(vllm_config: VllmConfig, prefix: str) -> GatedMLP:
-    """The dense feed-forward network."""
-    config = vllm_config.model_config.hf_text_config
-    return GatedMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        config.hidden_act,
-        prefix=prefix,
-        quant_config=vllm_config.quant_config,
     )
 
 
@@ -83,11 +63,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
                 delta_net_shape(config), f"{prefix}.linear_attn", quant_config=quant_config
             )
         elif kind == "full_attention":
-            rope = get_rope(
-                config.head_dim,
-                vllm_config.model_config.max_model_len,
-                rope_parameters=config.rope_parameters,
-            )
+            rope = rotary(vllm_config, config.head_dim)
             self.self_attn = SelfAttention(
                 attention_shape(config), rope, f"{prefix}.self_attn", quant_config
             )
@@ -110,53 +86,18 @@ class Qwen3_5DecoderLayer(DecoderLayer):
         return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
-class Qwen3_5Model(DecoderModel):
-    """Qwen3.5's text decoder without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = Qwen3_5DecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), GemmaRMSNorm, prefix)
-
-
-class Qwen3_5ForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+class Qwen3_5ForCausalLM(HybridForCausalLM):
     """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
 
+    layer_class = Qwen3_5DecoderLayer
+    norm_class = GemmaRMSNorm
+    recurrent_shape = staticmethod(delta_net_shape)
     fused_names = (*DecoderForCausalLM.fused_names, *GatedDeltaNet.CHECKPOINT_NAMES)
     weights_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
     unused_weights = {
         "mtp.": "the head drafts, and method mtp of --speculative-config loads it by itself",
         "model.visual.": "only text is served",
     }
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return Qwen3_5Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3_5DecoderLayer
-        )
-
-    @classmethod
-    def get_mamba_state_shape_from_config(
-        cls, vllm_config: VllmConfig
-    ) -> tuple[tuple[int, ...], ...]:
-        shape = delta_net_shape(vllm_config.model_config.hf_text_config)
-        return shape.state_shape(vllm_config.parallel_config.tensor_parallel_size)
-
-    @classmethod
-    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        cache = vllm_config.cache_config
-        return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-            vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-        )
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -12,11 +12,9 @@ from torch import nn
 
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,
-    Qwen3_5Model,
 )
 
 if TYPE_CHECKING:
@@ -49,22 +47,13 @@ class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
 
+    layer_class = Qwen3_5MoeDecoderLayer
     fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
     unused_weights = {
         **Qwen3_5ForCausalLM.unused_weights,
         "mtp.": "no speculative method of this engine drafts with a mixture's head",
     }
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return Qwen3_5Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3_5MoeDecoderLayer
-        )
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
+from vllm.model_executor.models import llama
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
 if TYPE_CHECKING:
@@ -24,14 +23,9 @@ if TYPE_CHECKING:
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """The attention of every layer; all of them slide, or none."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+    return replace(
+        llama.attention_shape(config),
         eps=config.rms_norm_eps,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         qk_norm=RMSNorm,
         sliding_window=config.sliding_window,
     )
@@ -67,32 +61,9 @@ class Qwen3MoeDecoderLayer(AttentionDecoderLayer):
         super().__init__(vllm_config, attention_shape(config), prefix, mlp=mlp)
 
 
-class Qwen3MoeModel(DecoderModel):
-    """Qwen3-MoE without the output head."""
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] = Qwen3MoeDecoderLayer,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        super().__init__(config, partial(layer_type, vllm_config), RMSNorm, prefix)
-
-
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """`Qwen3MoeForCausalLM` checkpoints, experts one by one or stacked."""
 
+    layer_class = Qwen3MoeDecoderLayer
     fused_names = (*DecoderForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return Qwen3MoeModel(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3MoeDecoderLayer
-        )

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNetShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,
-    Qwen3_5Model,
     delta_net_shape,
-    gated_mlp,
 )
 from vllm.model_executor.models.qwen3_moe import is_sparse
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,19 +79,10 @@ class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
     """`Qwen3NextForCausalLM` checkpoints, experts one by one or stacked."""
 
+    layer_class = Qwen3NextDecoderLayer
     fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
     stacked_names = Experts.CHECKPOINT_NAMES
     unused_weights = {"mtp.": "no speculative method of this engine drafts with a mixture's head"}
-
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        return Qwen3_5Model(
-            vllm_config=vllm_config, prefix=prefix, layer_type=layer_type or Qwen3NextDecoderLayer
-        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(ungrouped(weights, delta_net_shape(self.config)))

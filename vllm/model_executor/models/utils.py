@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -16,8 +16,15 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.distributed.pipeline_partition import choose_partition
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
 from vllm.sequence import IntermediateTensors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from vllm.config import VllmConfig
 
 __all__ = [
     "AutoWeightsLoader",
@@ -48,6 +55,40 @@ def extract_layer_index(layer_name: str) -> int:
     if len(numbers) != 1:
         raise ValueError(f"layer name {layer_name!r} must contain exactly one number")
     return numbers[0]
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Elements of an attention head; configs of some families leave them out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary(vllm_config: VllmConfig, head_dim: int) -> RotaryEmbedding:
+    """The rotation of heads of `head_dim`, of families where all layers have one."""
+    model = vllm_config.model_config
+    rope = model.hf_text_config.rope_parameters
+    return get_rope(head_dim, model.max_model_len, rope_parameters=rope)
+
+
+def gated_mlp(vllm_config: VllmConfig, prefix: str, *, bias: bool = False) -> GatedMLP:
+    """The dense feed-forward network, where the config has its sizes under the usual names."""
+    config = vllm_config.model_config.hf_text_config
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_act,
+        bias=bias,
+        prefix=prefix,
+        quant_config=vllm_config.quant_config,
+    )
+
+
+def sliding_window(config: PretrainedConfig, layer_index: int) -> int | None:
+    """A layer's window, None of one with full attention; ValueError for another layer type."""
+    kind = config.layer_types[layer_index]
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    if kind not in windows:
+        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}")
+    return windows[kind]
 
 
 class MissingLayer(nn.Module):

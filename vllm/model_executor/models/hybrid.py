@@ -1,38 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What families of Mamba2 and attention have in common."""
+"""What families of recurrent layers and attention have in common."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from vllm.config import VllmConfig
-    from vllm.model_executor.layers.mamba2 import Mamba2Shape
 
 
-class Mamba2HybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
-    """Says what the family's Mamba2 layers keep; families give `mamba2_shape`."""
+class RecurrentShape(Protocol):
+    """The sizes of a recurrent layer."""
+
+    def state_shape(self, tp_size: int, /) -> tuple[tuple[int, ...], ...]:
+        """Of what one sequence keeps on one tensor-parallel rank."""
+        ...
+
+
+class HybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
+    """Says what the family's recurrent layers keep; families give `recurrent_shape`."""
 
     @staticmethod
     @abstractmethod
-    def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
-        """The recurrent mixer."""
+    def recurrent_shape(config: PretrainedConfig) -> RecurrentShape:
+        """Of every recurrent layer."""
 
     @classmethod
     def get_mamba_state_shape_from_config(
         cls, vllm_config: VllmConfig
     ) -> tuple[tuple[int, ...], ...]:
-        shape = cls.mamba2_shape(vllm_config.model_config.hf_text_config)
+        shape = cls.recurrent_shape(vllm_config.model_config.hf_text_config)
         return shape.state_shape(vllm_config.parallel_config.tensor_parallel_size)
 
     @classmethod
@@ -43,8 +50,15 @@ class Mamba2HybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):
         )
 
 
+class MultipliedEmbeddingsModel(DecoderModel):
+    """Embeddings enter the residual stream multiplied by `embedding_multiplier`."""
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return multiplied(super().embed_input_ids(input_ids), self.config.embedding_multiplier)
+
+
 def only_silu(activation: str, prefix: str) -> None:
-    """ValueError for another activation of the convolution and the gate."""
+    """ValueError for another activation of Mamba2's convolution and gate."""
     if activation != "silu":
         raise ValueError(f"{prefix}: Mamba2 with {activation!r} is not supported; supported: silu")
 
