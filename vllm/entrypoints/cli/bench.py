@@ -3,29 +3,22 @@
 
 import argparse
 import importlib
-from typing import TYPE_CHECKING
 
 from vllm.entrypoints.cli.types import CLISubcommand
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class BenchCommand(CLISubcommand):
     """Runs the benchmark of that name."""
 
     def __init__(self, name: str) -> None:
-        self._module = importlib.import_module(f"vllm.benchmarks.{name}")
+        super().__init__(name)
+        self._module = importlib.import_module(f"vllm.benchmarks.{name.removeprefix('bench ')}")
         self.description = self._module.DESCRIPTION
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         self._module.add_cli_args(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         status: int = self._module.main(args)
         return status
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return BenchCommand(name.removeprefix("bench "))

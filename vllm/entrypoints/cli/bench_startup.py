@@ -39,8 +39,3 @@ def server_part(argv: "Sequence[str]") -> list[str]:
     for spec in flag_specs(startup.StartupArgs):
         own.add_argument(spec.flag)
     return own.parse_known_args(list(argv))[1]
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return StartupCommand()

@@ -7,13 +7,10 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from vllm.entrypoints.cli.types import CLISubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _PACKAGES = (
     "torch",
@@ -69,7 +66,7 @@ class CollectEnvCommand(CLISubcommand):
 
     description = "Describe this machine for bug reports."
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """No flags."""
 
     def run(self, args: argparse.Namespace) -> int:
@@ -88,8 +85,3 @@ class CollectEnvCommand(CLISubcommand):
             for name, value in rows:
                 print(f"{name}: {value}")
         return 0
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return CollectEnvCommand()

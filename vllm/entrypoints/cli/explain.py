@@ -12,11 +12,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import human_int
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT])(i?)B")
 
@@ -44,7 +44,7 @@ class ExplainCommand(CLISubcommand):
         "layout holds, sends and takes. Reads config.json only."
     )
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         parser.add_argument("model_tag", metavar="MODEL", help="Model path or repository.")
         group = parser.add_argument_group("Explain", "What to explain, and how to show it.")
         group.add_argument(
@@ -174,8 +174,3 @@ def _comparison(args: argparse.Namespace, config: "VllmConfig") -> str:
     if args.json:
         return json.dumps(dataclasses.asdict(report), indent=2)
     return render_comparison(report)
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return ExplainCommand()

@@ -15,11 +15,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.compilation.graph_safety.report import Report
     from vllm.compilation.graph_safety.targets import Progress
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class GraphCheckCommand(CLISubcommand):
@@ -93,8 +93,3 @@ def _check(target: str, args: argparse.Namespace, progress: Progress) -> Report:
         return with_steps(report, engine, args.steps, progress)
     except ValueError as error:
         raise VLLMValidationError(str(error)) from error
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return GraphCheckCommand()

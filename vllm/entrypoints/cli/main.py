@@ -14,26 +14,26 @@ from vllm.version import __version__
 if TYPE_CHECKING:
     from vllm.entrypoints.cli.types import CLISubcommand
 
-#: name, of one or two words -> (module with a `command()` factory, one line of help)
+#: name, of one or two words -> (module of this package and its class, one line of help)
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("vllm.entrypoints.cli.serve", "Serve a model over HTTP (OpenAI API)."),
-    "chat": ("vllm.entrypoints.cli.openai_client", "Chat with a running server."),
-    "complete": ("vllm.entrypoints.cli.openai_client", "Complete text with a running server."),
-    "bench serve": ("vllm.entrypoints.cli.bench", "Benchmark a running server."),
-    "bench latency": ("vllm.entrypoints.cli.bench", "Benchmark one batch, offline."),
-    "bench throughput": ("vllm.entrypoints.cli.bench", "Benchmark many requests, offline."),
-    "bench acceptance": ("vllm.entrypoints.cli.bench", "Predict how many drafts are accepted."),
-    "bench scaling": ("vllm.entrypoints.cli.bench", "Compare layouts of devices, offline."),
-    "bench startup": ("vllm.entrypoints.cli.bench_startup", "Benchmark the start of a server."),
-    "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of OpenAI batch requests."),
-    "proxy": ("vllm.entrypoints.cli.proxy", "Route between servers for prompts and for answers."),
-    "tune": ("vllm.entrypoints.cli.tune", "Measure the kernels' launch parameters on this GPU."),
+    "serve": ("serve:ServeCommand", "Serve a model over HTTP (OpenAI API)."),
+    "chat": ("openai_client:ChatCommand", "Chat with a running server."),
+    "complete": ("openai_client:CompleteCommand", "Complete text with a running server."),
+    "bench serve": ("bench:BenchCommand", "Benchmark a running server."),
+    "bench latency": ("bench:BenchCommand", "Benchmark one batch, offline."),
+    "bench throughput": ("bench:BenchCommand", "Benchmark many requests, offline."),
+    "bench acceptance": ("bench:BenchCommand", "Predict how many drafts are accepted."),
+    "bench scaling": ("bench:BenchCommand", "Compare layouts of devices, offline."),
+    "bench startup": ("bench_startup:StartupCommand", "Benchmark the start of a server."),
+    "run-batch": ("run_batch:RunBatchCommand", "Answer a file of OpenAI batch requests."),
+    "proxy": ("proxy:ProxyCommand", "Route between servers for prompts and for answers."),
+    "tune": ("tune:TuneCommand", "Measure the kernels' launch parameters on this GPU."),
     "graph-check": (
-        "vllm.entrypoints.cli.graph_check",
+        "graph_check:GraphCheckCommand",
         "Find what keeps a model from being captured in a graph.",
     ),
-    "explain": ("vllm.entrypoints.cli.explain", "Say what a configuration allocates, and why."),
-    "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for bug reports."),
+    "explain": ("explain:ExplainCommand", "Say what a configuration allocates, and why."),
+    "collect-env": ("collect_env:CollectEnvCommand", "Describe this machine for bug reports."),
 }
 
 
@@ -71,8 +71,9 @@ def find_command(argv: list[str]) -> str | None:
 
 def load_command(name: str) -> "CLISubcommand":
     """The subcommand object."""
-    module = importlib.import_module(SUBCOMMANDS[name][0])
-    command: CLISubcommand = module.command(name)
+    module, _, kind = SUBCOMMANDS[name][0].partition(":")
+    made = getattr(importlib.import_module(f"vllm.entrypoints.cli.{module}"), kind)
+    command: CLISubcommand = made(name)
     return command
 
 

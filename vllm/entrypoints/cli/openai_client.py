@@ -6,14 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from vllm.entrypoints.cli.types import CLISubcommand, CommandError
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: connecting and sending are quick; a token may take long
 _TIMEOUT = httpx.Timeout(10.0, read=None)
@@ -94,7 +92,7 @@ def _interact(turn: Callable[[str], None]) -> None:
 class _ClientCommand(CLISubcommand):
     """Flags and connection shared by the two commands."""
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         parser.add_argument(
             "--url", default="http://localhost:8000/v1", help="Server, with /v1 (%(default)s)."
         )
@@ -119,7 +117,7 @@ class ChatCommand(_ClientCommand):
 
     description = "Chat with a running server."
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("--system-prompt", help="System message before the conversation.")
 
@@ -147,7 +145,7 @@ class CompleteCommand(_ClientCommand):
 
     description = "Complete text with a running server."
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("--max-tokens", type=int, help="Tokens to generate.")
 
@@ -165,8 +163,3 @@ class CompleteCommand(_ClientCommand):
         else:
             _interact(turn)
         return 0
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return ChatCommand() if name == "chat" else CompleteCommand()

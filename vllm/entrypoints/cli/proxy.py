@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.proxy.args import ProxyArgs
-from vllm.utils.argparse_utils import add_dataclass_flags
+from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import from_namespace
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class ProxyCommand(CLISubcommand):
@@ -34,8 +30,3 @@ class ProxyCommand(CLISubcommand):
         given = from_namespace(ProxyArgs, args)
         uvicorn.run(build_app(given), host=given.host, port=given.port, access_log=False)
         return 0
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return ProxyCommand()

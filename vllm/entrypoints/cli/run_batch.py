@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import add_flag, flag_specs, from_namespace
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.run_batch import BatchCounts
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: flags of the server that have a meaning without a network
 _FRONT_END = frozenset(
@@ -47,7 +47,7 @@ class RunBatchCommand(CLISubcommand):
 
     description = "Answer a JSONL file of OpenAI batch requests without a server."
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         batch = parser.add_argument_group("Batch", "The files.")
@@ -95,8 +95,3 @@ async def _run(
             return counts
         finally:
             engine.shutdown()
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return RunBatchCommand()

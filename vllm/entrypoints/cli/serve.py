@@ -2,14 +2,11 @@
 """`vllm serve`."""
 
 import argparse
-from typing import TYPE_CHECKING
 
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL, make_arg_parser
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
 
@@ -19,7 +16,7 @@ class ServeCommand(CLISubcommand):
 
     description = "Serve a model over HTTP with the OpenAI API."
 
-    def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         parser.add_argument(
             "model_tag",
             nargs="?",
@@ -45,8 +42,3 @@ def choose_model(positional: str | None, flag: str | None) -> str:
     if flag is not None:
         logger.warning("both MODEL and --model are given; serving %s, not %s", positional, flag)
     return positional
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return ServeCommand()

@@ -88,8 +88,3 @@ def describe(result: Result) -> str:
 def show(tile: Tile) -> str:
     """A tile in few characters."""
     return f"{tile.rows}x{tile.columns}, {tile.num_warps} warps, {tile.num_stages} stages"
-
-
-def command(name: str) -> CLISubcommand:
-    """Factory for the command table."""
-    return TuneCommand()

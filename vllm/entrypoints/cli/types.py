@@ -19,6 +19,10 @@ class CLISubcommand(abc.ABC):
     #: shown by `vllm <name> --help`
     description: str
 
+    def __init__(self, name: str = "") -> None:
+        """`name`: the words of the command line that led here."""
+        self.name = name
+
     @abc.abstractmethod
     def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
         """Declare the flags."""
