@@ -3,83 +3,80 @@
 
 from __future__ import annotations
 
-import enum
-
-from vllm.tool_parsers.base import ToolParser, ToolSchemas
-from vllm.tool_parsers.json_call import CallReader, CallState
+from vllm.tool_parsers.base import ToolSchemas
+from vllm.tool_parsers.stepwise import JsonCallParser
 
 _SPACE = " \t\r\n"
 
 
-class _Where(enum.Enum):
-    START = enum.auto()
-    BETWEEN = enum.auto()
-    CALL = enum.auto()
-    CONTENT = enum.auto()
+class JsonArrayParser(JsonCallParser):
+    """Reads `[{"name": "f", ...}, ...]` from `_read_bracket` on; what is no such array is content.
+
+    A subclass says what may stand behind the calls besides the closing bracket.
+    """
+
+    def _read_bracket(self) -> bool:
+        rest = self._pending.lstrip(_SPACE)
+        if not rest:
+            return False
+        if rest[0] != "[":
+            return self._refuse()
+        self._take(rest[1:])
+        self._read = self._read_behind_call
+        return True
+
+    def _read_behind_call(self) -> bool:
+        """Before a call, or the array's end."""
+        rest = self._pending.lstrip(_SPACE if self._opening else _SPACE + ",")
+        if not rest:
+            return False
+        if rest[0] == "{":
+            self._take(rest)
+            self._begin_call()
+        elif rest[0] == "]" and not self._opening:
+            self._pending = rest[1:]
+            self._read = self._read_behind_array
+        elif not self._opening and self._ends_without_bracket(rest):
+            self._pending = rest
+            self._read = self._read_behind_array
+        else:
+            return self._refuse()
+        return True
+
+    def _read_behind_array(self) -> bool:
+        return self._read_content()
+
+    def _ends_without_bracket(self, rest: str) -> bool:
+        """Whether `rest`, behind a call, may follow an array whose bracket is missing."""
+        return False
+
+    def _take(self, rest: str) -> None:
+        """Go on with `rest`, and keep what was read until there has been a call."""
+        if self._opening or self._read == self._read_bracket:
+            self._opening += self._pending[: len(self._pending) - len(rest)]
+        self._pending = rest
+
+    def _flush(self) -> None:
+        begun = self._read == self._read_behind_call and self._opening
+        if begun or self._read == self._read_bracket:
+            self._refuse()
+        super()._flush()
 
 
-class JsonListParser(ToolParser):
-    """`[{"name": "f", "parameters": {...}}, ...]`; a reply that is no such array is content."""
+class JsonListParser(JsonArrayParser):
+    """`[{"name": "f", "parameters": {...}}, ...]` from the reply's beginning."""
+
+    arguments_key = "parameters"
+    openings = ()
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
-        self._where = _Where.START
+        self._read = self._read_bracket
+
+    def _opened(self, tag: str) -> None:
+        """There is no tag."""
+
+    def _read_content(self) -> bool:
+        self.reply.say(self._pending)
         self._pending = ""
-        #: what came before the first call, content again if there is none
-        self._opening = ""
-        self._call = CallReader(self.reply, "parameters")
-
-    def _consume(self, text: str) -> None:
-        self._pending += text
-        while self._pending and self._step():
-            pass
-
-    def _step(self) -> bool:
-        """False when more text is needed to go on."""
-        if self._where is _Where.CONTENT:
-            self.reply.say(self._pending)
-            self._pending = ""
-            return False
-        if self._where is _Where.CALL:
-            return self._read_call()
-        rest = self._pending.lstrip(_SPACE + ("," if self._where is _Where.BETWEEN else ""))
-        if not rest:
-            return False
-        if self._where is _Where.START and rest[0] == "[":
-            self._opening = self._pending[: -len(rest)] + "["
-            self._pending = rest[1:]
-            self._where = _Where.BETWEEN
-        elif self._where is _Where.BETWEEN and rest[0] == "{":
-            self._pending = rest if self.reply.num_calls else self._pending
-            self._call = CallReader(self.reply, "parameters")
-            self.reply.open_call("" if self.reply.num_calls else self._opening)
-            self._where = _Where.CALL
-        elif self._where is _Where.BETWEEN and rest[0] == "]" and self.reply.num_calls:
-            self._pending = rest[1:]
-            self._where = _Where.CONTENT
-        else:
-            self._refuse("")
-        return True
-
-    def _refuse(self, read: str) -> None:
-        """What follows is no call, so it is content, with `read` before it."""
-        opening = "" if self.reply.num_calls else self._opening
-        self._pending = opening + read + self._pending
-        self._where = _Where.CONTENT
-
-    def _read_call(self) -> bool:
-        size = self._call.feed(self._pending)
-        self._pending = self._pending[size:]
-        if self._call.state is CallState.OPEN:
-            return False
-        if self._call.state is CallState.REFUSED:
-            self._refuse(self._call.raw)
-        else:
-            self._where = _Where.BETWEEN
-        return True
-
-    def _flush(self) -> None:
-        refused = self._where is _Where.CALL and not self._call.started
-        if refused or (self._where is not _Where.CONTENT and not self.reply.num_calls):
-            self._refuse(self._call.raw if refused else "")
-            self.reply.say(self._pending)
+        return False

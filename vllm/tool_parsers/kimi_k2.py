@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import enum
 import re
 
-from vllm.tool_parsers.base import ToolParser, ToolSchemas
+from vllm.tool_parsers.stepwise import StepwiseParser
 from vllm.utils.text_tags import find_first, split_held
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -16,58 +15,27 @@ _ARGUMENTS = "<|tool_call_argument_begin|>"
 _ID = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*")
 
 
-class _Where(enum.Enum):
-    CONTENT = enum.auto()
-    SECTION = enum.auto()
-    ID = enum.auto()
-    ARGUMENTS = enum.auto()
-
-
-class KimiK2ToolParser(ToolParser):
+class KimiK2ToolParser(StepwiseParser):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, any
     number of them between the section's tags. What has no id stays content."""
 
     tags = (_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS)
+    openings = (_SECTION,)
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._where = _Where.CONTENT
-        self._pending = ""
-
-    def _consume(self, text: str) -> None:
-        self._pending += text
-        steps = {
-            _Where.CONTENT: self._read_content,
-            _Where.SECTION: self._read_section,
-            _Where.ID: self._read_id,
-            _Where.ARGUMENTS: self._read_arguments,
-        }
-        while self._pending and steps[self._where]():
-            pass
+    def _opened(self, tag: str) -> None:
+        self._read = self._read_section
 
     def _flush(self) -> None:
         rest, self._pending = self._pending, ""
-        if self._where is _Where.ARGUMENTS:
+        if self._read == self._read_arguments:
             self.reply.add_arguments(rest)
-        elif self._where is _Where.ID:
+        elif self._read == self._read_id:
             self.reply.say(_CALL + rest)
-        elif self._where is _Where.CONTENT:
+        elif self._read == self._read_content:
             self.reply.say(rest)
 
     def _unread(self) -> str:
-        return self._pending if self._where is _Where.ARGUMENTS else ""
-
-    def _read_content(self) -> bool:
-        """Up to the section; False when more text is needed to go on (as below)."""
-        content, tag, rest = self._pending.partition(_SECTION)
-        if not tag:
-            content, self._pending = split_held(content, (_SECTION,))
-            self.reply.say(content)
-            return False
-        self.reply.say(content)
-        self._pending = rest
-        self._where = _Where.SECTION
-        return True
+        return self._pending if self._read == self._read_arguments else ""
 
     def _read_section(self) -> bool:
         """Up to the next call or the section's end; there is nothing but layout between."""
@@ -77,7 +45,7 @@ class KimiK2ToolParser(ToolParser):
             return False
         at, tag = found
         self._pending = self._pending[at + len(tag) :]
-        self._where = _Where.ID if tag == _CALL else _Where.CONTENT
+        self._read = self._read_id if tag == _CALL else self._read_content
         return True
 
     def _read_id(self) -> bool:
@@ -90,11 +58,11 @@ class KimiK2ToolParser(ToolParser):
         self._pending = self._pending[at + len(tag) :]
         if called is None or tag == _CALL_END:
             self.reply.say(_CALL + written)
-            self._where = _Where.SECTION
+            self._read = self._read_section
             return True
         self.reply.open_call(_CALL + written)
         self.reply.start_call(called[1])
-        self._where = _Where.ARGUMENTS
+        self._read = self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
@@ -107,5 +75,5 @@ class KimiK2ToolParser(ToolParser):
             return False
         self.reply.end_call()
         self._pending = rest
-        self._where = _Where.SECTION
+        self._read = self._read_section
         return True

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
-
 from vllm.tool_parsers.base import ToolSchemas
 from vllm.tool_parsers.json_text import encode_string
 from vllm.tool_parsers.parameter_value import ParameterValue
 from vllm.tool_parsers.schema_types import parameter_types
-from vllm.tool_parsers.tagged_calls import CLOSE, OPEN, TaggedCallParser
+from vllm.tool_parsers.stepwise import StepwiseParser
 from vllm.utils.text_tags import find_first, skip_tag, split_held
 
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 _FUNCTION = "<function="
 _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
@@ -22,24 +21,15 @@ _END_PARAMETER = "</parameter>"
 _MAX_NAME = 256
 
 
-class _Where(enum.Enum):
-    CONTENT = enum.auto()
-    OPENED = enum.auto()
-    FUNCTION_NAME = enum.auto()
-    FUNCTION = enum.auto()
-    PARAMETER_NAME = enum.auto()
-    VALUE = enum.auto()
-    BEHIND_FUNCTION = enum.auto()
-
-
-class Qwen3CoderToolParser(TaggedCallParser):
+class Qwen3CoderToolParser(StepwiseParser):
     r"""`<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>\n</tool_call>`.
 
     The tool's schema says how a value becomes JSON: see `ParameterValue`. The outer tags and
     closing tags may be missing, as models forget them.
     """
 
-    _content = _Where.CONTENT
+    tags = (OPEN, CLOSE)
+    openings = (OPEN, _FUNCTION)
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
@@ -49,31 +39,10 @@ class Qwen3CoderToolParser(TaggedCallParser):
         self._num_parameters = 0
         self._value = ParameterValue(frozenset())
 
-    def _steps(self) -> Mapping[enum.Enum, Callable[[], bool]]:
-        return {
-            _Where.CONTENT: self._read_content,
-            _Where.OPENED: self._read_opened,
-            _Where.FUNCTION_NAME: self._read_function_name,
-            _Where.FUNCTION: self._read_function,
-            _Where.PARAMETER_NAME: self._read_parameter_name,
-            _Where.VALUE: self._read_value,
-            _Where.BEHIND_FUNCTION: self._read_behind,
-        }
-
-    def _read_content(self) -> bool:
-        """Up to the beginning of a call; False when more text is needed to go on (as below)."""
-        found = find_first(self._pending, (OPEN, _FUNCTION))
-        if found is None:
-            content, self._pending = split_held(self._pending, (OPEN, _FUNCTION))
-            self.reply.say(content)
-            return False
-        at, tag = found
-        self.reply.say(self._pending[:at])
+    def _opened(self, tag: str) -> None:
         self._raw = tag
         self.reply.open_call(tag)
-        self._pending = self._pending[at + len(tag) :]
-        self._where = _Where.OPENED if tag == OPEN else _Where.FUNCTION_NAME
-        return True
+        self._read = self._read_opened if tag == OPEN else self._read_function_name
 
     def _read_opened(self) -> bool:
         """Between the two opening tags."""
@@ -84,13 +53,13 @@ class Qwen3CoderToolParser(TaggedCallParser):
             return self._refuse()
         self._raw += self._pending[: len(self._pending) - len(rest)]
         self._pending = rest
-        self._where = _Where.FUNCTION_NAME
+        self._read = self._read_function_name
         return True
 
     def _refuse(self) -> bool:
         """No call after all."""
         self.reply.say(self._raw)
-        self._where = _Where.CONTENT
+        self._read = self._read_content
         return True
 
     def _read_function_name(self) -> bool:
@@ -104,7 +73,7 @@ class Qwen3CoderToolParser(TaggedCallParser):
         self.reply.add_arguments("{")
         self._num_parameters = 0
         self._pending = rest
-        self._where = _Where.FUNCTION
+        self._read = self._read_function
         return True
 
     def _read_function(self) -> bool:
@@ -116,12 +85,12 @@ class Qwen3CoderToolParser(TaggedCallParser):
             return False
         at, tag = found
         if tag == _PARAMETER:
-            self._where = _Where.PARAMETER_NAME
+            self._read = self._read_parameter_name
             self._pending = self._pending[at + len(tag) :]
         else:
             self.reply.add_arguments("}")
             self.reply.end_call()
-            self._where = _Where.BEHIND_FUNCTION
+            self._read = self._read_behind_function
             self._pending = self._pending[at:].removeprefix(_END_FUNCTION)
         return True
 
@@ -135,7 +104,7 @@ class Qwen3CoderToolParser(TaggedCallParser):
         self._num_parameters += 1
         self._value = ParameterValue(parameter_types(self.tools.get(self._function, {}), name))
         self._pending = rest
-        self._where = _Where.VALUE
+        self._read = self._read_value
         return True
 
     def _read_value(self) -> bool:
@@ -148,11 +117,14 @@ class Qwen3CoderToolParser(TaggedCallParser):
         at, _ = found
         self.reply.add_arguments(self._value.feed(self._pending[:at]) + self._value.finish())
         self._pending = self._pending[at:].removeprefix(_END_PARAMETER)
-        self._where = _Where.FUNCTION
+        self._read = self._read_function
         return True
 
+    def _read_behind_function(self) -> bool:
+        return self._close(CLOSE)
+
     def _step(self) -> bool:
-        outside, before = self._where is _Where.CONTENT, self._pending
+        outside, before = self._read == self._read_content, self._pending
         goes_on = super()._step()
         if not outside:
             self.reply.wrote(before[: len(before) - len(self._pending)])
@@ -162,9 +134,9 @@ class Qwen3CoderToolParser(TaggedCallParser):
         return self._pending
 
     def _flush(self) -> None:
-        if self._where is _Where.CONTENT:
+        if self._read == self._read_content:
             self.reply.say(self._pending)
-        elif self._where in (_Where.OPENED, _Where.FUNCTION_NAME):
+        elif self._read in (self._read_opened, self._read_function_name):
             self.reply.say(self._raw + self._pending)
-        elif self._where is _Where.VALUE:
+        elif self._read == self._read_value:
             self.reply.add_arguments(self._value.feed(self._pending))
