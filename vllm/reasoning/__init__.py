@@ -12,8 +12,8 @@ reasoning_parsers: ClassRegistry[ReasoningParser] = ClassRegistry(
     ReasoningParser,  # type: ignore[type-abstract]
 )
 
-reasoning_parsers.register("deepseek_r1", "vllm.reasoning.deepseek_r1.DeepSeekR1ReasoningParser")
+reasoning_parsers.register("deepseek_r1", "vllm.reasoning.think_tags.DeepSeekR1ReasoningParser")
 reasoning_parsers.register("harmony", "vllm.reasoning.harmony.HarmonyReasoningParser")
 # Nemotron 3 reasons unless the template has closed the reasoning in the prompt.
-reasoning_parsers.register("nemotron_v3", "vllm.reasoning.deepseek_r1.DeepSeekR1ReasoningParser")
-reasoning_parsers.register("qwen3", "vllm.reasoning.qwen3.Qwen3ReasoningParser")
+reasoning_parsers.register("nemotron_v3", "vllm.reasoning.think_tags.DeepSeekR1ReasoningParser")
+reasoning_parsers.register("qwen3", "vllm.reasoning.think_tags.Qwen3ReasoningParser")

@@ -88,3 +88,17 @@ class ThinkTagParser(ReasoningParser):
     def bounds(self) -> tuple[str, str]:
         must = self._where is _Where.REASONING or self._default is _Where.REASONING
         return "" if must else _OPEN, _CLOSE
+
+
+class DeepSeekR1ReasoningParser(ThinkTagParser):
+    """DeepSeek-R1 and models distilled from it: every reply begins with reasoning, whether
+    `<think>` is written or not."""
+
+    reasons_by_default = True
+
+
+class Qwen3ReasoningParser(ThinkTagParser):
+    """Qwen3 and Qwen3.5: the model writes `<think>`, or the template does; with thinking switched
+    off the template closes it at once, and a reply without the tag is content."""
+
+    reasons_by_default = False
