@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,6 +23,8 @@ class AttentionDecoderLayer(DecoderLayer):
     Families give the attention's shape, and `mlp` where it is not a gated MLP.
     """
 
+    attention_class: ClassVar[type[SelfAttention]] = SelfAttention
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -37,7 +39,7 @@ class AttentionDecoderLayer(DecoderLayer):
         quant_config = vllm_config.quant_config
         rope = rotary(vllm_config, shape.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
+        self.self_attn = self.attention_class(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp or gated_mlp(vllm_config, f"{prefix}.mlp", bias=mlp_bias)
 

@@ -13,6 +13,7 @@ factored matrix of pairs of tokens has for the draft before: the only part that 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,16 +24,16 @@ from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models import llama
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftTarget
 from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
-from vllm.model_executor.models.utils import rotary
 from vllm.model_executor.models.weights import AutoWeightsLoader
 
 if TYPE_CHECKING:
@@ -59,14 +60,9 @@ def attention_shape(
         )
     slides = kind == "sliding_attention"
     whole = not slides or windows_are_whole
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+    return replace(
+        llama.attention_shape(config),
         eps=config.rms_norm_eps,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         qk_norm=RMSNorm,
         # The format counts the tokens before the block, the cache the block's first one as well.
         sliding_window=config.sliding_window + 1 if slides else None,
@@ -85,27 +81,17 @@ class DFlashAttention(SelfAttention):
         self.attn.write_kv(kv, positions, self.rotary_emb.cos_sin_cache, self.k_norm)
 
 
-class DFlashLayer(DecoderLayer):
+class DFlashLayer(AttentionDecoderLayer):
     """Rotary attention with head norms and a gated MLP."""
 
+    attention_class = DFlashAttention
+    self_attn: DFlashAttention
+
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
-        super().__init__()
         fields: DFlashConfig = vllm_config.model_config.hf_config
         config = vllm_config.model_config.hf_text_config
-        prefix = f"dflash.layers.{index}"
         shape = attention_shape(config, index, windows_are_whole=fields.sliding_window_non_causal)
-        rope = rotary(vllm_config, shape.head_dim)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DFlashAttention(shape, rope, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, prefix=f"{prefix}.mlp"
-        )
-
-    def mix_stream(
-        self, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
+        super().__init__(vllm_config, shape, f"dflash.layers.{index}")
 
 
 class MarkovHead(nn.Module):

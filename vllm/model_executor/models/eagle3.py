@@ -11,6 +11,7 @@ Flags of the config choose: see `Eagle3Config`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,12 +22,13 @@ from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models import llama
+from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
 from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
-from vllm.model_executor.models.utils import rotary
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -50,46 +52,28 @@ def attention_shape(config: PretrainedConfig, index: int) -> SelfAttentionShape:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kinds[index] not in windows:
         raise ValueError(f"draft layer {index} has type {kinds[index]!r}; supported: {windows}")
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+    return replace(
+        llama.attention_shape(config),
         eps=config.rms_norm_eps,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         qk_norm=RMSNorm if config.model_type == "qwen3" else None,
         sliding_window=windows[kinds[index]],
         input_size=2 * config.hidden_size if index == 0 else None,
     )
 
 
-class Eagle3Layer(DecoderLayer):
+class Eagle3Layer(AttentionDecoderLayer):
     """Rotary attention and gated MLP; the first layer also takes the tokens' embeddings."""
 
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
-        super().__init__()
         config = vllm_config.model_config.hf_text_config
-        prefix = f"eagle3.layers.{index}"
-        shape = attention_shape(config, index)
-        rope = rotary(vllm_config, shape.head_dim)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(
+            vllm_config,
+            attention_shape(config, index),
+            f"eagle3.layers.{index}",
+            mlp_bias=config.model_type == "llama" and config.mlp_bias,
+        )
         if index == 0:
             self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=config.model_type == "llama" and config.mlp_bias,
-            prefix=f"{prefix}.mlp",
-        )
-
-    def mix_stream(
-        self, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
     def enter(
         self, positions: Tensor, tokens: Tensor, hidden: Tensor, *, norm_residual: bool
