@@ -15,7 +15,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
-from vllm.entrypoints.anthropic import routes as messages
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
 from vllm.entrypoints.openai.direct_send import DirectSend
@@ -30,16 +29,12 @@ from vllm.entrypoints.openai.middleware import (
 from vllm.entrypoints.openai.queue_limit import QueueLimit
 from vllm.entrypoints.openai.routes import (
     abort,
-    chat,
-    completions,
     dev,
     experts,
+    generate,
     health,
-    inference,
     models,
     placements,
-    responses,
-    sleep,
     tokenize,
     unsupported,
 )
@@ -94,16 +89,13 @@ def build_app(
 
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    generating = (completions, chat, responses, messages, inference)
-    for module in (health, experts, models, *generating, abort, tokenize, unsupported):
+    for module in (health, experts, models, generate, abort, tokenize, unsupported, placements):
         app.include_router(module.router)
-    app.include_router(placements.router)
     with_info = args.enable_tokenizer_info_endpoint
     app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning("VLLM_SERVER_DEV_MODE=1: development routes are open to every client")
         app.include_router(dev.router)
-        app.include_router(sleep.router)
 
 
 def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: Tallies) -> None:

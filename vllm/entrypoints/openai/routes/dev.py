@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Development routes, mounted with VLLM_SERVER_DEV_MODE=1 only: they can change the engine."""
+"""Development routes, mounted with VLLM_SERVER_DEV_MODE=1 only: they can change the engine.
+
+Those about sleep need --enable-sleep-mode.
+"""
 
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic_core import to_jsonable_python
 
 from vllm.entrypoints.openai.errors import APIError
@@ -71,3 +74,26 @@ async def get_world_size(request: Request) -> dict[str, int]:
     """How many workers the engine has, over all replicas."""
     parallel = server_of(request).engine.vllm_config.parallel_config
     return {"world_size": parallel.world_size * len(parallel.local_ranks)}
+
+
+@router.post("/sleep")
+async def sleep(request: Request, level: int = 1, mode: str = "abort") -> Response:
+    """Free the device memory: level 1 keeps the weights on the host, level 2 drops them.
+
+    `mode` "abort" ends running requests, "wait" lets them finish. New ones get 503.
+    """
+    await server_of(request).siblings.sleep(level, mode)
+    return Response()
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    """Bring back `weights`, `kv_cache`, or everything."""
+    await server_of(request).siblings.wake_up(tags)
+    return Response()
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Whether any part of the engine sleeps."""
+    return {"is_sleeping": await server_of(request).engine.is_sleeping()}

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that generate, and those that show what such a request would send to the engine."""
+
+from fastapi import APIRouter, Request, Response
+
+from vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.protocol.token_generate import TokenGenerateRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.routes.common import body_schema, respond
+from vllm.entrypoints.openai.state import server_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Continue each prompt."""
+    return await respond(request, CompletionRequest, server_of(request).completion.create)
+
+
+@router.post("/v1/completions/render", openapi_extra=body_schema(CompletionRequest))
+async def render_completion(request: Request) -> Response:
+    """Token ids and parameters of each prompt, without generating."""
+    handler = server_of(request).render.render_completion
+    return await respond(request, CompletionRequest, handler)
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """The next message of a conversation."""
+    return await respond(request, ChatCompletionRequest, server_of(request).chat.create)
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=body_schema(ChatCompletionRequest))
+async def render_chat_completion(request: Request) -> Response:
+    """Token ids and parameters of a conversation, without generating."""
+    handler = server_of(request).render.render_chat
+    return await respond(request, ChatCompletionRequest, handler)
+
+
+@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    """The next items of a conversation."""
+    return await respond(request, ResponsesRequest, server_of(request).responses.create)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=body_schema(ResponsesRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a response request has."""
+    return await respond(request, ResponsesRequest, server_of(request).responses.count)
+
+
+@router.post("/inference/v1/generate", openapi_extra=body_schema(TokenGenerateRequest))
+async def generate_tokens(request: Request) -> Response:
+    """Continue token ids; the body is what the render routes reply with."""
+    return await respond(request, TokenGenerateRequest, server_of(request).tokens.create)
+
+
+@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
+async def create_message(request: Request) -> Response:
+    """The next message of a conversation."""
+    return await respond(request, MessagesRequest, server_of(request).messages.create)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a message request has."""
+    return await respond(request, CountTokensRequest, server_of(request).messages.count)
