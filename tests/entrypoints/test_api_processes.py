@@ -23,7 +23,7 @@ from tests.forked_python import ForkedPython
 from tests.ports import free_port
 from vllm.config import VllmConfig
 from vllm.decisions import DecisionLog
-from vllm.entrypoints.api_processes.count import choose_count
+from vllm.entrypoints.api_processes.serve import choose_count
 from vllm.entrypoints.openai.cli_args import AUTO
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.entrypoints.conftest import MakeClient, events
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
 from tests.entrypoints.server_events import named_events
 from tests.entrypoints.test_disconnect import Visit, until
-from vllm.entrypoints.open_files import raise_open_file_limit
+from vllm.entrypoints.launcher import raise_open_file_limit
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.exceptions import VLLMValidationError

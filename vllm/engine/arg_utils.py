@@ -29,8 +29,11 @@ from vllm.config import (
 from vllm.config.draft_methods import check_asked
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
-from vllm.engine.capture_flags import capture_connector, capture_extraction
-from vllm.engine.offload_flags import offload_connector
+from vllm.engine.connector_flags import (
+    capture_connector,
+    capture_extraction,
+    offload_connector,
+)
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS, add_unsupported, check_unsupported
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import math
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -18,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 import uvloop
 
-from vllm import envs
+from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.open_files import raise_open_file_limit
 from vllm.entrypoints.shutdown_gate import ShutdownGate
 from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.entrypoints.tally import Counted, Tallies
@@ -47,8 +47,20 @@ _EXIT_FORCED = 130
 #: Every step makes some objects per stream, all of which live until it has been sent: by default
 #: each step would look for garbage among them, and now and then among those of all requests.
 _GC_THRESHOLDS = (50_000, 20, 50)
+#: open files that tens of thousands of streams need; systems often start processes with 1,024
+_OPEN_FILES = 65536
 #: seconds that cancelled requests get to tell their clients
 _LAST_WORDS_S = 2.0
+
+
+def raise_open_file_limit() -> None:
+    """Lift the soft limit of this process towards the hard one, which only root may pass."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    decisions.PROCESS.record("open file limit", wanted, "every connection is an open file", soft)
 
 
 def bind(args: FrontEndArgs, shared: bool = False) -> socket.socket:

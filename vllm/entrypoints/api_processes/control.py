@@ -29,12 +29,11 @@ class CallFailedError(Exception):
 
 class ControlPort:
     """One end of the pipe, on one event loop. Both ends are processes of one program: what travels
-    is pickled. `gone` is called once when the other end has closed."""
+    is pickled."""
 
-    def __init__(self, pipe: Connection, handlers: Handlers, gone: Callable[[], None]) -> None:
+    def __init__(self, pipe: Connection, handlers: Handlers) -> None:
         self._pipe = pipe
         self._handlers = handlers
-        self._gone = gone
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -86,10 +85,7 @@ class ControlPort:
 
     def _take(self, message: tuple[Any, ...] | None) -> None:
         if message is None:
-            was_open = self._is_open
             self.close()
-            if was_open:
-                self._gone()
             return
         kind, call_id, *rest = message
         if kind == "call":

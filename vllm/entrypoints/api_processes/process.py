@@ -10,6 +10,7 @@ import importlib
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,36 @@ from vllm.v1.serial_utils import unpickle_setup
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from vllm.entrypoints.api_processes.messages import ApiSetup
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.cli_args import FrontEndArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AttachedClient
+    from vllm.v1.engine.core_client import AttachedClient, RunningCore
 
 #: how long a process that has lost its supervisor may take to stop
 _ORPHAN_GRACE_S = 10.0
 _IMPORTED_EARLY = ("vllm.v1.engine.async_llm", "vllm.entrypoints.openai.api_server")
+
+
+@dataclass(frozen=True)
+class ApiSetup:
+    """What a supervisor tells an API process at its start.
+
+    `place`: the process's number among those that serve at the same time, from 0; whoever
+    replaces it has the same. `client_index`: its number among all clients the core ever has."""
+
+    vllm_config: VllmConfig
+    args: FrontEndArgs
+    log_stats: bool
+    place: int
+    num_places: int
+    client_index: int
+    #: one per replica
+    cores: tuple[RunningCore, ...]
+    tally_path: str
+    #: where the processes share what they know of several replicas
+    board_path: str | None
+    #: level at which the cores sleep, 0 if they are awake
+    sleep_level: int = 0
 
 
 class ServedTogether(Siblings):
@@ -160,7 +184,7 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
         if setup.sleep_level:
             engine.note_sleep(setup.sleep_level)
         commands.append(CommandedEngine(engine, client))
-        made.append(ControlPort(pipe, commands[0].handlers(), gone=lambda: None))
+        made.append(ControlPort(pipe, commands[0].handlers()))
         return engine
 
     def make_app(engine: AsyncLLM) -> FastAPI:

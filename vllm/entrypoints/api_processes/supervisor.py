@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.entrypoints.api_processes.control import ControlPort, Handlers, PeerGoneError
-from vllm.entrypoints.api_processes.messages import ApiSetup
-from vllm.entrypoints.api_processes.process import import_application, run_api_process
+from vllm.entrypoints.api_processes.process import ApiSetup, import_application, run_api_process
 from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.entrypoints.tally import TallyFile, make_tally_file
@@ -172,7 +171,7 @@ class Supervisor:
         loop.add_reader(process.process.sentinel, self._take_end, process)
         with contextlib.suppress(OSError):  # it died: its end is noticed
             process.pipe.send_bytes(pickle_setup(setup))
-        process.port = ControlPort(process.pipe, self._handlers(process), gone=lambda: None)
+        process.port = ControlPort(process.pipe, self._handlers(process))
 
     def _handlers(self, process: _ApiProcess) -> Handlers:
         """What a process may ask for."""

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
-from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
 from vllm.entrypoints.openai.direct_send import DirectSend
 from vllm.entrypoints.openai.errors import install_handlers
@@ -39,7 +39,6 @@ from vllm.entrypoints.openai.routes import (
     unsupported,
 )
 from vllm.entrypoints.openai.state import Server, make_server
-from vllm.entrypoints.openai.user_middleware import import_middleware
 from vllm.entrypoints.tally import Counted, Tallies
 from vllm.logger import init_logger
 from vllm.version import __version__

@@ -21,6 +21,7 @@ from vllm.plugins import load_general_plugins
 from vllm.plugins.parser_file import import_parser_file
 from vllm.reasoning import reasoning_parsers
 from vllm.tool_parsers import tool_parsers
+from vllm.utils.class_registry import resolve_class
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import FlagKind, config, flag_name, option
 
@@ -265,3 +266,11 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add_dataclass_flags(parser, FrontEndArgs, "Frontend")
     add_unsupported(parser, "Unsupported frontend", UNSUPPORTED_SERVER_FLAGS)
     return AsyncEngineArgs.add_cli_args(parser)
+
+
+def import_middleware(path: str) -> Any:
+    """What `--middleware` names by its dotted path; `VLLMValidationError` when there is none."""
+    try:
+        return resolve_class(path)
+    except ValueError as error:
+        raise VLLMValidationError(f"--middleware: {error}", "middleware", path) from None

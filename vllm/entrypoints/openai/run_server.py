@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.chat_utils import load_chat_template
-from vllm.entrypoints.openai.cli_args import FrontEndArgs
-from vllm.entrypoints.openai.user_middleware import import_middleware
+from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--capture-live` as the extraction and the connector that it stands for."""
+"""`--kv-offloading-size` and `--capture-live` as the connectors that they stand for, and the
+extraction."""
 
 from __future__ import annotations
 
@@ -11,7 +12,42 @@ from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConf
 from vllm.config.speculative import EXTRACT, FILLED_BY_ENGINE, LAYER_IDS_KEY, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 
-_CONNECTOR = "LiveCaptureConnector"
+_OFFLOADING = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
+_CAPTURING = "LiveCaptureConnector"
+_GIB = 2**30
+
+
+def offload_connector(
+    cache: CacheConfig, transfer: KVTransferConfig | None
+) -> KVTransferConfig | None:
+    """The engine's connector: `transfer`, or the one the offloading flags ask for.
+
+    Raises `VLLMValidationError` when both name one.
+    """
+    size, backend = cache.kv_offloading_size, cache.kv_offloading_backend
+    if size is None:
+        return transfer
+    name = _OFFLOADING[backend]
+    if transfer is not None and transfer.kv_connector is not None:
+        raise VLLMValidationError(
+            f"--kv-offloading-size and --kv-transfer-config ({transfer.kv_connector}) both name a "
+            f"connector; leave the flag out and list {name} with the other one as children of a "
+            "MultiConnector",
+            parameter="kv_offloading_size",
+            value=size,
+        )
+    # The memory of lmcache belongs to its server.
+    extra = {"cpu_bytes_to_use": int(size * _GIB)} if backend == "native" else {}
+    decisions.record("kv connector", name, f"--kv-offloading-size {size:g}")
+    decisions.record(
+        "kv_load_failure_policy", "recompute", "what is offloaded is a copy, so nothing is lost"
+    )
+    return KVTransferConfig(
+        kv_connector=name,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy="recompute",
+    )
 
 
 def capture_connector(
@@ -28,18 +64,18 @@ def capture_connector(
         raise _error(
             f"--capture-live and {transfer.kv_connector} (--kv-transfer-config or "
             "--kv-offloading-size) both need a connector; leave the flag out, list "
-            f"{_CONNECTOR} with the other one as children of a MultiConnector, and ask for "
+            f"{_CAPTURING} with the other one as children of a MultiConnector, and ask for "
             f"{EXTRACT} in --speculative-config",
             rate,
         )
-    decisions.record("kv connector", _CONNECTOR, f"--capture-live {rate:g}")
+    decisions.record("kv connector", _CAPTURING, f"--capture-live {rate:g}")
     extra: dict[str, Any] = {
         "shared_storage_path": cache.capture_live_path,
         "capture_rate": rate,
         "capture_bytes": cache.capture_live_bytes,
     }
     return KVTransferConfig(
-        kv_connector=_CONNECTOR, kv_role="kv_producer", kv_connector_extra_config=extra
+        kv_connector=_CAPTURING, kv_role="kv_producer", kv_connector_extra_config=extra
     )
 
 
