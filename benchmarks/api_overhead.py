@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -28,10 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-import psutil
+from benchmarks.served_process import Cpu, TokenServer
 
-_START_S = 120.0
 _WARM_UP_TOKENS = 5
 _TOOL = {
     "type": "function",
@@ -48,17 +45,6 @@ _TOOL = {
 
 
 @dataclass(frozen=True)
-class Cpu:
-    """User and system seconds of a process."""
-
-    user_s: float
-    system_s: float
-
-    def since(self, before: Cpu) -> Cpu:
-        return Cpu(self.user_s - before.user_s, self.system_s - before.system_s)
-
-
-@dataclass(frozen=True)
 class Point:
     """Figures of one number of streams: medians of the rounds, per token in microseconds. An
     event is a token, unless the process falls behind or a parser keeps the token back."""
@@ -71,45 +57,6 @@ class Point:
     user_us_per_token: float
     system_us_per_token: float
     tokens_per_s: int
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class TokenServer:
-    """`benchmarks.token_source` in a process, ready on entering."""
-
-    def __init__(self, *flags: str) -> None:
-        self.port = free_port()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.token_source", "--port", str(self.port), *flags]
-        )
-        self.process = psutil.Process(self._popen.pid)
-
-    def __enter__(self) -> TokenServer:
-        deadline = time.monotonic() + _START_S
-        with httpx.Client() as client:
-            while time.monotonic() < deadline and self._popen.poll() is None:
-                try:
-                    client.get(f"http://127.0.0.1:{self.port}/health")
-                    return self
-                except httpx.TransportError:
-                    time.sleep(0.1)
-        self._popen.kill()
-        raise RuntimeError("the server did not start")
-
-    def __exit__(self, *exc: object) -> None:
-        self._popen.terminate()
-        self._popen.wait(60)
-
-    def cpu(self) -> Cpu:
-        """Of the API process so far, without its children."""
-        times = self.process.cpu_times()
-        return Cpu(times.user, times.system)
 
 
 def request_bytes(num_tokens: int, chat: bool, **fields: object) -> bytes:
@@ -143,7 +90,7 @@ class Progress:
     def begin(self) -> None:
         self.num_begun += 1
         if self.num_begun == self.num_streams:
-            self.cpu, self.began = self.server.cpu(), time.monotonic()
+            self.cpu, self.began = self.server.api_cpu(), time.monotonic()
             self.num_chunks_before = self.num_chunks
 
 
@@ -182,7 +129,7 @@ def measure_round(
 
     load(_WARM_UP_TOKENS)
     progress = load(options.tokens)
-    spent, wall_s = server.cpu().since(progress.cpu), time.monotonic() - progress.began
+    spent, wall_s = server.api_cpu().since(progress.cpu), time.monotonic() - progress.began
     # A chat's first chunk has no token, every other one before the start one, nearly always.
     num_before = progress.num_chunks_before - num_streams * options.chat
     tokens = num_streams * options.tokens - num_before

@@ -27,7 +27,8 @@ from multiprocessing.synchronize import Barrier
 
 import httpx
 
-from benchmarks.api_overhead import TokenServer, request_bytes
+from benchmarks.api_overhead import request_bytes
+from benchmarks.served_process import TokenServer
 from vllm.benchmarks.client_usage import ClientUsage, UsageClock
 from vllm.benchmarks.load import allow_many_connections
 from vllm.benchmarks.processes import num_usable_cores

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +17,29 @@ from types import TracebackType
 
 import httpx
 import psutil
-
-from benchmarks.api_overhead import free_port
+from typing_extensions import Self
 
 _STOP_S = 60.0
+#: a server without a model
+_START_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """User and system seconds of a process."""
+
+    user_s: float
+    system_s: float
+
+    def since(self, before: Cpu) -> Cpu:
+        return Cpu(self.user_s - before.user_s, self.system_s - before.system_s)
 
 
 @dataclass(frozen=True)
@@ -53,8 +73,9 @@ class ServedProcess:
             start_new_session=True,
             env=environment,
         )
+        self.process = psutil.Process(self._process.pid)
 
-    def __enter__(self) -> ServedProcess:
+    def __enter__(self) -> Self:
         deadline = time.monotonic() + self._timeout_s
         with httpx.Client(base_url=self.url, trust_env=False, verify=False) as client:
             while time.monotonic() < deadline and self._process.poll() is None:
@@ -111,8 +132,7 @@ class ServedProcess:
         return ServerCpu(max(1, len(self._api_pids)), api_s, engine_s)
 
     def _processes(self) -> list[psutil.Process]:
-        main = psutil.Process(self._process.pid)
-        return [main, *main.children(recursive=True)]
+        return [self.process, *self.process.children(recursive=True)]
 
     def _is_connected(self, process: psutil.Process) -> bool:
         try:
@@ -132,3 +152,15 @@ class ServedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class TokenServer(ServedProcess):
+    """`benchmarks.token_source` with these flags."""
+
+    def __init__(self, *flags: str) -> None:
+        super().__init__(["-m", "benchmarks.token_source", *flags], _START_S)
+
+    def api_cpu(self) -> Cpu:
+        """Of the API process so far, without its children."""
+        times = self.process.cpu_times()
+        return Cpu(times.user, times.system)

@@ -51,7 +51,6 @@ SMOKE: dict[str, list[str]] = {
     # tests/fuzz/test_fuzz.py is a minute of it
     "python -m tests.fuzz": ["--help"],
     "python -m benchmarks.host_step": "--batch 2 --prompt-len 16 --rounds 1 --steps 2".split(),
-    "python -m benchmarks.scheduler": ["--batch", "2", "--prompt-len", "16", "--steps", "4"],
     "python benchmarks/arena_allocator.py": ["--seconds", "0.01"],
     "python benchmarks/cpu_kernels.py": ["--batch", "1", "--context", "16", "--prompt", "16"]
     + ["--seconds", "0.001"],

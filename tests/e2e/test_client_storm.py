@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from benchmarks.api_overhead import TokenServer, request_bytes
+from benchmarks.api_overhead import request_bytes
 from benchmarks.client_storm import leftovers, run_storm, run_storm_processes, settle
+from benchmarks.served_process import TokenServer
 
 pytestmark = pytest.mark.e2e
 
