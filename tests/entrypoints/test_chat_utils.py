@@ -9,11 +9,11 @@ import pytest
 
 from tests.entrypoints.fake_engine import CHAT_TEMPLATE, byte_tokenizer
 from vllm.entrypoints.chat_utils import (
-    apply_hf_chat_template,
     load_chat_template,
     parse_chat_messages,
     resolve_hf_chat_template,
 )
+from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import detect_content_format, resolve_chat_template
 
@@ -100,19 +100,15 @@ def test_earlier_tool_calls() -> None:
 
 
 def test_application() -> None:
-    text = apply_hf_chat_template(
-        byte_tokenizer(),
-        [{"role": "user", "content": "hi"}],
-        add_generation_prompt=False,
-        template_kwargs={"extra": "E"},
-    )
+    renderer = ConversationRenderer.make(byte_tokenizer(), template_kwargs={"extra": "E"})
+    text = renderer.render(renderer.parse([{"role": "user", "content": "hi"}]), False)
     assert text == "<|im_start|>user\nhi<|im_end|>\nE"
     parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
-    assert apply_hf_chat_template(byte_tokenizer(), parts, LOOPS) == "ab"
+    renderer = ConversationRenderer.make(byte_tokenizer(), LOOPS)
+    assert renderer.render(renderer.parse(parts), True) == "ab"
 
 
 def test_conversation_cannot_reach_into_the_template_engine() -> None:
+    renderer = ConversationRenderer.make(byte_tokenizer(), "{{ ''.__class__.mro() }}")
     with pytest.raises(VLLMValidationError, match="cannot render"):
-        apply_hf_chat_template(
-            byte_tokenizer(), [{"role": "user", "content": "x"}], "{{ ''.__class__.mro() }}"
-        )
+        renderer.render([{"role": "user", "content": "x"}], True)

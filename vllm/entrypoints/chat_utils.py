@@ -3,19 +3,10 @@
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import (
-    ContentFormat,
-    detect_content_format,
-    render_conversation,
-    require_chat_template,
-    resolve_chat_template,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from vllm.renderers.hf import ContentFormat, resolve_chat_template
 
 #: older name, still imported by clients
 resolve_hf_chat_template = resolve_chat_template
@@ -146,29 +137,3 @@ def parse_arguments(where: str, arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise _fail(where, "arguments must be a JSON object")
     return arguments
-
-
-def apply_hf_chat_template(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: list[dict[str, Any]],
-    chat_template: str | None = None,
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    content_format: ContentFormat | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    documents: list[dict[str, Any]] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-) -> str:
-    """Messages to prompt text; `content_format` None asks the template itself."""
-    template = require_chat_template(tokenizer, chat_template, tools)
-    return render_conversation(
-        tokenizer,
-        parse_chat_messages(messages, content_format or detect_content_format(template)),
-        chat_template=template,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
-        documents=documents,
-        template_kwargs=template_kwargs,
-    )

@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from vllm import envs
 from vllm.beam_search import BeamSearchOutput
-from vllm.entrypoints.chat_utils import apply_hf_chat_template, load_chat_template
+from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.llm_refusals import LLMRefusals
+from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.entrypoints.shared_engine import SharedEngine
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
@@ -167,23 +168,20 @@ class LLM(LLMRefusals):
                 "add_generation_prompt",
             )
         tokenizer = self.get_tokenizer()
-        template = load_chat_template(chat_template) or self._chat_template
+        given = chat_template_content_format
+        renderer = ConversationRenderer.make(
+            tokenizer,
+            load_chat_template(chat_template) or self._chat_template,
+            tools,
+            content_format=None if given == "auto" else given,
+            template_kwargs=chat_template_kwargs,
+        )
         prompts: list[PromptType] = []
         for conversation in _as_conversations(messages):
-            text = apply_hf_chat_template(
-                tokenizer,
-                conversation,
-                template,
-                tools,
-                content_format=(
-                    None if chat_template_content_format == "auto" else chat_template_content_format
-                ),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=chat_template_kwargs,
-            )
+            parsed = renderer.parse(conversation)
+            text = renderer.render(parsed, add_generation_prompt, continue_final_message)
             with self._shared.turn:  # a request's own truncation changes the tokenizer for a while
-                token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+                token_ids = renderer.encode(text)
             prompts.append(TokensPrompt(prompt_token_ids=token_ids, prompt=text))
         return self.generate(
             prompts,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates of Hugging Face tokenizers: choosing one, inspecting it, applying it."""
+"""Chat templates of Hugging Face tokenizers: choosing one, and inspecting it."""
 
 import functools
-import inspect
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 ContentFormat = Literal["string", "openai"]
-
-
-def _reserved_names(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Names that are no variables of a template: the tokenizer's own parameters, whatever its
-    version has, and those of the call inside it."""
-    parameters = inspect.signature(type(tokenizer).apply_chat_template).parameters
-    return {*parameters, "messages", "processor_kwargs"}
 
 
 def resolve_chat_template(
@@ -111,43 +103,3 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: "jinja2.parser.Parser") -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def render_conversation(
-    tokenizer: "PreTrainedTokenizerBase",
-    conversation: list[dict[str, Any]],
-    *,
-    chat_template: str,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: list[dict[str, Any]] | None = None,
-    documents: list[dict[str, Any]] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-) -> str:
-    """The prompt text of `conversation`.
-
-    Whatever the template raises is caused by the conversation or the template, so it becomes a
-    `VLLMValidationError`.
-    """
-    kwargs = template_kwargs or {}
-    if kwargs and (reserved := sorted(_reserved_names(tokenizer) & kwargs.keys())):
-        raise VLLMValidationError(
-            f"chat_template_kwargs cannot set {', '.join(reserved)}; use the request's own fields",
-            parameter="chat_template_kwargs",
-        )
-    try:
-        text = tokenizer.apply_chat_template(
-            conversation,
-            tools=cast("list[Any] | None", tools),
-            documents=documents,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **kwargs,
-        )
-        return cast(str, text)
-    except Exception as error:
-        raise VLLMValidationError(
-            f"the chat template cannot render these messages: {error}", parameter="messages"
-        ) from error

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.prompt_marks import Preambles, message_ends, preamb
 from vllm.entrypoints.openai.protocol.chat import ConversationFields
 from vllm.entrypoints.openai.request_limits import FLAG, RequestLimits
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import ContentFormat, detect_content_format, require_chat_template
+from vllm.renderers.hf import ContentFormat
 from vllm.v1.engine.prompt_checks import truncated
 
 if TYPE_CHECKING:
@@ -232,19 +232,15 @@ class PromptRenderer:
                 "--trust-request-chat-template to allow them",
                 parameter="chat_template",
             )
-        tools = None if hide_tools else request.tools or None
-        template = require_chat_template(
-            tokenizer, request.chat_template or self.options.chat_template, tools
-        )
         kwargs = {**(self.options.default_kwargs or {}), **(request.chat_template_kwargs or {})}
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        return ConversationRenderer(
+        return ConversationRenderer.make(
             tokenizer,
-            template,
-            self.options.content_format or detect_content_format(template),
-            tools,
-            request.documents,
-            kwargs,
-            bool(request.add_special_tokens),
+            request.chat_template or self.options.chat_template,
+            None if hide_tools else request.tools or None,
+            content_format=self.options.content_format,
+            documents=request.documents,
+            template_kwargs=kwargs,
+            add_special_tokens=bool(request.add_special_tokens),
         )
