@@ -9,8 +9,9 @@ import zlib
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.asgi import HttpMiddleware
 from vllm.entrypoints.openai.errors import APIError, ErrorInfo
 
 _GZIP = 16 + zlib.MAX_WBITS
@@ -24,18 +25,14 @@ _LARGE = 256 * 1024
 _LEVEL = 1
 
 
-class CompressedBodies:
+class CompressedBodies(HttpMiddleware):
     """Decompresses request bodies piece by piece, so that a limit further in can end it early.
 
     Any other `Content-Encoding` is answered with 415.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        coding = Headers(scope=scope).get("content-encoding", "") if scope["type"] == "http" else ""
-        coding = coding.strip().lower()
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        coding = Headers(scope=scope).get("content-encoding", "").strip().lower()
         if coding in ("", "identity"):
             await self.app(scope, receive, send)
         elif coding in ("gzip", "x-gzip"):
@@ -102,14 +99,11 @@ def _bad_body(why: str) -> APIError:
     )
 
 
-class CompressedReplies:
+class CompressedReplies(HttpMiddleware):
     """Compresses whole replies of clients that accept gzip; streams go out as they are."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _accepts_gzip(Headers(scope=scope)):
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _accepts_gzip(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         start: Message | None = None

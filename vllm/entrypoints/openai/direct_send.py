@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.http_protocol import PieceWriter, take_piece_writer
+from vllm.entrypoints.openai.asgi import HttpMiddleware
 
 _KEY = "vllm.direct_way"
 
@@ -22,7 +23,7 @@ class DirectWay:
     writer: PieceWriter | None = None
 
 
-class DirectSend:
+class DirectSend(HttpMiddleware):
     """Outside of the server's own middleware, none of which changes the pieces of a stream, and
     inside of the user's, which may.
 
@@ -30,13 +31,12 @@ class DirectSend:
     """
 
     def __init__(self, app: ASGIApp, outermost: bool) -> None:
-        self.app = app
+        super().__init__(app)
         self._outermost = outermost
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            writer = take_piece_writer(scope)
-            scope = {**scope, _KEY: DirectWay(send, writer if self._outermost else None)}
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = take_piece_writer(scope)
+        scope = {**scope, _KEY: DirectWay(send, writer if self._outermost else None)}
         await self.app(scope, receive, send)
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.anthropic import errors as anthropic_errors
-from vllm.entrypoints.openai.route_path import route_path
+from vllm.entrypoints.openai.asgi import route_path
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import (

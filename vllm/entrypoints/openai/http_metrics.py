@@ -7,8 +7,9 @@ import time
 from http import HTTPStatus
 
 from prometheus_client import Counter, Histogram
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.asgi import HttpMiddleware
 from vllm.v1.metrics.prometheus import REGISTRY
 
 _REQUESTS = Counter(
@@ -28,16 +29,10 @@ _SECONDS = Histogram(
 _NO_ROUTE = "none"
 
 
-class HttpMetrics:
+class HttpMetrics(HttpMiddleware):
     """Labels: the route's path as written in the code, the method, the status."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         began = time.perf_counter()
 

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.asgi import HttpMiddleware, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.entrypoints.openai.route_path import route_path
 from vllm.entrypoints.tally import OwnTally, Tally
 
 _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests", "/placements")
@@ -22,11 +22,11 @@ _UNAUTHORIZED = ErrorInfo(
 )
 
 
-class Authentication:
+class Authentication(HttpMiddleware):
     """Asks for one of the keys on guarded paths; hashes compare in constant time."""
 
     def __init__(self, app: ASGIApp, keys: list[str]) -> None:
-        self.app = app
+        super().__init__(app)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def _allowed(self, headers: Headers) -> bool:
@@ -40,14 +40,10 @@ class Authentication:
         digest = hashlib.sha256(key.strip().encode()).digest()
         return any([secrets.compare_digest(digest, known) for known in self._digests])
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = (
-            scope["type"] == "http"
-            and scope["method"] != "OPTIONS"
-            and any(
-                route_path(scope) == top or route_path(scope).startswith(top + "/")
-                for top in _GUARDED
-            )
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope)
+        guarded = scope["method"] != "OPTIONS" and any(
+            path == top or path.startswith(top + "/") for top in _GUARDED
         )
         if guarded and not self._allowed(Headers(scope=scope)):
             await _UNAUTHORIZED.response({"www-authenticate": "Bearer"})(scope, receive, send)
@@ -55,16 +51,10 @@ class Authentication:
         await self.app(scope, receive, send)
 
 
-class RequestIdHeader:
+class RequestIdHeader(HttpMiddleware):
     """Echoes the client's X-Request-Id, or the one that the request got."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = MutableHeaders(scope=scope)
         request_id = headers.setdefault("x-request-id", uuid.uuid4().hex)
 
@@ -76,17 +66,14 @@ class RequestIdHeader:
         await self.app(scope, receive, send_with_id)
 
 
-class BodySizeLimit:
+class BodySizeLimit(HttpMiddleware):
     """Answers 413 to a body over the limit, declared or counted while it arrives."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
+        super().__init__(app)
         self.max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self.max_bytes:
             await self._refuse(scope, receive, send)
@@ -124,14 +111,11 @@ class _BodyTooLargeError(BaseException):
     """Passes the application's own error handling on its way to `BodySizeLimit`."""
 
 
-class HeadRequests:
+class HeadRequests(HttpMiddleware):
     """Answers HEAD as GET without the body, on every route."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
 

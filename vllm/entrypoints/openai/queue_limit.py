@@ -7,8 +7,8 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm.entrypoints.openai.asgi import HttpMiddleware, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.entrypoints.openai.route_path import route_path
 from vllm.entrypoints.tally import OwnTally, Tally
 
 _GENERATING = frozenset(
@@ -23,7 +23,7 @@ _GENERATING = frozenset(
 _RETRY_AFTER_S = 1
 
 
-class QueueLimit:
+class QueueLimit(HttpMiddleware):
     """Answers 503 to a generation request while `max_running + max_queued` are in progress.
 
     A request counts from its arrival to the end of its reply, before its body is read, so that
@@ -34,17 +34,12 @@ class QueueLimit:
     def __init__(
         self, app: ASGIApp, max_running: int, max_queued: int, tally: Tally | None = None
     ) -> None:
-        self.app = app
+        super().__init__(app)
         self._limit = max_running + max_queued
         self._in_progress = tally or OwnTally()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = (
-            scope["type"] == "http"
-            and scope["method"] == "POST"
-            and route_path(scope) in _GENERATING
-        )
-        if not counts:
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or route_path(scope) not in _GENERATING:
             await self.app(scope, receive, send)
             return
         if not self._in_progress.try_enter(self._limit):
