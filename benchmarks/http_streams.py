@@ -244,7 +244,7 @@ def free_server(options: argparse.Namespace) -> Iterator[Sweep]:
 @contextmanager
 def model_server(options: argparse.Namespace) -> Iterator[Sweep]:
     """`vllm serve` with the settings of the offline run."""
-    from benchmarks.served_model import servable
+    from benchmarks.token_source import servable
 
     with tempfile.TemporaryDirectory() as name:
         directory = servable(options.model, Path(name))

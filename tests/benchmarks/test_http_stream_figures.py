@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import client_storm
 from benchmarks.http_streams import Point, parse_arguments, plot, table
-from benchmarks.served_model import servable
+from benchmarks.token_source import servable
 
 POINT = Point(
     streams=8,

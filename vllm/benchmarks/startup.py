@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,11 @@ from pydantic import PositiveInt
 from tqdm import trange
 
 from vllm import envs
-from vllm.benchmarks import ledger
 from vllm.benchmarks.offline import save_json
 from vllm.entrypoints.cli.types import CommandError
-from vllm.utils import phase_ledger
 from vllm.utils.dataclass_flags import from_namespace
 from vllm.utils.options import config, option
+from vllm.utils.phase_ledger import UNACCOUNTED, PhaseEvent, ledger
 
 DESCRIPTION = (
     "Start a server several times, each in fresh processes, and report where the time goes until "
@@ -51,7 +51,7 @@ def main(namespace: argparse.Namespace) -> int:
     args = from_namespace(StartupArgs, namespace)
     bar = trange(args.num_iters, desc="Starting", unit="start", dynamic_ncols=True)
     runs = [start_once(namespace.serve_flags) for _ in bar]
-    print(ledger.table(runs))
+    print(table(runs))
     save_json(args.output_json, result(runs))
     return 0
 
@@ -70,10 +70,10 @@ def start_once(serve_flags: list[str]) -> dict[str, float]:
         with _server(serve_flags, phases, log, socket) as process:
             _wait_until_ready(process, socket, log)
             ended = time.monotonic()
-        events = ledger.read_events(phases.read_text(encoding="utf-8"))
+        events = read_events(phases.read_text(encoding="utf-8"))
     # The start of a process is known to 10 ms, and may seem to lie before the command.
     inside = [replace(e, time_s=max(e.time_s, began)) for e in events if e.time_s < ended]
-    return phase_ledger.ledger(inside, began, ended)
+    return ledger(inside, began, ended)
 
 
 @contextlib.contextmanager
@@ -112,3 +112,26 @@ def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, log: Path)
             time.sleep(_POLL_S)
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
     raise CommandError("the server did not start; its log ends:\n" + "\n".join(tail))
+
+
+def read_events(text: str) -> list[PhaseEvent]:
+    """The file that `vllm.utils.startup_phases` writes."""
+    return [PhaseEvent(**json.loads(line)) for line in text.splitlines()]
+
+
+def table(runs: Sequence[dict[str, float]]) -> str:
+    """One row per phase, one column per run, and the mean with its share of the total."""
+    names = [n for n in dict.fromkeys(name for run in runs for name in run) if n != UNACCOUNTED]
+    rows = [[run.get(name, 0.0) for run in runs] for name in (*names, UNACCOUNTED)]
+    totals = [sum(run.values()) for run in runs]
+    whole = sum(totals) / len(runs)
+    width = max(map(len, [*names, UNACCOUNTED, "total (wall time)"]))
+    columns = [f"run {i + 1}" for i in range(len(runs))] + ["mean", "share"]
+    lines = [" " * width + "".join(f"{column:>10}" for column in columns)]
+    for name, values in zip(
+        [*names, UNACCOUNTED, "total (wall time)"], [*rows, totals], strict=True
+    ):
+        mean = sum(values) / len(values)
+        cells = "".join(f"{value:>9.2f}s" for value in (*values, mean))
+        lines.append(f"{name:<{width}}{cells}{100 * mean / whole:>9.1f}%")
+    return "\n".join(lines)

@@ -44,22 +44,15 @@ class ReplyPiece:
     logprobs: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
 class ChatTurn:
     """A planned reply with one choice; the chat route's own plan, parsers and engine calls."""
 
-    def __init__(
-        self,
-        chat: ServingChat,
-        request: ChatCompletionRequest,
-        context: RequestContext,
-        model: str,
-        planned: PlannedChat,
-    ) -> None:
-        self.chat = chat
-        self.request = request
-        self.context = context
-        self.model = model
-        self.planned = planned
+    chat: ServingChat
+    request: ChatCompletionRequest
+    context: RequestContext
+    model: str
+    planned: PlannedChat
 
     @classmethod
     async def begin(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.beam_search import BeamSearch, BeamSearchSequence
@@ -34,19 +35,14 @@ _INCOMPATIBLE = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class ServedBeams:
     """Runs searches with the server's engine, or one replica of it: every step of every beam is a
     request for a token."""
 
-    def __init__(
-        self,
-        engine: AsyncLLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        data_parallel_rank: int | None = None,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._rank = data_parallel_rank
+    engine: AsyncLLM
+    tokenizer: PreTrainedTokenizerBase | None
+    data_parallel_rank: int | None = None
 
     async def search(
         self,
@@ -60,7 +56,7 @@ class ServedBeams:
         Raises `VLLMValidationError` for what beams cannot honour, and as `AsyncLLM.generate` does.
         """
         search = start_beam_search(
-            self._engine.input_processor,
+            self.engine.input_processor,
             TokensPrompt(prompt_token_ids=prompt.token_ids),
             _beam_params(request, params),
         )
@@ -100,13 +96,13 @@ class ServedBeams:
     async def _next_tokens(
         self, beam: BeamSearchSequence, num_choices: int, request: GenerationRequest, one_id: str
     ) -> dict[int, Logprob]:
-        outputs = self._engine.generate(
+        outputs = self.engine.generate(
             TokensPrompt(prompt_token_ids=beam.tokens),
             one_token(num_choices),
             one_id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
-            data_parallel_rank=self._rank,
+            data_parallel_rank=self.data_parallel_rank,
         )
         output = [output async for output in outputs][-1]
         completion = output.outputs[0]
@@ -120,7 +116,7 @@ class ServedBeams:
         completions = []
         for index, sequence in enumerate(search.output().sequences):
             token_ids = sequence.tokens[len(prompt_ids) :]
-            detokenizer = Detokenizer(self._tokenizer, prompt_ids, params)
+            detokenizer = Detokenizer(self.tokenizer, prompt_ids, params)
             detokenizer.update(token_ids, ends_with_stop_token=False)
             completions.append(
                 CompletionOutput(

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from vllm.model_executor.models.apriel2_mixers import (
     required,
     unsupported,
 )
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
@@ -38,6 +37,8 @@ from vllm.transformers_utils.configs.apriel2 import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from vllm.config import VllmConfig
 
 #: where tensors go whose mixer is not part of the model
@@ -98,6 +99,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
     """`apriel2_text` checkpoints: plain ones, supernets, and supernets of which a pattern takes one
     mixer of each layer, the one that its block's name names."""
 
+    layer_class = Apriel2DecoderLayer
     fused_names = (
         *DecoderForCausalLM.fused_names[3:],
         *dict.fromkeys(name for mixer in MIXERS.values() for name in mixer.fused_names),
@@ -114,20 +116,12 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> None:
-        self.weights_mapper = _names_in(vllm_config.model_config.hf_text_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         if vllm_config.model_config.placement is not None:
             self.set_layer_placements(vllm_config.model_config.placement)
 
-    def _init_model(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> DecoderModel:
-        config = vllm_config.model_config.hf_text_config
-        make = partial(layer_type or Apriel2DecoderLayer, vllm_config)
-        return DecoderModel(config, make, RMSNorm, prefix)
+    def names_in(self, config: PretrainedConfig) -> WeightsMapper:
+        return _names_in(cast(Apriel2TextConfig, config))
 
     def _supernet_layers(self) -> dict[int, StochasticMixer]:
         return {

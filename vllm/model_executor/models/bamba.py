@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2
-from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.layers.self_attention import SelfAttention
+from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.granite_moe_hybrid import mamba2_shape
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
@@ -17,21 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rot
 from vllm.model_executor.models.weights import WeightsMapper
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from vllm.config import VllmConfig
-
-
-def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
-    """The attention of the layers in `attn_layer_indices`, of which a part of each head turns."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-    )
 
 
 class BambaDecoderLayer(DecoderLayer):
@@ -47,7 +34,7 @@ class BambaDecoderLayer(DecoderLayer):
             only_silu(config.hidden_act, prefix)
             self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
         else:
-            shape = attention_shape(config)
+            shape = llama.attention_shape(config)
             rope = rotary(vllm_config, shape.head_dim)
             self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

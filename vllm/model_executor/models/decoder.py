@@ -213,6 +213,7 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers,
         self.config = config
         self.dtype = vllm_config.model_config.dtype
         self.uses_fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        self.weights_mapper = self.names_in(config)
         self.quant_config = vllm_config.quant_config
         if self.quant_config is not None:
             self.quant_config.use_names(self.fused_names, self.weights_mapper)
@@ -239,6 +240,10 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers,
         make_layer = partial(layer_type or self.layer_class, vllm_config)
         config = vllm_config.model_config.hf_text_config
         return self.model_class(config, make_layer, self.norm_class, prefix)
+
+    def names_in(self, config: PretrainedConfig) -> WeightsMapper:
+        """From the checkpoint's names, of families where they depend on its config."""
+        return self.weights_mapper
 
     @staticmethod
     def logits_scale(config: PretrainedConfig) -> float:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models import granite_moe_hybrid
+from vllm.model_executor.models import granite_moe_hybrid, llama
 from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.hybrid import (
     HybridForCausalLM,
@@ -48,15 +48,8 @@ def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """Rotary attention. The keys' multiplier is a factor of every product with a query."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        scale=head_dim(config) ** -0.5 * config.key_multiplier,
-    )
+    scale = head_dim(config) ** -0.5 * config.key_multiplier
+    return replace(llama.attention_shape(config), scale=scale)
 
 
 class FalconH1MLP(GatedMLP):

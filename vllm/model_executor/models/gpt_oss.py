@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.kernels.moe import ClampedSwiglu, RoutingRule
+from vllm.kernels.moe import ClampedSwiglu
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
-from vllm.model_executor.models import llama
+from vllm.model_executor.models import llama, mixtral
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.gpt_oss_weights import experts_apart
@@ -42,12 +42,8 @@ def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttention
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:
     """A softmax over the chosen logits; biases everywhere."""
     fields = config.to_dict()
-    return MixtureShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_experts=config.num_local_experts,
-        rule=RoutingRule(config.num_experts_per_tok),
-        hidden_act=config.hidden_act,
+    return replace(
+        mixtral.mixture_shape(config),
         router_bias=True,
         expert_biases=True,
         clamp=ClampedSwiglu(

@@ -6,11 +6,11 @@ What enters the residual stream, attention's products and the logits have multip
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from vllm.kernels.moe import RoutingRule
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, no_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.models import llama, mixtral
 from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.hybrid import (
     HybridForCausalLM,
@@ -57,26 +58,13 @@ def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """The attention layers."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        scale=config.attention_multiplier,
-    )
+    return replace(llama.attention_shape(config), scale=config.attention_multiplier)
 
 
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:
     """A softmax over the chosen logits, and the shared network as an expert that is added."""
-    return MixtureShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_experts=config.num_local_experts,
-        rule=RoutingRule(config.num_experts_per_tok),
-        shared_intermediate_size=config.shared_intermediate_size,
-        hidden_act=config.hidden_act,
+    return replace(
+        mixtral.mixture_shape(config), shared_intermediate_size=config.shared_intermediate_size
     )
 
 
@@ -156,16 +144,8 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
     )
     recurrent_shape = staticmethod(mamba2_shape)
 
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        layer_type: type[nn.Module] | None = None,
-    ) -> None:
-        config = vllm_config.model_config.hf_text_config
-        self.weights_mapper = _names(bool(config.num_local_experts))
-        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+    def names_in(self, config: PretrainedConfig) -> WeightsMapper:
+        return _names(bool(config.num_local_experts))
 
     @staticmethod
     def logits_scale(config: PretrainedConfig) -> float:

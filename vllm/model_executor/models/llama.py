@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.utils import head_dim
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,7 +22,7 @@ def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        head_dim=head_dim(config),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
     )

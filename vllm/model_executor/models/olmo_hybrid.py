@@ -7,6 +7,7 @@ their q and k norms span all heads, and released checkpoints do not rotate.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDelta
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.whole_norm_attention import WholeNormAttention
+from vllm.model_executor.models import qwen3_5
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.hybrid import HybridForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
@@ -32,13 +34,8 @@ _GATED_NORM_EPS = 1e-5
 
 def delta_net_shape(config: PretrainedConfig) -> GatedDeltaNetShape:
     """The recurrent mixer; transitions may have eigenvalues down to -1."""
-    return GatedDeltaNetShape(
-        hidden_size=config.hidden_size,
-        num_k_heads=config.linear_num_key_heads,
-        num_v_heads=config.linear_num_value_heads,
-        head_k_dim=config.linear_key_head_dim,
-        head_v_dim=config.linear_value_head_dim,
-        conv_kernel_size=config.linear_conv_kernel_dim,
+    return replace(
+        qwen3_5.delta_net_shape(config),
         eps=_GATED_NORM_EPS,
         beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
     )

@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNetShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.models import qwen3_moe
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,
     delta_net_shape,
 )
-from vllm.model_executor.models.qwen3_moe import is_sparse
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 
 if TYPE_CHECKING:
@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:
     """Top-k of a softmax, and a gated shared expert."""
-    return MixtureShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        num_experts=config.num_experts,
-        rule=RoutingRule(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
+    return replace(
+        qwen3_moe.mixture_shape(config),
         shared_intermediate_size=config.shared_expert_intermediate_size,
         shared_gate=True,
-        hidden_act=config.hidden_act,
     )
 
 
@@ -71,7 +67,7 @@ class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
 
     def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
-        if is_sparse(config, extract_layer_index(prefix)):
+        if qwen3_moe.is_sparse(config, extract_layer_index(prefix)):
             return MixtureOfExperts(mixture_shape(config), prefix, vllm_config.quant_config)
         return gated_mlp(vllm_config, prefix)
 
