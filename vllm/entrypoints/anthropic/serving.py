@@ -15,14 +15,13 @@ from vllm.entrypoints.anthropic.protocol import (
     TokenCount,
 )
 from vllm.entrypoints.anthropic.translate import PARAMETERS, to_chat
-from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, renamed
+from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, count_prompt
 from vllm.entrypoints.openai.errors import describe
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.reply_blocks import BlockKind, Event
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_engine import RequestContext
 from vllm.entrypoints.openai.streaming import EventSource, named_event
-from vllm.exceptions import VLLMValidationError
 
 
 class ServingMessages:
@@ -53,13 +52,8 @@ class ServingMessages:
 
     async def count(self, request: CountTokensRequest, context: RequestContext) -> TokenCount:
         """How many tokens the prompt of `request` has."""
-        self.chat.models.check(request.model)
         chat_request = await self._to_chat(request)
-        try:
-            prompt = await self.chat.prompt(chat_request)
-        except VLLMValidationError as error:
-            raise renamed(error, PARAMETERS) from None
-        return TokenCount(input_tokens=len(prompt.token_ids))
+        return TokenCount(input_tokens=await count_prompt(self.chat, chat_request, PARAMETERS))
 
     async def _to_chat(self, request: CountTokensRequest) -> ChatCompletionRequest:
         can_reason = self.chat.parsers.reasoning is not None
@@ -73,11 +67,8 @@ class MessageReply:
         """`lowered`: whether `max_tokens` is below what was asked for."""
         self.turn = turn
         self._cut_by_context = lowered and turn.fills_context
-        self.message = Message(id=turn.id, model=turn.model, content=[], usage=self._usage(0, 0))
+        self.message = Message(id=turn.id, model=turn.model, content=[], usage=self._usage())
         self._events = MessageEvents()
-        self._num_tokens = 0
-        self._num_cached = 0
-        self._num_drafts: tuple[int, int] | None = None
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The encoded events; the first one comes with the first tokens."""
@@ -100,11 +91,8 @@ class MessageReply:
 
     def take(self, piece: ReplyPiece) -> list[Event]:
         """Add `piece`; its events."""
-        self._num_tokens += piece.num_tokens
-        self._num_cached = piece.num_cached
-        self._num_drafts = piece.num_drafts
         message = self.message
-        message.usage = self._usage(self._num_tokens, self._num_cached)
+        message.usage = self._usage()
         if piece.finish_reason is not None:
             message.stop_reason = self._stop_reason(piece)
             if message.stop_reason == "stop_sequence":
@@ -127,9 +115,9 @@ class MessageReply:
         details = {}
         thinking = self._events.text_of(BlockKind.REASONING)
         if thinking:
-            details["thinking_tokens"] = min(await self.turn.count(thinking), self._num_tokens)
-        if self._num_drafts is not None:
-            accepted, rejected = self._num_drafts
+            details["thinking_tokens"] = min(await self.turn.count(thinking), self.turn.num_tokens)
+        if self.turn.num_drafts is not None:
+            accepted, rejected = self.turn.num_drafts
             details["accepted_prediction_tokens"] = accepted
             details["rejected_prediction_tokens"] = rejected
         return details or None
@@ -141,11 +129,12 @@ class MessageReply:
             return "tool_use"
         return "stop_sequence" if isinstance(piece.stop_reason, str) else "end_turn"
 
-    def _usage(self, num_tokens: int, num_cached: int) -> MessageUsage:
+    def _usage(self) -> MessageUsage:
+        turn = self.turn
         return MessageUsage(
-            input_tokens=self.turn.num_prompt - num_cached,
-            cache_read_input_tokens=num_cached,
-            output_tokens=num_tokens,
+            input_tokens=turn.num_prompt - turn.num_cached,
+            cache_read_input_tokens=turn.num_cached,
+            output_tokens=turn.num_tokens,
         )
 
 

@@ -34,25 +34,28 @@ class ReplyPiece:
     """What one engine output adds to the reply."""
 
     delta: ReplyDelta
-    num_tokens: int
-    num_cached: int
     finish_reason: str | None
     stop_reason: int | str | None
-    #: draft tokens that were accepted and rejected, in the last piece of a reply that had any
-    num_drafts: tuple[int, int] | None
     #: OpenAI's entries for the tokens of the piece, empty unless asked for
     logprobs: list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatTurn:
-    """A planned reply with one choice; the chat route's own plan, parsers and engine calls."""
+    """A planned reply with one choice; the chat route's own plan, parsers and engine calls.
+
+    `num_tokens`: of the pieces so far; `num_cached`: of the prompt, found in the prefix cache;
+    `num_drafts`: draft tokens that were accepted and rejected, of a finished reply that had any.
+    """
 
     chat: ServingChat
     request: ChatCompletionRequest
     context: RequestContext
     model: str
     planned: PlannedChat
+    num_tokens: int = 0
+    num_cached: int = 0
+    num_drafts: tuple[int, int] | None = None
 
     @classmethod
     async def begin(
@@ -106,15 +109,11 @@ class ChatTurn:
                         reason = splitter.finish_reason(reason)
                     make = partial(self.chat.logprobs, self.request, completion)
                     logprobs = await self.chat.build([output], make)
-                    yield ReplyPiece(
-                        delta,
-                        len(completion.token_ids),
-                        self._cached(output.num_cached_tokens),
-                        reason,
-                        completion.stop_reason,
-                        completion.num_drafts,
-                        logprobs["content"] if logprobs else [],
-                    )
+                    self.num_tokens += len(completion.token_ids)
+                    self.num_cached = self._cached(output.num_cached_tokens)
+                    self.num_drafts = completion.num_drafts
+                    entries = logprobs["content"] if logprobs else []
+                    yield ReplyPiece(delta, reason, completion.stop_reason, entries)
         finally:
             await source.aclose()
 
@@ -131,6 +130,17 @@ class ChatTurn:
     def _cached(self, num_cached: int | None) -> int:
         reported = self.chat.options.prompt_tokens_details
         return max(0, num_cached or 0) if reported else 0
+
+
+async def count_prompt(
+    chat: ServingChat, request: ChatCompletionRequest, parameters: Mapping[str, str]
+) -> int:
+    """Tokens of the prompt of `request`; raises as `ChatTurn.begin`."""
+    chat.models.check(request.model)
+    try:
+        return len((await chat.prompt(request)).token_ids)
+    except VLLMValidationError as error:
+        raise renamed(error, parameters) from None
 
 
 def chat_request(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, renamed
+from vllm.entrypoints.openai.chat_turn import ChatTurn, ReplyPiece, count_prompt
 from vllm.entrypoints.openai.errors import describe
 from vllm.entrypoints.openai.reply_blocks import BlockKind
 from vllm.entrypoints.openai.responses.events import ResponseEvents
@@ -24,7 +24,6 @@ from vllm.entrypoints.openai.responses.translate import PARAMETERS, repeated, to
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_engine import RequestContext, now
 from vllm.entrypoints.openai.streaming import EventSource, named_event
-from vllm.exceptions import VLLMValidationError
 
 
 class ServingResponses:
@@ -49,13 +48,8 @@ class ServingResponses:
 
     async def count(self, request: ResponsesRequest, context: RequestContext) -> InputTokens:
         """How many tokens the prompt of `request` has."""
-        self.chat.models.check(request.model)
         chat_request = await self.chat.renderer.run(to_chat, request)
-        try:
-            prompt = await self.chat.prompt(chat_request)
-        except VLLMValidationError as error:
-            raise renamed(error, PARAMETERS) from None
-        return InputTokens(input_tokens=len(prompt.token_ids))
+        return InputTokens(input_tokens=await count_prompt(self.chat, chat_request, PARAMETERS))
 
 
 class ResponseReply:
@@ -68,9 +62,6 @@ class ResponseReply:
         self.turn = turn
         self.response = _announced(request, turn, fields)
         self._events = ResponseEvents(request.wants_encrypted_reasoning)
-        self._num_tokens = 0
-        self._num_cached = 0
-        self._num_drafts: tuple[int, int] | None = None
         self._reason: str | None = None
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -96,9 +87,6 @@ class ResponseReply:
 
     def take(self, piece: ReplyPiece) -> list[dict[str, Any]]:
         """Add `piece`; its events."""
-        self._num_tokens += piece.num_tokens
-        self._num_cached = piece.num_cached
-        self._num_drafts = piece.num_drafts
         self._reason = piece.finish_reason
         return self._events.feed_piece(piece)
 
@@ -138,17 +126,17 @@ class ResponseReply:
 
     async def _usage(self) -> ResponseUsage:
         reasoning = await self.turn.count(self._events.text_of(BlockKind.REASONING))
-        accepted, rejected = self._num_drafts or (None, None)
+        accepted, rejected = self.turn.num_drafts or (None, None)
         return ResponseUsage(
             input_tokens=self.turn.num_prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=self._num_cached),
-            output_tokens=self._num_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=self.turn.num_cached),
+            output_tokens=self.turn.num_tokens,
             output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=min(reasoning, self._num_tokens),
+                reasoning_tokens=min(reasoning, self.turn.num_tokens),
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=rejected,
             ),
-            total_tokens=self.turn.num_prompt + self._num_tokens,
+            total_tokens=self.turn.num_prompt + self.turn.num_tokens,
         )
 
 
