@@ -14,14 +14,6 @@ CacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3"
 _GIB = 2**30
 
 
-def _cpu_space() -> int:
-    return int(envs.VLLM_CPU_KVCACHE_SPACE * _GIB)
-
-
-def _sanitize() -> bool:
-    return bool(envs.VLLM_SANITIZE)
-
-
 @config
 class CacheConfig:
     """State memory of the model's layers."""
@@ -92,7 +84,7 @@ class CacheConfig:
         "batch and the steps; `auto` is on where prefix caching is off.",
     )
     sanitize: bool = option(
-        default_factory=_sanitize,
+        default_factory=lambda: bool(envs.VLLM_SANITIZE),
         resolved=True,
         help="Check the use of state memory in every step: freed blocks are filled with NaN, block "
         "tables are compared with who owns what, and the first bad read or write ends the engine, "
@@ -142,7 +134,7 @@ class CacheConfig:
         "size; filled in when memory is allocated.",
     )
     cpu_kvcache_space_bytes: int = option(
-        default_factory=_cpu_space,
+        default_factory=lambda: int(envs.VLLM_CPU_KVCACHE_SPACE * _GIB),
         flag=False,
         help="Bytes for state memory of each worker on the CPU (VLLM_CPU_KVCACHE_SPACE, in GiB).",
     )

@@ -8,8 +8,8 @@ channel, `<|return|>` or `<|call|>` may stand for `<|end|>`; the first `<|start|
 
 from __future__ import annotations
 
-import enum
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm.utils.text_tags import find_first, split_held
@@ -37,19 +37,14 @@ class MessagePiece:
     end: str = ""
 
 
-class _Where(enum.Enum):
-    START = enum.auto()
-    HEADER = enum.auto()
-    TEXT = enum.auto()
-
-
 class HarmonyReader:
     """Splits a reply into pieces of messages, however it is cut."""
 
     def __init__(self) -> None:
         #: text that is not decided yet
         self.pending = ""
-        self._where = _Where.START
+        #: reads on from the present place; False when more text is needed
+        self._read: Callable[[list[MessagePiece]], bool] = self._read_start
         self._channel = "final"
         self._recipient: str | None = None
 
@@ -57,19 +52,14 @@ class HarmonyReader:
         """What is certain after `text`."""
         self.pending += text
         found: list[MessagePiece] = []
-        steps = {
-            _Where.START: self._read_start,
-            _Where.HEADER: self._read_header,
-            _Where.TEXT: self._read_text,
-        }
-        while self.pending and steps[self._where](found):
+        while self.pending and self._read(found):
             pass
         return found
 
     def finish(self) -> list[MessagePiece]:
         """The rest; of a header that was cut there is nothing, but for text that has no tag."""
         rest, self.pending = self.pending, ""
-        is_header = self._where is _Where.HEADER and (START in rest or CHANNEL in rest)
+        is_header = self._read == self._read_header and (START in rest or CHANNEL in rest)
         if not rest or is_header:
             return []
         return [MessagePiece(self._channel, self._recipient, rest)]
@@ -78,12 +68,12 @@ class HarmonyReader:
         """Where a message begins, or text that belongs to none; False when more is needed."""
         begin = self.pending.removeprefix("\n")
         if any(begin.startswith(head) for head in _HEADS):
-            self._where = _Where.HEADER
+            self._read = self._read_header
         elif any(head.startswith(begin) for head in _HEADS):
             return False
         else:
             self._channel, self._recipient = "final", None
-            self._where = _Where.TEXT
+            self._read = self._read_text
         return True
 
     def _read_header(self, found: list[MessagePiece]) -> bool:
@@ -95,7 +85,7 @@ class HarmonyReader:
         self._recipient = recipient[1] if recipient else None
         found.append(MessagePiece(self._channel, self._recipient, "", header + tag))
         self.pending = rest
-        self._where = _Where.TEXT
+        self._read = self._read_text
         return True
 
     def _read_text(self, found: list[MessagePiece]) -> bool:
@@ -110,5 +100,5 @@ class HarmonyReader:
         found.append(MessagePiece(self._channel, self._recipient, self.pending[:at], end=end))
         self.pending = self.pending[at + len(end) :]
         self._channel, self._recipient = "final", None
-        self._where = _Where.START
+        self._read = self._read_start
         return True

@@ -10,8 +10,9 @@ from vllm.entrypoints.openai.protocol.base import (
     ReplyModel,
     RequestModel,
     Strings,
+    refuse,
 )
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 
 #: fields that this server cannot honour -> what to do instead
 _INSTEAD = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.entrypoints.anthropic.protocol import CountTokensRequest
 from vllm.entrypoints.openai.chat_turn import chat_request, free_text_format, joined_system
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm.entrypoints.openai.protocol.sampling import refuse
 
 #: fields of the chat API -> where their values come from here
 PARAMETERS = {"response_format": "output_config.format", "stop": "stop_sequences"}

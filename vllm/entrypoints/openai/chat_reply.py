@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.entrypoints.openai.protocol.sampling import refuse
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
 from vllm.reasoning import ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers

@@ -11,8 +11,9 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_reply import ReplyDelta
 from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.serving_chat import PlannedChat, ServingChat
 from vllm.entrypoints.openai.serving_engine import RequestContext
 from vllm.exceptions import VLLMValidationError

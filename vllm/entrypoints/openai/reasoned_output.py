@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from vllm.entrypoints.openai.protocol.sampling import refuse
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
 

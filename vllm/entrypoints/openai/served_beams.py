@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.beam_search import BeamSearch, BeamSearchSequence
 from vllm.entrypoints.offline_beam_search import one_token, start_beam_search
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.base import refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.rendering import RenderedPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt

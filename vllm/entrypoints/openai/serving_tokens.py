@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.entrypoints.openai import logprobs as lp
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.base import refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.protocol.token_generate import (
     SAMPLING_FIELDS,
     TokenChoice,

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.openai.protocol.sampling import refuse
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:

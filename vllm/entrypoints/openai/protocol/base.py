@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types shared by every request body."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from pydantic import (
@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -49,6 +50,11 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 #: free-form JSON, passed on untouched
 JsonObject = Annotated[dict[str, Any], AfterValidator(_can_travel)]
+
+
+def refuse(parameter: str, message: str) -> NoReturn:
+    """Raise the 400 error that names `parameter`."""
+    raise VLLMValidationError(message, parameter=parameter)
 
 
 class RequestModel(BaseModel):

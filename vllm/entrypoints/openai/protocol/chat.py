@@ -11,8 +11,9 @@ from vllm.entrypoints.openai.protocol.base import (
     ReplyModel,
     RequestModel,
     UsageInfo,
+    refuse,
 )
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 
 
 class ConversationFields(RequestModel):

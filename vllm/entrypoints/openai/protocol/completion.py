@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, UsageInfo
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.base import Integer, ReplyModel, UsageInfo, refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 
 #: one prompt: text, or token ids
 Prompt = str | list[int]

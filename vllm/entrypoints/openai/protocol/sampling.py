@@ -2,7 +2,7 @@
 """Fields that completions and chat completions have in common."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -15,9 +15,9 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestModel,
     StreamOptions,
     Strings,
+    refuse,
 )
 from vllm.entrypoints.openai.protocol.structured import structured_outputs
-from vllm.exceptions import VLLMValidationError
 
 
 def as_list(value: Any) -> Any:
@@ -119,8 +119,3 @@ class GenerationRequest(RequestModel):
         return CacheOptions.validated(
             [*offsets, *marks], self.cache_pin_seconds, self.return_cache_report
         )
-
-
-def refuse(parameter: str, message: str) -> NoReturn:
-    """Raise the 400 error that names `parameter`."""
-    raise VLLMValidationError(message, parameter=parameter)

@@ -2,11 +2,11 @@
 """`response_format` and `structured_outputs` of a request as the engine's one constraint."""
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from vllm.exceptions import VLLMValidationError
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.sampling_params import StructuredOutputsParams
 
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -24,20 +24,20 @@ def structured_outputs(
     if not extra:
         return wanted
     if wanted is not None:
-        _refuse(
+        refuse(
             "response_format", "response_format and structured_outputs exclude each other; use one"
         )
     known = StructuredOutputsParams.__struct_fields__
     for key in extra:
         if key not in known:
-            _refuse(
+            refuse(
                 f"structured_outputs.{key}",
                 f"structured_outputs: unknown key {key!r}; known: {', '.join(known)}",
             )
     try:
         return msgspec.convert(extra, StructuredOutputsParams)
     except msgspec.ValidationError as error:
-        _refuse("structured_outputs", f"structured_outputs: {error}")
+        refuse("structured_outputs", f"structured_outputs: {error}")
 
 
 def _from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -50,7 +50,7 @@ def _from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | No
         wrapper = given.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
         if not isinstance(schema, dict):
-            _refuse(
+            refuse(
                 "response_format",
                 'response_format of type json_schema needs {"json_schema": {"name": ..., "schema": '
                 "{...}}}",
@@ -58,10 +58,6 @@ def _from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | No
         return StructuredOutputsParams(json=schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=json.dumps(given))
-    _refuse(
+    refuse(
         "response_format", f"response_format.type must be one of {', '.join(_TYPES)}; got {kind!r}"
     )
-
-
-def _refuse(parameter: str, message: str) -> NoReturn:
-    raise VLLMValidationError(message, parameter=parameter)

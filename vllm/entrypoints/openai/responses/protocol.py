@@ -12,8 +12,9 @@ from vllm.entrypoints.openai.protocol.base import (
     ReplyModel,
     RequestModel,
     Strings,
+    refuse,
 )
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, refuse
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 
 _STATELESS = "nothing is stored here: send the whole conversation in `input`"
 #: fields that this server cannot honour -> what to do instead

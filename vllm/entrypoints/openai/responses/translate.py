@@ -12,8 +12,8 @@ import pydantic_core
 
 from vllm.entrypoints.chat_utils import parse_arguments, parse_content
 from vllm.entrypoints.openai.chat_turn import chat_request, free_text_format, joined_system
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm.entrypoints.openai.protocol.sampling import refuse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 #: fields of the chat API -> where their values come from here
