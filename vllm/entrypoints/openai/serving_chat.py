@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.protocol.chat import (
     ChatCompletionResponse,
     ChatMessage,
 )
+from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
 from vllm.entrypoints.openai.reasoned_output import constrain_after_reasoning
 from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import (
@@ -31,6 +32,7 @@ from vllm.entrypoints.openai.serving_engine import (
     ServingOptions,
     cache_report,
     now,
+    shown_plan,
     total_cached,
     total_drafts,
 )
@@ -185,6 +187,14 @@ class ServingChat(OpenAIServing):
         if self._special_tokens & self.parsers.tags(choice):
             params.skip_special_tokens = False
         return PlannedChat(f"chatcmpl-{base_id}", prompt, params, choice)
+
+    async def render(
+        self, request: ChatCompletionRequest, context: RequestContext
+    ) -> RenderResponse:
+        """Token ids and parameters of a conversation, without generating."""
+        model = self.models.check(request.model)
+        planned = await self.plan(request, context.base_id(request.request_id))
+        return shown_plan(request, planned, model)
 
     def splitter(
         self, request: ChatCompletionRequest, planned: PlannedChat

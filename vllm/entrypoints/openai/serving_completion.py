@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.protocol.completion import (
     CompletionResponse,
     Prompt,
 )
+from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
 from vllm.entrypoints.openai.rendering import RenderedPrompt
 from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import (
@@ -24,6 +25,7 @@ from vllm.entrypoints.openai.serving_engine import (
     RequestContext,
     cache_report,
     now,
+    shown_plan,
     total_cached,
     total_drafts,
 )
@@ -86,6 +88,14 @@ class ServingCompletion(OpenAIServing):
             )
             for index, prompt in enumerate(rendered)
         ]
+
+    async def render(
+        self, request: CompletionRequest, context: RequestContext
+    ) -> list[RenderResponse]:
+        """Token ids and parameters of each prompt, without generating."""
+        model = self.models.check(request.model)
+        planned = await self.plan(request, context.base_id(request.request_id))
+        return [shown_plan(request, one, model) for one in planned]
 
     async def _render(self, request: CompletionRequest, prompt: Prompt) -> RenderedPrompt:
         rendered = await self.renderer.completion_prompt(

@@ -9,12 +9,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
+
 from vllm.entrypoints.openai.protocol.base import (
     CompletionTokensDetails,
     PromptTokensDetails,
     UsageInfo,
 )
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
+from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
 from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt, Truncation
 from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.request_log import RequestLog
@@ -217,6 +220,22 @@ class OpenAIServing:
             prompt_tokens_details=details,
             completion_tokens_details=draft_details(num_drafts),
         )
+
+
+def shown_plan(request: GenerationRequest, planned: Planned, model: str) -> RenderResponse:
+    """What a render route shows: what the request would send to the engine."""
+    options = request.stream_options
+    return RenderResponse(
+        request_id=planned.request_id,
+        token_ids=planned.prompt.token_ids,
+        sampling_params=msgspec.to_builtins(planned.params, str_keys=True),
+        model=model,
+        stream=bool(request.stream),
+        stream_options=options.model_dump() if options else None,
+        cache_salt=request.cache_salt,
+        priority=request.priority or 0,
+        kv_transfer_params=request.kv_transfer_params,
+    )
 
 
 def draft_details(num_drafts: tuple[int, int] | None) -> CompletionTokensDetails | None:

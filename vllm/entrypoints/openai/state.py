@@ -22,7 +22,6 @@ from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
 from vllm.entrypoints.openai.serving_engine import ServingOptions
 from vllm.entrypoints.openai.serving_models import ServingModels
-from vllm.entrypoints.openai.serving_render import ServingRender
 from vllm.entrypoints.openai.serving_tokenization import ServingTokenization
 from vllm.entrypoints.openai.serving_tokens import ServingTokens
 from vllm.entrypoints.openai.siblings import Alone, Siblings
@@ -44,7 +43,6 @@ class Server:
     responses: ServingResponses
     messages: ServingMessages
     tokenization: ServingTokenization
-    render: ServingRender
     tokens: ServingTokens
     load: LoadCounter
     siblings: Siblings
@@ -104,7 +102,6 @@ def make_server(
         responses=ServingResponses(chat),
         messages=ServingMessages(chat),
         tokenization=ServingTokenization(models, renderer),
-        render=ServingRender(completion, chat),
         tokens=ServingTokens(engine, models, renderer, options),
         load=LoadCounter(tallies.of(Counted.LOAD)),
         siblings=siblings or Alone(engine, renderer),

@@ -23,8 +23,7 @@ async def create_completion(request: Request) -> Response:
 @router.post("/v1/completions/render", openapi_extra=body_schema(CompletionRequest))
 async def render_completion(request: Request) -> Response:
     """Token ids and parameters of each prompt, without generating."""
-    handler = server_of(request).render.render_completion
-    return await respond(request, CompletionRequest, handler)
+    return await respond(request, CompletionRequest, server_of(request).completion.render)
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
@@ -36,8 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
 @router.post("/v1/chat/completions/render", openapi_extra=body_schema(ChatCompletionRequest))
 async def render_chat_completion(request: Request) -> Response:
     """Token ids and parameters of a conversation, without generating."""
-    handler = server_of(request).render.render_chat
-    return await respond(request, ChatCompletionRequest, handler)
+    return await respond(request, ChatCompletionRequest, server_of(request).chat.render)
 
 
 @router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
