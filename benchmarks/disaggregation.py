@@ -37,8 +37,8 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from benchmarks.served_model import servable
 from benchmarks.served_process import ServedProcess
+from benchmarks.token_source import servable
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPUS = torch.cuda.device_count() >= 2
