@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the model is spread over devices."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from vllm.config.data_parallel import ReplicaFlags
 from vllm.exceptions import VLLMValidationError
@@ -11,20 +11,19 @@ from vllm.utils.options import config, option
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
-    "nnodes": ("--nnodes", "use one host"),
     "decode_context_parallel_size": ("--decode-context-parallel-size", "leave it at 1"),
 }
 
 
 @config
 class ParallelConfig:
-    """Spread over devices; sizes other than `-tp`, `-pp` and `-dp` are 1 so far."""
+    """Spread over devices: the workers of a replica, and the hosts that have them."""
 
     tensor_parallel_size: PositiveInt = option(
         default=1,
         aliases=("-tp",),
         help="Workers that share each layer, each with a part of its heads, columns and state: "
-        "processes of this host, on GPUs one per GPU (docs/parallel.md).",
+        "a process each, on GPUs one per GPU (docs/parallel.md).",
     )
     pipeline_parallel_size: PositiveInt = option(
         default=1,
@@ -79,7 +78,7 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         default=None,
         help="How workers run: `uni` is one worker in the engine's process, `mp` a process per "
-        "worker on this host. Default: `uni` for one worker, else `mp`.",
+        "worker, on this host or on `--nnodes`. Default: `uni` for one worker, else `mp`.",
     )
     disable_custom_all_reduce: bool = option(
         default=False,
@@ -90,16 +89,30 @@ class ParallelConfig:
         help="Dotted path of a class whose methods become callable on the worker by "
         "`collective_rpc`.",
     )
-    nnodes: PositiveInt = option(default=1, aliases=("-n",), help="Hosts (only 1 so far).")
-    node_rank: int = option(default=0, aliases=("-r",), help="This host; 0 with one host.")
-    master_addr: str = option(
-        default="127.0.0.1", help="Address of the first host; unused with one host."
+    nnodes: PositiveInt = option(
+        default=1,
+        aliases=("-n",),
+        help="Hosts that share the workers, equally many each. Those other than the first run "
+        "`vllm serve` with the same flags, their --node-rank and --headless (docs/parallel.md).",
     )
-    master_port: int = option(default=29501, help="Port of the first host; unused with one host.")
+    node_rank: NonNegativeInt = option(
+        default=0,
+        aliases=("-r",),
+        help="This host among --nnodes. 0 has the API, the engine and the first workers.",
+    )
+    master_addr: str = option(
+        default="127.0.0.1",
+        help="Address of the first host, at which it listens for the others; unused with one host.",
+    )
+    master_port: Annotated[int, Field(ge=1, le=65535)] = option(
+        default=29501,
+        help="Port at which the first host listens for the others; unused with one host.",
+    )
     distributed_timeout_seconds: int | None = option(
         default=None,
         help="Longest wait of one worker for another at the start and in a collective outside of "
-        "graphs; torch's own by default (30 minutes on CPUs, 10 on GPUs). Unused with one worker.",
+        "graphs; torch's own by default (30 minutes on CPUs, 10 on GPUs). Also the longest wait of "
+        "one host for another at the start, 300 by default. Unused with one worker.",
     )
     data_parallel_rank: int = option(default=0, flag=False, help="This replica.")
     rank: int = option(default=0, flag=False, help="This worker among all.")
@@ -119,15 +132,12 @@ class ParallelConfig:
                 "replicas, which would have to take every step together; leave out one of them",
                 "enable_expert_parallel",
             )
-        if self.node_rank != 0:
-            raise VLLMValidationError(
-                f"--node-rank must be 0 with one host, got {self.node_rank}", "node_rank"
-            )
+        self._check_nodes()
         backend = self.distributed_executor_backend
         if backend not in (None, "uni", "mp"):
             raise VLLMValidationError(
                 f"--distributed-executor-backend {backend} is not supported; use mp (a process per "
-                "worker on this host) or uni (one worker)",
+                "worker, on one host or on --nnodes) or uni (one worker)",
                 "distributed_executor_backend",
                 backend,
             )
@@ -138,6 +148,32 @@ class ParallelConfig:
                 f"{self.pipeline_parallel_size} needs mp",
                 "distributed_executor_backend",
                 backend,
+            )
+
+    def _check_nodes(self) -> None:
+        """The hosts share the workers of one replica equally."""
+        nodes, tp, pp = self.nnodes, self.tensor_parallel_size, self.pipeline_parallel_size
+        if self.world_size % nodes:
+            raise VLLMValidationError(
+                f"--nnodes {nodes}: the hosts have equally many workers, and {nodes} do not divide "
+                f"{self.world_size} (--tensor-parallel-size {tp} times --pipeline-parallel-size "
+                f"{pp}); choose sizes whose product is a multiple of {nodes}",
+                "nnodes",
+                nodes,
+            )
+        if self.node_rank >= nodes:
+            raise VLLMValidationError(
+                f"--node-rank {self.node_rank} with --nnodes {nodes}: must be 0 to {nodes - 1}",
+                "node_rank",
+                self.node_rank,
+            )
+        if nodes > 1 and len(self.local_ranks) > 1:
+            raise VLLMValidationError(
+                f"--nnodes {nodes} with {len(self.local_ranks)} replicas: hosts share the workers "
+                "of one replica; start a server per replica, each with hosts of its own and "
+                "--data-parallel-rank",
+                "nnodes",
+                nodes,
             )
 
     @property
@@ -161,6 +197,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Workers of one replica on each host."""
+        return self.world_size // self.nnodes
 
     @property
     def output_rank(self) -> int:

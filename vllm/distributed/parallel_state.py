@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
 
 
@@ -142,7 +143,8 @@ def init_distributed_environment(
 ) -> None:
     """Join the world of `world_size` processes; a world of one needs no process group.
 
-    `local_rank` is the CUDA device index of this process, -1 for `rank`. `timeout_s`: longest wait
+    `distributed_init_method`: torch's, or that of a `MeetingPlace`. `local_rank` is the CUDA
+    device index of this process, -1 for `rank`. `timeout_s`: longest wait
     of a collective, torch's own default for None. `has_collectives`: whether all processes share
     collectives of steps, so that on GPUs the group is bound to the device and connected at once. A
     bound group has one channel for all its messages, which would wait for each other, so the world
@@ -155,9 +157,11 @@ def init_distributed_environment(
         _groups.device = torch.device("cuda", rank if local_rank < 0 else local_rank)
         torch.cuda.set_device(_groups.device)
     if not dist.is_initialized():
+        store = store_of(distributed_init_method, timeout_s)
         dist.init_process_group(
             backend,
-            init_method=distributed_init_method,
+            init_method=distributed_init_method if store is None else None,
+            store=store,
             world_size=world_size,
             rank=rank,
             timeout=None if timeout_s is None else timedelta(seconds=timeout_s),

@@ -187,6 +187,29 @@ def _check_pipeline(config: VllmConfig) -> None:
         )
 
 
+def _check_hosts(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what workers on several hosts cannot do."""
+    nodes, transfer = config.parallel_config.nnodes, config.kv_transfer_config
+    if nodes == 1:
+        return
+    if config.compilation_config.ready_in is not None:
+        raise VLLMValidationError(
+            f"--ready-in with --nnodes {nodes}: the hosts' clocks differ, so they would not stop "
+            "capturing together; leave it out",
+            parameter="ready_in",
+        )
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not connector.supports_several_hosts(transfer):
+        raise VLLMValidationError(
+            f"--nnodes {nodes} beside kv_connector {transfer.kv_connector}, which needs all "
+            "workers on one host; leave one of them out",
+            parameter="nnodes",
+            value=nodes,
+        )
+
+
 def _resolve_quantization(config: VllmConfig) -> None:
     """How weights are quantised; the layers read it when the model is built."""
     model = config.model_config

@@ -58,6 +58,7 @@ class CpuPlatform(Platform):
     splits_scans = False
     supports_pinned_memory = False
     device_control_env_var = "CPU_VISIBLE_MEMORY_NODES"
+    interface_env_var = "GLOO_SOCKET_IFNAME"
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

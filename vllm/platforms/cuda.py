@@ -114,6 +114,9 @@ class CudaPlatform(Platform):
     splits_scans = True
     supports_pinned_memory = True
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
+    interface_env_var = "NCCL_SOCKET_IFNAME"
+    #: else it would be the beginning of a name
+    interface_spelling = "={}"
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

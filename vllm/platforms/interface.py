@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import enum
+import os
 import random
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from vllm import decisions
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +66,10 @@ class Platform(ABC):
 
     #: environment variable that chooses the visible devices
     device_control_env_var: ClassVar[str]
+    #: environment variable by which the library of collectives is told its network interface, and
+    #: how it spells one
+    interface_env_var: ClassVar[str]
+    interface_spelling: ClassVar[str] = "{}"
 
     def is_cuda(self) -> bool:
         return self.enum is PlatformEnum.CUDA
@@ -181,6 +188,17 @@ class Platform(ABC):
     def prepare_collectives(self) -> None:
         """Settings of the library that runs the device's collectives, before its first use. Raises
         `VLLMValidationError` for the user's that steps cannot work with."""
+
+    def communicate_over(self, interface: str) -> None:
+        """Let collectives use this network interface, unless the user has chosen one; before their
+        first use."""
+        variable = self.interface_env_var
+        chosen = self.interface_spelling.format(interface)
+        why = f"it leads to the other hosts; {variable} chooses another"
+        if variable in os.environ:
+            chosen, why = os.environ[variable], variable
+        os.environ[variable] = chosen
+        decisions.record("network interface of collectives", chosen, why)
 
     @abstractmethod
     def empty_cache(self) -> None:

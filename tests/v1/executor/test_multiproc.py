@@ -20,7 +20,8 @@ import pytest
 
 from vllm import decisions
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.executor.multiproc import MultiprocExecutor, WorkerDiedError
+from vllm.v1.executor.multiproc import MultiprocExecutor
+from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import worker as worker_module
 
@@ -90,7 +91,7 @@ class FakeWorker:
 
 def config_of(output_rank: int = 0, **changes: Any) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=2, output_rank=output_rank),
+        parallel_config=SimpleNamespace(world_size=2, output_rank=output_rank, nnodes=1),
         load_config=SimpleNamespace(use_tqdm_on_load=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         decisions=decisions.DecisionLog(),
@@ -243,7 +244,7 @@ def test_a_worker_that_hangs_is_named_and_killed(
     workers = processes(executor)
     workers[victim].suspend()
     future = step(executor, 0)
-    wait_until(lambda: executor._sender.slowest_receivers() == [victim])
+    wait_until(lambda: executor._stations[0].slow_ranks() == [victim])
     error = executor.overdue()
     assert isinstance(error, TimeoutError)
     assert f"rank {victim} does not go on: a step has no result after 1 s" in str(error)
@@ -263,7 +264,7 @@ def test_a_step_that_hangs_everywhere_blames_nobody(
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
     workers = processes(executor)
     step(executor, 0, "hang")
-    sender = executor._sender
+    sender = executor._stations[0].sender
     wait_until(lambda: sender._taken.tolist() == [sender._num_written] * 2)
     assert not sender.slowest_receivers()
     assert str(executor.overdue()).startswith("a step has no result after 1 s")

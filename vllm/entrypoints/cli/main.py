@@ -129,8 +129,8 @@ def _run(name: str, argv: list[str]) -> int:
 
 def _engine_process(name: str, argv: list[str]) -> AbstractContextManager[None]:
     """For a server: the engine's process, which imports what it needs while this one does."""
-    asks_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
-    if name != "serve" or asks_help:
+    without = ("-h", "--help", "--headless")
+    if name != "serve" or any(word.partition("=")[0] in without for word in argv):
         return nullcontext()
     from vllm.v1.engine.spare_process import prestarted
 

@@ -117,7 +117,8 @@ class FrontEndArgs:
         help="Threads that apply chat templates and tokenise; one per CPU, at most 8, if unset.",
     )
     headless: bool = option(
-        default=False, help="An engine without API; not supported yet, an error."
+        default=False,
+        help="No API and no engine: workers for node 0, on a host with --node-rank 1 or more.",
     )
     enable_tokenizer_info_endpoint: bool = option(default=False, help="Mount GET /tokenizer_info.")
 
@@ -234,10 +235,10 @@ class FrontEndArgs:
             reasoning_parsers.get(self.reasoning_parser)
 
     def _check_processes(self) -> None:
-        if self.headless:
+        if self.headless and self.api_server_count > 1:
             raise VLLMValidationError(
-                "--headless: an engine without its API is not supported yet; start one server per "
-                "replica",
+                f"--headless with --api-server-count {self.api_server_count}: a host without API "
+                "has no API processes; leave one of them out",
                 "headless",
             )
         if self.api_server_count != AUTO and self.api_server_count < 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
+from vllm.exceptions import VLLMValidationError
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 
@@ -35,6 +36,9 @@ def run_server(namespace: argparse.Namespace) -> int:
     args = FrontEndArgs.from_cli_args(namespace)
     engine_args = AsyncEngineArgs.from_cli_args(namespace)
     # These fail in milliseconds; loading a model first would hide the mistake for minutes.
+    check_node_role(args, engine_args)
+    if args.headless:
+        return _run_headless(engine_args)
     load_chat_template(args.chat_template)
     log_config(args)
     check_certificates(args)
@@ -56,6 +60,46 @@ def run_server(namespace: argparse.Namespace) -> int:
         return build_app(engine, args)
 
     return serve(sock, args, make_engine, make_app)
+
+
+def check_node_role(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> None:
+    """`VLLMValidationError` unless `--headless` is given on all hosts but the first."""
+    nodes, node_rank = engine_args.nnodes, engine_args.node_rank
+    if args.headless and nodes == 1:
+        raise VLLMValidationError(
+            "--headless is for a host that has workers only, beside node 0 with the API: it needs "
+            "--nnodes and --node-rank. For replicas start one server per replica",
+            "headless",
+        )
+    if args.headless and node_rank == 0:
+        raise VLLMValidationError(
+            "--headless with --node-rank 0: that host has the API; leave out --headless here, or "
+            f"give this host's --node-rank, 1 to {nodes - 1}",
+            "headless",
+        )
+    if node_rank > 0 and not args.headless:
+        raise VLLMValidationError(
+            f"--node-rank {node_rank}: the API is on node 0; add --headless here",
+            "node_rank",
+            node_rank,
+        )
+
+
+def _run_headless(engine_args: AsyncEngineArgs) -> int:
+    """Workers for another host, until its engine is stopped."""
+    from vllm.engine.batch_defaults import UsageContext
+    from vllm.entrypoints.cli.types import CommandError
+    from vllm.entrypoints.launcher import stop_start_at_signals
+    from vllm.v1.executor.node import NodeEndedError, run_node
+
+    stop_start_at_signals()
+    config = engine_args.create_engine_config(UsageContext.API_SERVER)
+    try:
+        with config.decisions.current():
+            run_node(config)
+    except (NodeEndedError, TimeoutError) as error:
+        raise CommandError(str(error)) from error
+    return 0
 
 
 def _run_several(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:

@@ -42,7 +42,7 @@ def device_environment(config: VllmConfig, index: int) -> dict[str, str]:
     its own workers. `VLLMValidationError` where there are too few."""
     from vllm.platforms import current_platform
 
-    count = config.parallel_config.world_size
+    count = config.parallel_config.local_world_size
     return current_platform.environment_of_devices(index * count, count)
 
 

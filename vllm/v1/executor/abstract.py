@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm import envs
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms import current_platform
 from vllm.utils.class_registry import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.device_checks import check_devices
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -48,9 +48,14 @@ class Executor(ABC):
     def get_class(vllm_config: VllmConfig) -> type[Executor]:
         """The executor for this configuration; ValueError for one that is not supported."""
         parallel = vllm_config.parallel_config
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-        if not on_cpu and parallel.world_size > 1:
-            _check_gpus(parallel)
+        if parallel.node_rank > 0:
+            raise VLLMValidationError(
+                f"--node-rank {parallel.node_rank}: the API and the engine are on node 0; start "
+                "`vllm serve MODEL --headless` here, with node 0's other flags",
+                "node_rank",
+                parallel.node_rank,
+            )
+        check_devices(vllm_config)
         return resolve_class(_EXECUTORS[parallel.executor_backend])
 
     @property
@@ -133,31 +138,3 @@ def overdue_message(timeout_s: float) -> str:
         f"a step has no result after {timeout_s:g} s; if steps may take that long, set "
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
     )
-
-
-def _check_gpus(parallel: ParallelConfig) -> None:
-    """Raises `VLLMValidationError` where there are too few for the workers, or where those that
-    share layers are of several kinds: they would round, and so sample, differently."""
-    count, found = parallel.world_size, current_platform.device_count()
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    flags = {
-        "tensor_parallel_size": ("--tensor-parallel-size", tp),
-        "pipeline_parallel_size": ("--pipeline-parallel-size", pp),
-    }
-    used = {field: f"{flag} {size}" for field, (flag, size) in flags.items() if size > 1}
-    if count > found:
-        raise VLLMValidationError(
-            f"{' with '.join(used.values())} needs {count} GPUs, one per worker, and {found} are "
-            f"visible (CUDA_VISIBLE_DEVICES); use at most {found} workers",
-            next(iter(used)),
-            count,
-        )
-    for first in range(0, count if tp > 1 else 0, tp):
-        names = [current_platform.get_device_name(i) for i in range(first, first + tp)]
-        if len(set(names)) > 1:
-            raise VLLMValidationError(
-                f"--tensor-parallel-size {tp}: GPUs that share layers must be of one kind, and "
-                f"those visible are {', '.join(names)}; choose others with CUDA_VISIBLE_DEVICES",
-                "tensor_parallel_size",
-                tp,
-            )

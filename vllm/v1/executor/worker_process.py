@@ -4,7 +4,7 @@
 Messages arrive by broadcast, as pickled `(Kind, content)`: `STEP` a scheduler output, `MASKS` the
 token masks of the oldest step that waits for them, `CALL` a cloudpickled `(method, args, kwargs)`
 for `Worker.call`, `STOP` nothing. Answers leave through a pipe in the order of their messages:
-one for each call, and one for each step if this worker `answers_steps` or the step failed.
+one for each call, and one for each step if this worker answers steps or the step failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm.utils.parent_watch import ParentWatch
 from vllm.utils.phase_ledger import PhaseEvent
 from vllm.v1.executor.broadcast import Receiver
 from vllm.v1.outputs import AsyncModelRunnerOutput
-from vllm.v1.serial_utils import unpickle_setup
+from vllm.v1.serial_utils import pickle_setup, unpickle_setup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,19 +56,38 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class WorkerSetup:
-    """What a worker of rank `rank` starts from; `config`: a pickled `VllmConfig`; `samples`:
-    whether its pipeline stage does, and waits for token masks.
-
-    `foreign`: ends of pipes that a forked process has inherited and that belong to others.
-    """
+class WorkerPlan:
+    """What the workers of all ranks start from. `config`: a pickled `VllmConfig`; `init_method`:
+    where they meet; `step_ranks`: those that answer steps; `output_rank`: the first of the pipeline
+    stage that samples, and waits for token masks."""
 
     config: bytes
-    rank: int
     init_method: str
-    answers_steps: bool
-    samples: bool
+    step_ranks: range
+    output_rank: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, init_method: str) -> WorkerPlan:
+        parallel = vllm_config.parallel_config
+        first, size = parallel.output_rank, parallel.world_size
+        # A connector may report something on any rank.
+        steps = range(size) if vllm_config.kv_transfer_config else range(first, first + 1)
+        return cls(pickle_setup(vllm_config), init_method, steps, first)
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker of rank `rank`, the `local_rank`-th of its host, starts from.
+
+    `interface`: the network interface that leads to the other hosts, if it is known. `foreign`:
+    ends of pipes that a forked process has inherited and that belong to others.
+    """
+
+    plan: WorkerPlan
+    rank: int
+    local_rank: int
     parent_pid: int
+    interface: str | None = None
     foreign: tuple[Connection, ...] = ()
 
 
@@ -192,10 +211,11 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
     ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
     # A forked process begins with copies of its parent's records.
     startup_phases.take_events()
-    inbox, outbox = Inbox(receiver, setup.samples), Outbox(answers)
+    plan = setup.plan
+    inbox, outbox = Inbox(receiver, setup.rank >= plan.output_rank), Outbox(answers)
     worker: Worker | None = None
     try:
-        config: VllmConfig = unpickle_setup(setup.config)
+        config: VllmConfig = unpickle_setup(plan.config)
         records = Records(setup.rank, config.decisions)
         worker = _start(setup, config, inbox)
         outbox.put(records.added_to(Answer()))
@@ -214,13 +234,17 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
 
 
 def _start(setup: WorkerSetup, config: VllmConfig, inbox: Inbox) -> Worker:
+    from vllm.platforms import current_platform
     from vllm.v1.worker.worker import Worker
 
     if setup.rank:
         # All ranks decide and do the same: the first one tells.
         logging.getLogger("vllm").setLevel(logging.WARNING)
     config.load_config.use_tqdm_on_load &= setup.rank == 0
-    worker = Worker(config, setup.rank, setup.rank, setup.init_method, inbox.receive_masks)
+    if setup.interface is not None:
+        current_platform.communicate_over(setup.interface)
+    init_method = setup.plan.init_method
+    worker = Worker(config, setup.local_rank, setup.rank, init_method, inbox.receive_masks)
     worker.init_device()
     worker.load_model()
     return worker
@@ -229,6 +253,7 @@ def _start(setup: WorkerSetup, config: VllmConfig, inbox: Inbox) -> Worker:
 def _serve(
     worker: Worker, setup: WorkerSetup, inbox: Inbox, outbox: Outbox, records: Records
 ) -> None:
+    answers_steps = setup.rank in setup.plan.step_ranks
     while True:
         try:
             kind, content = inbox.next_work()
@@ -240,7 +265,7 @@ def _serve(
             outbox.put(records.added_to(_call(worker, content)))
         else:
             output = worker.execute_model(content)
-            if setup.answers_steps:
+            if answers_steps:
                 outbox.put(Answer(output))
 
 

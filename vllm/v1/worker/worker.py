@@ -115,7 +115,7 @@ class Worker:
     def _share_threads(self) -> None:
         """Workers on one CPU share its cores, unless OMP_NUM_THREADS says how many each uses."""
         replicas = len(self.parallel_config.local_ranks)
-        size = self.parallel_config.world_size * replicas
+        size = self.parallel_config.local_world_size * replicas
         if self.device.type == "cpu" and size > 1 and "OMP_NUM_THREADS" not in os.environ:
             num_threads = max(1, torch.get_num_threads() // size)
             torch.set_num_threads(num_threads)

@@ -166,6 +166,12 @@ class KVConnectorBase_V1(ABC):
         return False
 
     @classmethod
+    def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether this class, configured like this, works where workers are on several hosts: a
+        worker's files are those of its host, and nobody else knows its addresses."""
+        return True
+
+    @classmethod
     def state_tiers(
         cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
     ) -> list[StateTier]:

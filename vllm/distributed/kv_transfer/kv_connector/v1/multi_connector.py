@@ -175,6 +175,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     @classmethod
+    def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return all(
+            KVConnectorFactory.get_connector_class(child).supports_several_hosts(child)
+            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
+        )
+
+    @classmethod
     def state_tiers(
         cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
     ) -> list[StateTier]:

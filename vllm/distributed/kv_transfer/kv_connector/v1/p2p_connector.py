@@ -101,6 +101,11 @@ class P2pConnector(ArenaConnector):
             settings.allowed_peers.check(remote.host, remote.ports)
 
     @classmethod
+    def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Peers are told one host for all ranks."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pStats:
         return P2pStats(data or {})
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process per worker on this host: messages by shared memory, answers through pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+
+from vllm import decisions
+from vllm.utils.start_method import start_method
+from vllm.v1.executor.broadcast import Sender
+from vllm.v1.executor.station import Source, Station, WorkerDiedError
+from vllm.v1.executor.worker_process import Kind, WorkerPlan, WorkerSetup, run_worker
+
+#: how long the exit code of a process may come after the end of its pipe
+_EXIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A worker's process, and the pipe with its answers."""
+
+    rank: int
+    process: BaseProcess
+    answers: Connection
+
+    def death(self) -> WorkerDiedError:
+        self.process.join(_EXIT_S)
+        code = self.process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit code {self.process.exitcode}"
+        return WorkerDiedError(f"the worker of rank {self.rank} died ({how})", code < 0)
+
+    def is_stopped(self) -> bool:
+        """Whether the process does not run, and has not ended."""
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+
+class LocalWorkers(Station):
+    """Starts a process for each of `ranks`. `interface`: see `WorkerSetup`."""
+
+    def __init__(self, plan: WorkerPlan, ranks: range, interface: str | None = None) -> None:
+        self.ranks = ranks
+        method = start_method("workers")
+        decisions.record("workers", f"{len(ranks)} processes", f"one per rank, by {method}")
+        context = get_context(method)
+        self.sender = Sender(context, len(ranks))
+        self._processes: list[_Process] = []
+        try:
+            self._start(context, plan, interface)
+        except BaseException:
+            self.finish_end(0.0)
+            self.close()
+            raise
+
+    def _start(self, context: Any, plan: WorkerPlan, interface: str | None) -> None:
+        receivers = self.sender.receivers
+        pipes = [context.Pipe(duplex=False) for _ in self.ranks]
+        ends = [*self.sender.connections, *(end for pipe in pipes for end in pipe)]
+        inherits = context.get_start_method() == "fork"
+        for local_rank, (rank, (ours, theirs)) in enumerate(zip(self.ranks, pipes, strict=True)):
+            receiver = receivers[local_rank]
+            own = (receiver.wake, theirs)
+            foreign = tuple(end for end in ends if end not in own) if inherits else ()
+            setup = WorkerSetup(plan, rank, local_rank, os.getpid(), interface, foreign)
+            process = context.Process(
+                target=run_worker, args=(setup, receiver, theirs), name=f"vllm-worker-{rank}"
+            )
+            process.start()
+            self._processes.append(_Process(rank, process, ours))
+        for receiver, (_, theirs) in zip(receivers, pipes, strict=True):
+            receiver.close()
+            theirs.close()
+
+    def send(self, message: bytes, check: Callable[[], None]) -> None:
+        self.sender.send(message, check)
+
+    @property
+    def sources(self) -> list[Source]:
+        return [one.answers for one in self._processes]
+
+    def take(self, source: Source) -> list[tuple[int, bytes]]:
+        one = next(one for one in self._processes if one.answers is source)
+        try:
+            return [(one.rank, one.answers.recv_bytes())]
+        except EOFError:  # only its end closes a worker's pipe
+            raise one.death() from None
+
+    def slow_ranks(self) -> list[int]:
+        stopped = [one.rank for one in self._processes if one.is_stopped()]
+        return stopped or [self.ranks[index] for index in self.sender.slowest_receivers()]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a process has."""
+        return any(one.process.exitcode is not None for one in self._processes)
+
+    def begin_end(self, reason: str | None) -> None:
+        with contextlib.suppress(_GivenUp):
+            self.sender.send(pickle.dumps((Kind.STOP, None)), _give_up)
+
+    def finish_end(self, deadline: float) -> None:
+        for one in self._processes:
+            one.process.join(max(0.0, deadline - time.monotonic()))
+        for one in self._processes:
+            one.process.kill()
+            one.process.join()
+
+    def close(self) -> None:
+        self.sender.close()
+        for one in self._processes:
+            one.answers.close()
+
+
+class _GivenUp(Exception):
+    """A worker takes no messages any more."""
+
+
+def _give_up() -> None:
+    raise _GivenUp

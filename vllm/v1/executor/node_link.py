@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first host's side of the others: they come, agree, and have workers from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import psutil
+
+from vllm import decisions
+from vllm.distributed.rendezvous import listen
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.v1.executor.device_checks import check_equal_devices, device_names
+from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.node_agreement import agreement, differences
+from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
+from vllm.v1.executor.station import Source, Station, WorkerDiedError
+from vllm.v1.executor.worker_process import WorkerPlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+#: `--distributed-timeout-seconds` of hosts that wait for each other
+DEFAULT_TIMEOUT_S = 300
+#: who connects says hello this soon, or is a stranger
+_HELLO_S = 5.0
+
+
+class NodeLink(Station):
+    """The workers of another host."""
+
+    def __init__(self, connection: MessageSocket, hello: Hello, ranks: range) -> None:
+        self.ranks = ranks
+        self.node_rank = hello.node_rank
+        self.devices = hello.devices
+        self._connection = connection
+        last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
+        where = connection.peer
+        self.name = f"node {hello.node_rank} ({where}, rank{'s' * bool(last)} {ranks[0]}{last})"
+
+    @property
+    def own_address(self) -> str:
+        """The address of this host that the other one has reached."""
+        return self._connection.own_address
+
+    def say(self, message: bytes) -> None:
+        """Before there are workers: `message` is short, and a node that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            self._connection.send(message, _give_up)
+
+    def send(self, message: bytes, check: Callable[[], None]) -> None:
+        # Who takes notices that the connection is lost.
+        with contextlib.suppress(OSError):
+            self._connection.send(Tag.WORK.of(message), check)
+
+    @property
+    def sources(self) -> list[Source]:
+        return [self._connection]
+
+    def take(self, source: Source) -> Iterator[tuple[int, bytes]]:
+        try:
+            messages = self._connection.take()
+        except EOFError as error:
+            raise WorkerDiedError(f"{self.name} is gone: {error}") from None
+        for message in messages:
+            tag, content = Tag(message[0]), message[1:]
+            if tag is Tag.ANSWER:
+                yield int.from_bytes(content[:4], "little"), content[4:]
+            else:
+                raise self._end(tag, **json.loads(content))
+
+    def _end(self, tag: Tag, reason: str, was_killed: bool = True) -> WorkerDiedError:
+        what = f"{reason}, on {self.name}" if tag is Tag.DIED else f"{self.name} ended: {reason}"
+        return WorkerDiedError(what, was_killed)
+
+    def slow_ranks(self) -> list[int]:
+        return []
+
+    def begin_end(self, reason: str | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            self.say(Tag.END.of_json(reason=reason))
+
+    def finish_end(self, deadline: float) -> None:
+        """A node closes the connection when its workers are gone."""
+        self._connection.wait_until_closed(deadline - time.monotonic())
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _give_up() -> None:
+    raise TimeoutError("the node takes no messages")
+
+
+def gather_nodes(config: VllmConfig, plan: WorkerPlan) -> list[NodeLink]:
+    """Wait for the hosts 1 to `--nnodes` less 1 and give each its workers.
+
+    Raises `VLLMValidationError` for one whose settings differ, and `TimeoutError` naming those
+    that do not come.
+    """
+    parallel = config.parallel_config
+    gathering = _Gathering(config)
+    try:
+        links = gathering.run()
+    except BaseException as error:
+        gathering.refuse(str(error) or type(error).__name__)
+        raise
+    finally:
+        gathering.listener.close()
+    for link in links:
+        link.say(Tag.SETUP.of(pickle.dumps(NodeSetup(plan, link.ranks))))
+    names = "; ".join(link.name for link in links)
+    decisions.record(
+        "hosts", f"{parallel.nnodes}, {parallel.local_world_size} workers each", f"others: {names}"
+    )
+    return links
+
+
+class _Gathering:
+    """Hosts that have come so far."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._parallel = config.parallel_config
+        self._ours = agreement(config)
+        self._links: list[NodeLink] = []
+        parallel = self._parallel
+        self._place = f"{parallel.master_addr}:{parallel.master_port}"
+        self.listener = listen(parallel.master_addr, parallel.master_port)
+
+    def run(self) -> list[NodeLink]:
+        timeout_s = self._parallel.distributed_timeout_seconds or DEFAULT_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
+        missing = set(range(1, self._parallel.nnodes))
+        logger.info("waiting at %s for %d more hosts", self._place, len(missing))
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            while missing:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    raise self._too_late(missing, timeout_s)
+                for key, _ in events:
+                    if key.data is not None:  # says nothing before it is asked
+                        raise WorkerDiedError(f"{key.data.name} left before all hosts had come")
+                    link = self._accept()
+                    if link is not None:
+                        missing.remove(link.node_rank)
+                        selector.register(link.sources[0], selectors.EVENT_READ, link)
+        links = sorted(self._links, key=lambda link: link.node_rank)
+        names = device_names(self._config)
+        for link in links:
+            names += link.devices
+        check_equal_devices(names, self._parallel.tensor_parallel_size)
+        return links
+
+    def _too_late(self, missing: set[int], timeout_s: float) -> TimeoutError:
+        nodes = ", ".join(map(str, sorted(missing)))
+        return TimeoutError(
+            f"node {nodes} has not come to {self._place} in {timeout_s:g} s "
+            "(--distributed-timeout-seconds); start `vllm serve MODEL --headless --node-rank "
+            f"{min(missing)}` there, with this host's other flags"
+        )
+
+    def _accept(self) -> NodeLink | None:
+        """The node that has connected, None for a stranger."""
+        accepted, (peer, *_) = self.listener.accept()
+        connection = MessageSocket(accepted, peer)
+        try:
+            hello = Hello.decode(connection.receive(_HELLO_S))
+        except (TimeoutError, EOFError):
+            hello = None
+        if hello is None:
+            logger.warning("%s connected to %s and is no node of an engine", peer, self._place)
+            connection.close()
+            return None
+        node_rank, size = hello.node_rank, self._parallel.local_world_size
+        link = NodeLink(connection, hello, range(node_rank * size, (node_rank + 1) * size))
+        error = differences(self._ours, hello.agreement, node_rank)
+        if error is not None:
+            error = f"{error}; all hosts of an engine need the same flags and versions"
+        elif node_rank in (0, *(one.node_rank for one in self._links)):
+            error = f"--node-rank {node_rank} is another host's, and {peer} has it, too"
+        self._links.append(link)
+        if error is not None:
+            raise VLLMValidationError(error, "node_rank", node_rank)
+        return link
+
+    def refuse(self, reason: str) -> None:
+        """Tell those who have come that there will be no engine."""
+        for link in self._links:
+            link.begin_end(reason)
+            link.close()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has the numeric `address`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            internet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and one.address.partition("%")[0] == address:
+                return name
+    return None
