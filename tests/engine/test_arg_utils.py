@@ -116,9 +116,30 @@ def test_caller_keeps_his_dicts(llama: str) -> None:
     assert transfer == TRANSFER and "target_model_config" not in EXTRACTION
 
 
+TWO_HOSTS = {"tensor_parallel_size": 2, "nnodes": 2}
+P2P = {"kv_role": "kv_both"}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray.*use mp"),
     ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
+    ({**TWO_HOSTS, "ready_in": 5.0}, "--ready-in with --nnodes 2"),
+    (
+        {**TWO_HOSTS, "kv_transfer_config": {**P2P, "kv_connector": "P2pConnector"}},
+        "--nnodes 2 beside kv_connector P2pConnector",
+    ),
+    (
+        {
+            **TWO_HOSTS,
+            "kv_transfer_config": {
+                **P2P,
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {
+                    "connectors": [{**P2P, "kv_connector": "P2pConnector"}]
+                },
+            },
+        },
+        "--nnodes 2 beside kv_connector MultiConnector",
+    ),
     ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank 2.*0 to"),
     ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address.*--data-parallel-hybrid-lb"),
     ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port.*several hosts"),

@@ -131,7 +131,7 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
         ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),
         ({"tool_parser_plugin": "nowhere.py"}, "--tool-parser-plugin: 'nowhere.py'"),
         ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
-        ({"headless": True}, "--headless"),
+        ({"headless": True, "api_server_count": 2}, "--headless with --api-server-count 2"),
         ({"api_server_count": 0}, "--api-server-count"),
         ({"api_server_count": -2}, "--api-server-count"),
         ({"api_server_death": "ignore"}, "--api-server-death"),

@@ -90,7 +90,7 @@ def test_mismatched_lists_and_bad_prompts_leave_no_request_behind(make_llm):
 def test_unknown_keyword_and_unsupported_sizes(model):
     with pytest.raises(TypeError, match="no_such_option"):
         LLM(model, no_such_option=1)
-    with pytest.raises(ValueError, match="nnodes"):
+    with pytest.raises(ValueError, match="--nnodes 2: .* 2 do not divide 1"):
         LLM(model, nnodes=2)
 
 

@@ -82,8 +82,20 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (ParallelConfig, {"data_parallel_size": 0}, "--data-parallel-size.*greater than 0"),
     (ParallelConfig, {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
     (ParallelConfig, {"tensor_parallel_size": 0}, "--tensor-parallel-size.*greater than 0"),
-    (ParallelConfig, {"nnodes": 2}, "--nnodes 2"),
-    (ParallelConfig, {"node_rank": 1}, "--node-rank"),
+    (
+        ParallelConfig,
+        {"nnodes": 2, "tensor_parallel_size": 3},
+        "--nnodes 2: .* 2 do not divide 3 .--tensor-parallel-size 3 times",
+    ),
+    (ParallelConfig, {"nnodes": 2}, "--nnodes 2: .* 2 do not divide 1"),
+    (ParallelConfig, {"node_rank": 1}, "--node-rank 1 with --nnodes 1: must be 0 to 0"),
+    (ParallelConfig, {"node_rank": -1}, "--node-rank.*or equal to 0"),
+    (ParallelConfig, {"master_port": 0}, "--master-port.*or equal to 1"),
+    (
+        ParallelConfig,
+        {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2},
+        "--nnodes 2 with 2 replicas: .*--data-parallel-rank",
+    ),
     (ParallelConfig, {"distributed_executor_backend": "ray"}, "backend ray is not supp.*use mp"),
     (
         ParallelConfig,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -18,85 +17,21 @@ import numpy as np
 import psutil
 import pytest
 
-from vllm import decisions
+from tests.v1.executor.fake_worker import (
+    END_S,
+    FakeWorker,
+    config_of,
+    gone,
+    processes,
+    step,
+    wait_until,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.station import WorkerDiedError
-from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import worker as worker_module
 
-#: from a death to the end of all processes
-END_S = 5.0
-
 pytestmark = pytest.mark.usefixtures("forking")
-
-
-class Launched(AsyncModelRunnerOutput):
-    """A step that the device finishes later."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self.output = output
-
-    def get_output(self) -> ModelRunnerOutput:
-        time.sleep(0.02)
-        return self.output
-
-
-class FakeWorker:
-    """Computes `(rank, step, masks)`; a step is `(number, what to do)`."""
-
-    def __init__(
-        self, config: Any, local_rank: int, rank: int, init_method: str, receive_masks: Any
-    ) -> None:
-        self.rank, self.receive_masks, self.config = rank, receive_masks, config
-        self.steps: list[int] = []
-
-    def init_device(self) -> None:
-        decisions.record("a choice of the worker", self.rank, "only rank 0 tells")
-
-    def load_model(self) -> None:
-        if self.config.fails == "never":
-            time.sleep(600)
-        if self.config.fails == self.rank:
-            raise VLLMValidationError("the checkpoint is not there", "model")
-
-    def execute_model(self, step: tuple[int, str]) -> Any:
-        number, action = step
-        self.steps.append(number)
-        if action == f"fail {self.rank}":
-            raise RuntimeError(f"rank {self.rank} cannot")
-        if action == f"die {self.rank}":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if action == "hang":
-            time.sleep(600)
-        masks = self.receive_masks().tolist() if action == "masks" else []
-        reports = KVConnectorOutput(finished_sending={f"r{number}"})
-        output = ModelRunnerOutput([str(self.rank)], [[number], masks], {}, {}, reports)
-        return Launched(output) if number % 2 else output
-
-    def call(self, method: Any, args: Any, kwargs: Any) -> Any:
-        return getattr(self, method)(*args, **kwargs) if isinstance(method, str) else method(self)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def refuse(self) -> None:
-        if self.rank == 1:
-            raise VLLMValidationError("not me", "method", "refuse")
-
-    def shutdown(self) -> None:
-        if self.config.farewell is not None:
-            Path(self.config.farewell, str(self.rank)).touch()
-
-
-def config_of(output_rank: int = 0, **changes: Any) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=2, output_rank=output_rank, nnodes=1),
-        load_config=SimpleNamespace(use_tqdm_on_load=True),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
-        decisions=decisions.DecisionLog(),
-        **{"kv_transfer_config": None, "fails": None, "farewell": None, **changes},
-    )
 
 
 @pytest.fixture
@@ -111,32 +46,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocEx
     yield make
     for executor in started:
         executor.shutdown()
-
-
-def processes(executor: MultiprocExecutor) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in executor.collective_rpc("pid")]
-
-
-def gone(workers: list[psutil.Process]) -> bool:
-    """Looks only: waiting for them is the executor's."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
-        if not any(process.is_running() and process.status() != "zombie" for process in workers):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until workers have read what they were sent."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def step(executor: MultiprocExecutor, number: int, action: str = "") -> Any:
-    return executor.execute_model((number, action))  # type: ignore[arg-type]
 
 
 def test_rank_0_answers_steps_and_all_answer_calls(start: Any) -> None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,7 +21,7 @@ from vllm import decisions
 from vllm.utils.start_method import start_method
 from vllm.v1.executor.broadcast import Sender
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
-from vllm.v1.executor.worker_process import Kind, WorkerPlan, WorkerSetup, run_worker
+from vllm.v1.executor.worker_process import Closable, Kind, WorkerPlan, WorkerSetup, run_worker
 
 #: how long the exit code of a process may come after the end of its pipe
 _EXIT_S = 0.5
@@ -49,9 +49,19 @@ class _Process:
 
 
 class LocalWorkers(Station):
-    """Starts a process for each of `ranks`. `interface`: see `WorkerSetup`."""
+    """Starts a process for each of `ranks`.
 
-    def __init__(self, plan: WorkerPlan, ranks: range, interface: str | None = None) -> None:
+    `interface`: see `WorkerSetup`. `connections`: those of this process to other hosts, whose end
+    must be seen there as soon as this process is gone.
+    """
+
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        ranks: range,
+        interface: str | None = None,
+        connections: Sequence[Closable] = (),
+    ) -> None:
         self.ranks = ranks
         method = start_method("workers")
         decisions.record("workers", f"{len(ranks)} processes", f"one per rank, by {method}")
@@ -59,13 +69,19 @@ class LocalWorkers(Station):
         self.sender = Sender(context, len(ranks))
         self._processes: list[_Process] = []
         try:
-            self._start(context, plan, interface)
+            self._start(context, plan, interface, connections)
         except BaseException:
             self.finish_end(0.0)
             self.close()
             raise
 
-    def _start(self, context: Any, plan: WorkerPlan, interface: str | None) -> None:
+    def _start(
+        self,
+        context: Any,
+        plan: WorkerPlan,
+        interface: str | None,
+        connections: Sequence[Closable],
+    ) -> None:
         receivers = self.sender.receivers
         pipes = [context.Pipe(duplex=False) for _ in self.ranks]
         ends = [*self.sender.connections, *(end for pipe in pipes for end in pipe)]
@@ -73,7 +89,8 @@ class LocalWorkers(Station):
         for local_rank, (rank, (ours, theirs)) in enumerate(zip(self.ranks, pipes, strict=True)):
             receiver = receivers[local_rank]
             own = (receiver.wake, theirs)
-            foreign = tuple(end for end in ends if end not in own) if inherits else ()
+            others = [end for end in ends if end not in own]
+            foreign = (*others, *connections) if inherits else ()
             setup = WorkerSetup(plan, rank, local_rank, os.getpid(), interface, foreign)
             process = context.Process(
                 target=run_worker, args=(setup, receiver, theirs), name=f"vllm-worker-{rank}"

@@ -54,7 +54,8 @@ class MultiprocExecutor(StationedExecutor):
             nodes = self._stations = gather_nodes(self.vllm_config, plan)
         with startup_phases.startup_phase("spawn workers"):
             ranks = self._ranks[: parallel.local_world_size]
-            workers = LocalWorkers(plan, ranks, interface_of(nodes[0].own_address))
+            interface = interface_of(nodes[0].own_address)
+            workers = LocalWorkers(plan, ranks, interface, (*nodes, place))
         self._stations = stations = [*nodes, workers]
         place.serve()
         self._begin(plan, stations)

@@ -54,7 +54,7 @@ def run_node(config: VllmConfig) -> None:
     try:
         setup = _join(config, connection, place, timeout_s)
         interface = interface_of(connection.own_address)
-        workers = LocalWorkers(setup.plan, setup.ranks, interface)
+        workers = LocalWorkers(setup.plan, setup.ranks, interface, (connection,))
         node = _Node(connection, workers, place)
         logger.info("node %d: workers of ranks %s", parallel.node_rank, list(setup.ranks))
         node.run()

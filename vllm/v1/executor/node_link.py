@@ -193,6 +193,7 @@ class _Gathering:
         self._links.append(link)
         if error is not None:
             raise VLLMValidationError(error, "node_rank", node_rank)
+        logger.info("%s has come", link.name)
         return link
 
     def refuse(self, reason: str) -> None:

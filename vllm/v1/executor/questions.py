@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from vllm.v1.executor.worker_process import Answer
@@ -25,13 +26,21 @@ class Question:
     def answered(self, rank: int, answer: Answer) -> None:
         """Once all have answered, the future has its result or the first error."""
         self._answers[rank] = answer
-        if len(self._answers) < len(self.ranks) or self.future.done():
+        if len(self._answers) < len(self.ranks):
             return
         answers = [self._answers[rank] for rank in self.ranks]
         try:
             for one in answers:
                 if one.error is not None:
                     raise one.error
-            self.future.set_result(self._combine([one.value for one in answers]))
+            result = self._combine([one.value for one in answers])
         except Exception as error:
+            self.failed(error)
+            return
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
+
+    def failed(self, error: Exception) -> None:
+        """Unless it has a result already, which another thread may be setting."""
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)

@@ -9,6 +9,7 @@ answers and sees the ends of workers: the end of one ends all of them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import selectors
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -174,12 +176,20 @@ class StationedExecutor(Executor):
             self.vllm_config.decisions.adopt(answer.decisions)
             startup_phases.adopt(answer.phases)
             if not answer.is_fatal:
-                self._open[rank].popleft().answered(rank, answer)
+                # Another thread may have failed all questions meanwhile.
+                with contextlib.suppress(IndexError):
+                    self._open[rank].popleft().answered(rank, answer)
             elif self._blamed is None:
                 assert answer.error is not None
-                # A worker that is killed takes the collectives of the others with it.
-                patience_s = _BLAME_S if len(self._stations) == 1 else _BLAME_OF_HOSTS_S
+                patience_s = self._blame_s(answer.error)
                 self._blamed = answer.error, time.monotonic() + patience_s
+
+    def _blame_s(self, error: Exception) -> float:
+        """A worker that is killed takes the collectives of the others with it; what a user can
+        mend has no such cause."""
+        if isinstance(error, VLLMValidationError):
+            return 0.0
+        return _BLAME_S if len(self._stations) == 1 else _BLAME_OF_HOSTS_S
 
     def _ended(self, death: WorkerDiedError) -> None:
         if self._blamed is None or death.was_killed:
@@ -210,8 +220,7 @@ class StationedExecutor(Executor):
         with self._asking:
             for questions in self._open:
                 for question in questions:
-                    if not question.future.done():
-                        question.future.set_exception(error)
+                    question.failed(error)
                 questions.clear()
 
     # ---- the end -------------------------------------------------------------------------------

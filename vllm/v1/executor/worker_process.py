@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -55,6 +55,12 @@ class Kind(enum.IntEnum):
     STOP = 3
 
 
+class Closable(Protocol):
+    """A file of some kind."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """What the workers of all ranks start from. `config`: a pickled `VllmConfig`; `init_method`:
@@ -80,7 +86,7 @@ class WorkerSetup:
     """What a worker of rank `rank`, the `local_rank`-th of its host, starts from.
 
     `interface`: the network interface that leads to the other hosts, if it is known. `foreign`:
-    ends of pipes that a forked process has inherited and that belong to others.
+    ends of pipes and connections that a forked process has inherited and that belong to others.
     """
 
     plan: WorkerPlan
@@ -88,7 +94,7 @@ class WorkerSetup:
     local_rank: int
     parent_pid: int
     interface: str | None = None
-    foreign: tuple[Connection, ...] = ()
+    foreign: tuple[Closable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,8 +210,8 @@ def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> N
 
     Ends with a `STOP`, or when the executor's process is gone; SIGTERM is for that one.
     """
-    for connection in setup.foreign:
-        connection.close()
+    for inherited in setup.foreign:
+        inherited.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, partial(_end_as_orphan, setup.parent_pid))
     ParentWatch(setup.parent_pid, _ORPHAN_GRACE_S).start()
@@ -242,7 +248,8 @@ def _start(setup: WorkerSetup, config: VllmConfig, inbox: Inbox) -> Worker:
         logging.getLogger("vllm").setLevel(logging.WARNING)
     config.load_config.use_tqdm_on_load &= setup.rank == 0
     if setup.interface is not None:
-        current_platform.communicate_over(setup.interface)
+        with config.decisions.current():
+            current_platform.communicate_over(setup.interface)
     init_method = setup.plan.init_method
     worker = Worker(config, setup.local_rank, setup.rank, init_method, inbox.receive_masks)
     worker.init_device()

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on two hosts, which here are two trees of processes: how they meet, work and end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.ports import free_port
+from tests.tiny_models import tiny_model
+from tests.v1.executor.fake_worker import FakeWorker, gone, processes, step, wait_until
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launcher import stop_start_at_signals
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.executor import node_link
+from vllm.v1.executor.multiproc import MultiprocExecutor
+from vllm.v1.executor.node import NodeEndedError, run_node
+from vllm.v1.executor.station import WorkerDiedError
+from vllm.v1.worker import worker as worker_module
+
+pytestmark = pytest.mark.usefixtures("forking")
+
+#: longest wait for a process on a busy machine
+_WAIT_S = 60
+
+
+class Node:
+    """The host 1, or another one, as a process."""
+
+    def __init__(self, config: VllmConfig, node_rank: int = 1, **parallel: Any) -> None:
+        config = copy.copy(config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.node_rank = node_rank
+        for name, value in parallel.items():
+            setattr(config.parallel_config, name, value)
+        context = multiprocessing.get_context("fork")
+        self._result, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_run, args=(config, theirs))
+        self.process.start()
+        theirs.close()
+
+    def result(self) -> BaseException | None:
+        """How it has ended: without an error, or with which."""
+        assert self._result.poll(_WAIT_S), "the node does not end"
+        error: BaseException | None = self._result.recv()
+        self.process.join(_WAIT_S)
+        return error
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and its workers."""
+        one = psutil.Process(self.process.pid)
+        return [one, *one.children()]
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(_WAIT_S)
+
+
+def _run(config: VllmConfig, result: Connection) -> None:
+    stop_start_at_signals()
+    try:
+        run_node(config)
+        result.send(None)
+    except BaseException as error:
+        result.send(error)
+
+
+class Hosts:
+    """Makes the parts of one engine of two workers on two hosts."""
+
+    def __init__(self, **parallel: Any) -> None:
+        self.port = free_port()
+        sizes = {"tensor_parallel_size": 2, "nnodes": 2, **parallel}
+        args = EngineArgs(model=str(tiny_model("llama")), master_port=self.port, **sizes)
+        self.config = args.create_engine_config()
+        self.nodes: list[Node] = []
+        self.executors: list[MultiprocExecutor] = []
+
+    def node(self, *args: Any, **parallel: Any) -> Node:
+        self.nodes.append(Node(self.config, *args, **parallel))
+        return self.nodes[-1]
+
+    def executor(self) -> MultiprocExecutor:
+        self.executors.append(MultiprocExecutor(self.config))
+        return self.executors[-1]
+
+    def both(self) -> tuple[MultiprocExecutor, Node]:
+        node = self.node()
+        return self.executor(), node
+
+    def end(self) -> None:
+        for executor in self.executors:
+            executor.shutdown()
+        for node in self.nodes:
+            node.end()
+
+
+@pytest.fixture
+def make_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hosts]]:
+    monkeypatch.setattr(worker_module, "Worker", FakeWorker)
+    made: list[Hosts] = []
+
+    def make(**parallel: Any) -> Hosts:
+        made.append(Hosts(**parallel))
+        return made[-1]
+
+    yield make
+    for hosts in made:
+        hosts.end()
+
+
+@pytest.fixture
+def hosts(make_hosts: Callable[..., Hosts]) -> Hosts:
+    return make_hosts()
+
+
+def test_both_hosts_take_steps_and_calls(hosts: Hosts) -> None:
+    executor, node = hosts.both()
+    futures = [step(executor, number) for number in range(20)]
+    assert executor.collective_rpc(lambda worker: (worker.rank, worker.steps)) == [
+        (0, list(range(20))),
+        (1, list(range(20))),
+    ]
+    assert [future.result(_WAIT_S).req_ids for future in futures] == [["0"]] * 20
+    assert executor.collective_rpc("place") == [(0, 0), (1, 0)], "the first of its host each"
+    pids = executor.collective_rpc("pid")
+    assert [psutil.Process(pid).ppid() for pid in pids] == [os.getpid(), node.process.pid]
+    shown = {d.what: d for d in hosts.config.decisions.decisions()}
+    assert shown["hosts"].chosen == "2, 1 workers each"
+    assert shown["hosts"].why == "others: node 1 (127.0.0.1, rank 1)"
+    assert shown["network interface of collectives"].chosen == "lo"
+    with pytest.raises(VLLMValidationError, match="not me"):
+        executor.collective_rpc("refuse")
+    executor.check_health()
+
+
+def test_large_messages_cross(hosts: Hosts) -> None:
+    """Larger than all buffers, in both directions."""
+    executor, _ = hosts.both()
+    content = os.urandom(9 * 2**20)
+    assert executor.collective_rpc("echo", args=(content,)) == [content, content]
+
+
+def test_the_last_stage_on_another_host_answers_and_has_the_masks(
+    make_hosts: Callable[..., Hosts],
+) -> None:
+    hosts = make_hosts(tensor_parallel_size=1, pipeline_parallel_size=2)
+    executor, _ = hosts.both()
+    masked, plain = step(executor, 0, "masks"), step(executor, 1)
+    executor.send_token_masks(np.array([[7]], dtype=np.int32))
+    assert masked.result(_WAIT_S).sampled_token_ids == [[0], [[7]]]
+    assert plain.result(_WAIT_S).req_ids == ["1"]
+
+
+def test_hosts_have_equally_many_ranks_in_order(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(tensor_parallel_size=4)
+    executor, node = hosts.both()
+    assert executor.collective_rpc("place") == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert len(node.tree()) == 3
+
+
+def test_a_stop_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.config.additional_config = {"farewell": str(tmp_path)}
+    executor, node = hosts.both()
+    workers = processes(executor)
+    executor.shutdown()
+    assert gone(workers) and sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+    assert node.result() is None
+
+
+def test_a_host_that_dies_ends_all(hosts: Hosts) -> None:
+    executor, node = hosts.both()
+    failures: list[Exception] = []
+    executor.register_failure_callback(failures.append)
+    workers = processes(executor)
+    waiting = step(executor, 0, "masks")
+    os.kill(node.process.pid or 0, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=r"node 1 .127.0.0.1, rank 1. is gone"):
+        waiting.result(_WAIT_S)
+    wait_until(lambda: len(failures) == 1)
+    wait_until(lambda: gone(workers))
+    with pytest.raises(WorkerDiedError, match="node 1"):
+        step(executor, 1)
+
+
+@pytest.mark.parametrize("during_step", [False, True])
+def test_a_worker_that_dies_on_another_host_ends_all(hosts: Hosts, during_step: bool) -> None:
+    executor, node = hosts.both()
+    workers = processes(executor)
+    waiting = step(executor, 0, "die 1" if during_step else "")
+    if not during_step:
+        waiting.result(_WAIT_S)
+        workers[1].kill()
+    named = r"the worker of rank 1 died \(SIGKILL\), on node 1 \(127.0.0.1, rank 1\)"
+    error = node.result()
+    assert isinstance(error, NodeEndedError)
+    with pytest.raises(WorkerDiedError, match=named):
+        executor.check_health()
+    assert "node 0 at 127.0.0.1" in str(error) and "the worker of rank 1 died" in str(error)
+    wait_until(lambda: gone(workers))
+
+
+def test_a_worker_that_dies_on_the_first_host_ends_all(hosts: Hosts) -> None:
+    executor, node = hosts.both()
+    workers = processes(executor)
+    workers[0].kill()
+    error = node.result()
+    assert isinstance(error, NodeEndedError)
+    assert "ended the engine: the worker of rank 0 died (SIGKILL)" in str(error)
+    wait_until(lambda: gone(workers))
+
+
+def test_an_error_that_a_death_elsewhere_has_caused_is_not_the_cause(hosts: Hosts) -> None:
+    """The first host's collectives fail before it hears of the death."""
+    executor, _ = hosts.both()
+    workers = processes(executor)
+    workers[1].suspend()
+    killer = threading.Timer(0.3, workers[1].kill)
+    killer.start()
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        step(executor, 0, "fail 0").result(_WAIT_S)
+
+
+def test_a_failing_step_on_another_host_keeps_its_error(hosts: Hosts) -> None:
+    executor, node = hosts.both()
+    workers = processes(executor)
+    step(executor, 0, "fail 1")
+    with pytest.raises(RuntimeError, match="rank 1 cannot"):
+        step(executor, 1, "hang").result(_WAIT_S)
+    assert isinstance(node.result(), NodeEndedError)
+    wait_until(lambda: gone(workers))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_start_keeps_its_error(hosts: Hosts, rank: int) -> None:
+    hosts.config.additional_config = {"fails": rank}
+    node = hosts.node()
+    with pytest.raises(VLLMValidationError, match="checkpoint is not there"):
+        hosts.executor()
+    error = node.result()
+    assert isinstance(error, NodeEndedError) and "checkpoint is not there" in str(error)
+
+
+def _start_and_tell(config: VllmConfig, pids: Connection) -> None:
+    executor = MultiprocExecutor(config)
+    pids.send(executor.collective_rpc("pid"))
+    time.sleep(600)
+
+
+def test_other_hosts_end_with_the_first_one(hosts: Hosts) -> None:
+    node = hosts.node()
+    context = multiprocessing.get_context("fork")
+    pids, theirs = context.Pipe(duplex=False)
+    first = context.Process(target=_start_and_tell, args=(hosts.config, theirs))
+    first.start()
+    workers = [psutil.Process(pid) for pid in pids.recv()]
+    first.kill()
+    first.join()
+    error = node.result()
+    assert isinstance(error, NodeEndedError)
+    assert f"node 0 at 127.0.0.1:{hosts.port} is gone" in str(error)
+    wait_until(lambda: gone(workers))
+
+
+def test_a_host_that_is_told_to_stop_says_so(hosts: Hosts) -> None:
+    executor, node = hosts.both()
+    workers = processes(executor)
+    node.process.terminate()
+    assert isinstance(node.result(), SystemExit)
+    wait_until(lambda: gone(workers))
+    with pytest.raises(WorkerDiedError, match=r"node 1 .* ended: it was told to stop"):
+        executor.check_health()
+
+
+def test_settings_that_differ_are_named_on_both_hosts(hosts: Hosts) -> None:
+    node = Node(hosts.config, enable_expert_parallel=True)
+    hosts.nodes.append(node)
+    differ = "--enable-expert-parallel is true on node 1 and false on node 0"
+    with pytest.raises(VLLMValidationError, match=differ) as caught:
+        hosts.executor()
+    assert caught.value.parameter == "node_rank"
+    error = node.result()
+    assert isinstance(error, NodeEndedError) and differ in str(error)
+
+
+def test_a_host_that_never_comes_is_named(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(distributed_timeout_seconds=1)
+    with pytest.raises(TimeoutError, match=r"node 1 has not come to .* in 1 s .*--node-rank 1"):
+        hosts.executor()
+    with pytest.raises(TimeoutError, match=r"node 0 at .* does not answer in 1 s"):
+        run_node(hosts.config)
+
+
+def test_a_host_that_leaves_before_the_others_have_come(
+    make_hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaving(node_link.NodeLink):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            node.process.kill()
+
+    monkeypatch.setattr(node_link, "NodeLink", Leaving)
+    hosts = make_hosts(tensor_parallel_size=3, nnodes=3)
+    node = hosts.node()
+    with pytest.raises(WorkerDiedError, match=r"node 1 .* left before all hosts had come"):
+        hosts.executor()
+
+
+def test_two_hosts_of_one_rank(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(tensor_parallel_size=3, nnodes=3)
+    nodes = [hosts.node(), hosts.node()]
+    with pytest.raises(VLLMValidationError, match="--node-rank 1 is another host's"):
+        hosts.executor()
+    for node in nodes:
+        error = node.result()
+        assert isinstance(error, NodeEndedError) and "--node-rank 1" in str(error)
+
+
+def test_strangers_are_no_hosts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that says something else nor one that says nothing."""
+    monkeypatch.setattr(node_link, "_HELLO_S", 0.2)
+    accepted, listen = [], node_link.listen
+    strangers: list[socket.socket] = []
+
+    def visited(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x02" + bytes(7) + b"{}"):
+            strangers.append(socket.create_connection(listener.getsockname()))
+            strangers[-1].sendall(words)
+        accepted.append(hosts.node())
+        return listener
+
+    monkeypatch.setattr(node_link, "listen", visited)
+    executor = hosts.executor()
+    assert executor.collective_rpc("place") == [(0, 0), (1, 0)]
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("0.0.0.0", "--master-addr 0.0.0.0 is every address"), ("192.0.2.1", "cannot listen at")],
+)
+def test_it_listens_where_it_is_told(
+    make_hosts: Callable[..., Hosts], address: str, words: str
+) -> None:
+    hosts = make_hosts(master_addr=address)
+    with pytest.raises(VLLMValidationError, match=words):
+        hosts.executor()
+
+
+def test_only_the_given_address_is_open(hosts: Hosts) -> None:
+    """Whatever the engine listens at, on either host."""
+    executor, node = hosts.both()
+    own = psutil.Process()
+    trees = [*node.tree(), own, *own.children(recursive=True)]
+    listening = {
+        connection.laddr.ip
+        for process in trees
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1"}
+    executor.check_health()
