@@ -207,3 +207,26 @@ def test_device_facts_agree_with_torch() -> None:
     assert abs(platform.total_memory_bytes() / properties.total_memory - 1) < 0.03
     assert 0 < platform.available_memory_bytes() <= platform.total_memory_bytes()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or platform.total_memory_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "value"),
+    [
+        (CpuPlatform(), "GLOO_SOCKET_IFNAME", "eth1"),
+        (CudaPlatform(), "NCCL_SOCKET_IFNAME", "=eth1"),
+    ],
+)
+def test_collectives_go_where_the_other_hosts_are(
+    platform: Platform, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "chosen")
+    log = decisions.DecisionLog()
+    with log.current():
+        platform.communicate_over("eth1")
+        assert os.environ[variable] == "chosen", "by the user"
+    monkeypatch.delenv(variable)
+    with log.current():
+        platform.communicate_over("eth1")
+    assert os.environ[variable] == value
+    found = [d for d in log.decisions() if d.what == "network interface of collectives"]
+    assert found[-1].chosen in ("chosen", value)

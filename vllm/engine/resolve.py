@@ -66,6 +66,7 @@ def _resolve(config: VllmConfig) -> None:
             rules.verify_and_update_config(config)
         _check_placement(config)
         _check_pipeline(config)
+        _check_hosts(config)
         _resolve_quantization(config)
         recurrent = _recurrent_model(config)
         if recurrent is not None:

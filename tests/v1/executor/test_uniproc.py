@@ -14,6 +14,7 @@ from vllm.config import ParallelConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor import uniproc
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.device_checks import check_equal_devices
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.uniproc import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -120,6 +121,18 @@ def test_workers_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     both = config_of("cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="size 2 with --pipeline-parallel-size 2 needs 4 GPUs"):
         Executor.get_class(both)
+
+
+def test_hosts_need_the_gpus_of_their_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show_gpus(monkeypatch, "H200", "H200")
+    both = {"tensor_parallel_size": 4, "nnodes": 2}
+    assert Executor.get_class(config_of("cuda", **both)) is MultiprocExecutor
+    with pytest.raises(ValueError, match="size 6 with --nnodes 2 needs 3 GPUs, .* and 2 are"):
+        Executor.get_class(config_of("cuda", **both | {"tensor_parallel_size": 6}))
+    with pytest.raises(ValueError, match="--node-rank 1: the API and the engine are on node 0"):
+        Executor.get_class(config_of("cpu", **both, node_rank=1))
+    with pytest.raises(ValueError, match="GPUs that share layers.*H200, H200, H200, L4"):
+        check_equal_devices(["L4"] * 4 + ["H200"] * 3 + ["L4"], 4)
 
 
 def test_gpus_that_share_layers_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,22 @@ from vllm.config import VllmConfig
 from vllm.utils.options import flag_name, flag_of
 from vllm.version import __version__
 
-#: each host's own: where the hosts are, where files lie, and names that are made up at a start
-_OWN = frozenset({"node_rank", "master_addr", "master_port", "download_dir", "engine_id"})
+#: what a host may have of its own: where hosts and files are, names made up at a start, secrets,
+#: and what workers have nothing to do with
+_OWN = frozenset(
+    {
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "download_dir",
+        "engine_id",
+        "hf_token",
+        "served_model_name",
+        "allowed_local_media_path",
+        "disable_log_stats",
+        "use_tqdm_on_load",
+    }
+)
 #: variables that decide what the workers of a host compute
 _VARIABLES = (
     "VLLM_BATCH_INVARIANT",
