@@ -120,7 +120,7 @@ TWO_HOSTS = {"tensor_parallel_size": 2, "nnodes": 2}
 P2P = {"kv_role": "kv_both"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray.*use mp"),
+    ({"distributed_executor_backend": "slurm"}, "--distributed-executor-backend slurm.*use mp"),
     ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
     ({**TWO_HOSTS, "ready_in": 5.0}, "--ready-in with --nnodes 2"),
     (

@@ -96,7 +96,6 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
         {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2},
         "--nnodes 2 with 2 replicas: .*--data-parallel-rank",
     ),
-    (ParallelConfig, {"distributed_executor_backend": "ray"}, "backend ray is not supp.*use mp"),
     (
         ParallelConfig,
         {"distributed_executor_backend": "external_launcher"},

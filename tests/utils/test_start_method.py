@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch  # noqa: F401  (its OpenMP library is what these tests are about)
@@ -63,3 +64,12 @@ def test_openmp_that_does_not_let_go_forbids_forking(monkeypatch: pytest.MonkeyP
 def test_a_library_that_cannot_end_its_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_method, "_OPENMP", re.compile("/libm[-.]"))
     assert not start_method._end_openmp_threads()
+
+
+def test_connections_of_ray_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    log = decisions.DecisionLog()
+    with log.current():
+        assert start_method.start_method() == "spawn"
+    assert "Ray is imported" in log.decisions()[-1].why

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the model is spread over devices."""
 
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -13,6 +14,8 @@ from vllm.utils.options import config, option
 _SIZES: dict[str, tuple[str, str]] = {
     "decode_context_parallel_size": ("--decode-context-parallel-size", "leave it at 1"),
 }
+#: of `--distributed-timeout-seconds`, for hosts that wait for each other
+_HOSTS_TIMEOUT_S = 300
 
 
 @config
@@ -78,7 +81,8 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         default=None,
         help="How workers run: `uni` is one worker in the engine's process, `mp` a process per "
-        "worker, on this host or on `--nnodes`. Default: `uni` for one worker, else `mp`.",
+        "worker, on this host or on `--nnodes`, `ray` an actor per worker, where Ray finds room "
+        "(docs/parallel.md). Default: `uni` for one worker, else `mp`.",
     )
     disable_custom_all_reduce: bool = option(
         default=False,
@@ -134,13 +138,16 @@ class ParallelConfig:
             )
         self._check_nodes()
         backend = self.distributed_executor_backend
-        if backend not in (None, "uni", "mp"):
+        if backend not in (None, "uni", "mp", "ray"):
             raise VLLMValidationError(
                 f"--distributed-executor-backend {backend} is not supported; use mp (a process per "
-                "worker, on one host or on --nnodes) or uni (one worker)",
+                "worker, on one host or on --nnodes), ray (an actor per worker) or uni (one "
+                "worker)",
                 "distributed_executor_backend",
                 backend,
             )
+        if backend == "ray":
+            self._check_ray()
         if backend == "uni" and self.world_size > 1:
             raise VLLMValidationError(
                 f"--distributed-executor-backend uni is one worker; --tensor-parallel-size "
@@ -176,6 +183,30 @@ class ParallelConfig:
                 nodes,
             )
 
+    def _check_ray(self) -> None:
+        """Ray is there, and chooses the hosts."""
+        if find_spec("ray") is None:
+            raise VLLMValidationError(
+                "--distributed-executor-backend ray needs the package ray: pip install vllm[ray]; "
+                "or use mp",
+                "distributed_executor_backend",
+                "ray",
+            )
+        if self.nnodes > 1:
+            raise VLLMValidationError(
+                f"--nnodes {self.nnodes} with --distributed-executor-backend ray: Ray chooses the "
+                "hosts, and nothing is started on them by hand; leave out --nnodes, or use mp",
+                "nnodes",
+                self.nnodes,
+            )
+        if len(self.local_ranks) > 1:
+            raise VLLMValidationError(
+                f"--distributed-executor-backend ray with {len(self.local_ranks)} replicas: Ray "
+                "places the workers of one; start a server per replica with --data-parallel-rank",
+                "distributed_executor_backend",
+                "ray",
+            )
+
     @property
     def local_ranks(self) -> range:
         """The replicas of this server."""
@@ -202,6 +233,11 @@ class ParallelConfig:
     def local_world_size(self) -> int:
         """Workers of one replica on each host."""
         return self.world_size // self.nnodes
+
+    @property
+    def hosts_timeout_s(self) -> int:
+        """Longest wait of one host for another at the start."""
+        return self.distributed_timeout_seconds or _HOSTS_TIMEOUT_S
 
     @property
     def output_rank(self) -> int:

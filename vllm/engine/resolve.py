@@ -190,12 +190,14 @@ def _check_pipeline(config: VllmConfig) -> None:
 
 def _check_hosts(config: VllmConfig) -> None:
     """`VLLMValidationError` for what workers on several hosts cannot do."""
-    nodes, transfer = config.parallel_config.nnodes, config.kv_transfer_config
-    if nodes == 1:
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    nodes = parallel.nnodes
+    flag = f"--nnodes {nodes}" if nodes > 1 else "--distributed-executor-backend ray"
+    if nodes == 1 and parallel.executor_backend != "ray":
         return
     if config.compilation_config.ready_in is not None:
         raise VLLMValidationError(
-            f"--ready-in with --nnodes {nodes}: the hosts' clocks differ, so they would not stop "
+            f"--ready-in with {flag}: the hosts' clocks differ, so they would not stop "
             "capturing together; leave it out",
             parameter="ready_in",
         )
@@ -204,10 +206,10 @@ def _check_hosts(config: VllmConfig) -> None:
     connector = KVConnectorFactory.get_connector_class(transfer)
     if not connector.supports_several_hosts(transfer):
         raise VLLMValidationError(
-            f"--nnodes {nodes} beside kv_connector {transfer.kv_connector}, which needs all "
-            "workers on one host; leave one of them out",
-            parameter="nnodes",
-            value=nodes,
+            f"{flag} beside kv_connector {transfer.kv_connector}, which needs all workers on one "
+            "host; leave one of them out",
+            parameter="kv_transfer_config.kv_connector",
+            value=transfer.kv_connector,
         )
 
 

@@ -27,6 +27,8 @@ def start_method(what: str = "engine core") -> str:
     reason = None
     if _uses_cuda():
         reason = "CUDA is initialised in this process and cannot be used in a forked one"
+    elif "ray" in sys.modules:
+        reason = "Ray is imported in this process, and its connections do not survive a fork"
     elif _other_threads():
         reason = "this process runs threads, whose locks a forked process would inherit"
     elif not _end_openmp_threads():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _EXECUTORS = {
     "uni": "vllm.v1.executor.uniproc.UniProcExecutor",
     "mp": "vllm.v1.executor.multiproc.MultiprocExecutor",
+    "ray": "vllm.v1.executor.ray_executor.RayExecutor",
 }
 #: see `Executor.step_timeout_s`
 _STEP_TIMEOUT_S = 300.0
@@ -55,7 +56,8 @@ class Executor(ABC):
                 "node_rank",
                 parallel.node_rank,
             )
-        check_devices(vllm_config)
+        if parallel.executor_backend != "ray":  # which finds devices elsewhere
+            check_devices(vllm_config)
         return resolve_class(_EXECUTORS[parallel.executor_backend])
 
     @property

@@ -76,14 +76,14 @@ class MessageSocket:
         self._messages.clear()
         return taken
 
-    def receive(self, timeout_s: float) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes:
         """Wait for one message and leave others for `take`. `TimeoutError`, EOFError as there."""
-        deadline = time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._messages:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if left_ms is not None and left_ms <= 0:
                 raise TimeoutError(f"no message in {timeout_s:g} s")
-            self._wait(select.POLLIN, left_s * 1000)
+            self._wait(select.POLLIN, left_ms)
             self._read()
         return self._messages.popleft()
 
@@ -121,7 +121,7 @@ class MessageSocket:
         del self._received[:end]
         return message
 
-    def _wait(self, event: int, timeout_ms: float) -> list[tuple[int, int]]:
+    def _wait(self, event: int, timeout_ms: float | None) -> list[tuple[int, int]]:
         """What has happened in time, of `event` and the end of the connection."""
         poll = select.poll()
         poll.register(self._socket, event | _HUNG_UP)

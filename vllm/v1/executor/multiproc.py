@@ -45,7 +45,8 @@ class MultiprocExecutor(StationedExecutor):
 
     def _start_everywhere(self) -> None:
         """The other hosts first: theirs start while this one's do."""
-        from vllm.v1.executor.node_link import gather_nodes, interface_of
+        from vllm.v1.executor.network import interface_of
+        from vllm.v1.executor.node_link import gather_nodes
 
         parallel = self.vllm_config.parallel_config
         place = self._place = MeetingPlace(parallel.master_addr)

@@ -18,8 +18,8 @@ from vllm.logger import init_logger
 from vllm.v1.executor.device_checks import check_devices, device_names
 from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.network import interface_of
 from vllm.v1.executor.node_agreement import agreement
-from vllm.v1.executor.node_link import DEFAULT_TIMEOUT_S, interface_of
 from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
@@ -49,7 +49,7 @@ def run_node(config: VllmConfig) -> None:
     check_devices(config)
     parallel = config.parallel_config
     place = f"node 0 at {parallel.master_addr}:{parallel.master_port}"
-    timeout_s = parallel.distributed_timeout_seconds or DEFAULT_TIMEOUT_S
+    timeout_s = parallel.hosts_timeout_s
     connection = _connect(config, place, timeout_s)
     try:
         setup = _join(config, connection, place, timeout_s)

@@ -3,16 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pickle
 import selectors
-import socket
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
-
-import psutil
 
 from vllm import decisions
 from vllm.distributed.rendezvous import listen
@@ -22,7 +16,8 @@ from vllm.v1.executor.device_checks import check_equal_devices, device_names
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.node_agreement import agreement, differences
 from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
-from vllm.v1.executor.station import Source, Station, WorkerDiedError
+from vllm.v1.executor.remote_workers import RemoteWorkers
+from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.executor.worker_process import WorkerPlan
 
 if TYPE_CHECKING:
@@ -30,76 +25,20 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: `--distributed-timeout-seconds` of hosts that wait for each other
-DEFAULT_TIMEOUT_S = 300
 #: who connects says hello this soon, or is a stranger
 _HELLO_S = 5.0
 
 
-class NodeLink(Station):
+class NodeLink(RemoteWorkers):
     """The workers of another host."""
 
     def __init__(self, connection: MessageSocket, hello: Hello, ranks: range) -> None:
-        self.ranks = ranks
         self.node_rank = hello.node_rank
         self.devices = hello.devices
-        self._connection = connection
-        last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
-        where = connection.peer
-        self.name = f"node {hello.node_rank} ({where}, rank{'s' * bool(last)} {ranks[0]}{last})"
-
-    @property
-    def own_address(self) -> str:
-        """The address of this host that the other one has reached."""
-        return self._connection.own_address
-
-    def say(self, message: bytes) -> None:
-        """Before there are workers: `message` is short, and a node that is gone hears nothing."""
-        with contextlib.suppress(OSError):
-            self._connection.send(message, _give_up)
-
-    def send(self, message: bytes, check: Callable[[], None]) -> None:
-        # Who takes notices that the connection is lost.
-        with contextlib.suppress(OSError):
-            self._connection.send(Tag.WORK.of(message), check)
-
-    @property
-    def sources(self) -> list[Source]:
-        return [self._connection]
-
-    def take(self, source: Source) -> Iterator[tuple[int, bytes]]:
-        try:
-            messages = self._connection.take()
-        except EOFError as error:
-            raise WorkerDiedError(f"{self.name} is gone: {error}") from None
-        for message in messages:
-            tag, content = Tag(message[0]), message[1:]
-            if tag is Tag.ANSWER:
-                yield int.from_bytes(content[:4], "little"), content[4:]
-            else:
-                raise self._end(tag, **json.loads(content))
-
-    def _end(self, tag: Tag, reason: str, was_killed: bool = True) -> WorkerDiedError:
-        what = f"{reason}, on {self.name}" if tag is Tag.DIED else f"{self.name} ended: {reason}"
-        return WorkerDiedError(what, was_killed)
-
-    def slow_ranks(self) -> list[int]:
-        return []
-
-    def begin_end(self, reason: str | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            self.say(Tag.END.of_json(reason=reason))
-
-    def finish_end(self, deadline: float) -> None:
-        """A node closes the connection when its workers are gone."""
-        self._connection.wait_until_closed(deadline - time.monotonic())
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _give_up() -> None:
-    raise TimeoutError("the node takes no messages")
+        last = f"s {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f" {ranks[0]}"
+        super().__init__(
+            connection, ranks, f"node {self.node_rank} ({connection.peer}, rank{last})"
+        )
 
 
 def gather_nodes(config: VllmConfig, plan: WorkerPlan) -> list[NodeLink]:
@@ -139,7 +78,7 @@ class _Gathering:
         self.listener = listen(parallel.master_addr, parallel.master_port)
 
     def run(self) -> list[NodeLink]:
-        timeout_s = self._parallel.distributed_timeout_seconds or DEFAULT_TIMEOUT_S
+        timeout_s = self._parallel.hosts_timeout_s
         deadline = time.monotonic() + timeout_s
         missing = set(range(1, self._parallel.nnodes))
         logger.info("waiting at %s for %d more hosts", self._place, len(missing))
@@ -201,13 +140,3 @@ class _Gathering:
         for link in self._links:
             link.begin_end(reason)
             link.close()
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this host that has the numeric `address`."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            internet = one.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and one.address.partition("%")[0] == address:
-                return name
-    return None

@@ -20,7 +20,6 @@ from collections import deque
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +31,6 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.parent_watch import ParentWatch
 from vllm.utils.phase_ledger import PhaseEvent
-from vllm.v1.executor.broadcast import Receiver
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import pickle_setup, unpickle_setup
 
@@ -112,10 +110,24 @@ class Answer:
     phases: list[PhaseEvent] = field(default_factory=list)
 
 
+class Receives(Protocol):
+    """Where messages come from."""
+
+    def receive(self) -> bytes:
+        """Wait for the next one; EOFError when the executor is gone."""
+
+
+class TakesAnswers(Closable, Protocol):
+    """Where answers go."""
+
+    def send_bytes(self, answer: bytes, /) -> None:
+        """OSError when the executor is gone."""
+
+
 class Inbox:
     """Messages in the order in which they are needed: masks come after steps that need none yet."""
 
-    def __init__(self, receiver: Receiver, keeps_masks: bool = True) -> None:
+    def __init__(self, receiver: Receives, keeps_masks: bool = True) -> None:
         self._receiver, self._keeps_masks = receiver, keeps_masks
         self._work: deque[tuple[Kind, Any]] = deque()
         self._masks: deque[np.ndarray] = deque()
@@ -146,7 +158,7 @@ class Inbox:
 class Outbox:
     """Sends answers on a thread, which also waits for the device to finish a step."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: TakesAnswers) -> None:
         self._connection = connection
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="answers", daemon=True)
@@ -205,7 +217,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def run_worker(setup: WorkerSetup, receiver: Receiver, answers: Connection) -> None:
+def run_worker(setup: WorkerSetup, receiver: Receives, answers: TakesAnswers) -> None:
     """Entry point of the process. The first answer says whether the model is loaded.
 
     Ends with a `STOP`, or when the executor's process is gone; SIGTERM is for that one.

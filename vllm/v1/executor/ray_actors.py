@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actors of an engine on a Ray cluster, from their placement to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import pickle
+import secrets
+import select
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from vllm import decisions
+from vllm.distributed.rendezvous import listen
+from vllm.logger import init_logger
+from vllm.v1.executor.device_checks import check_equal_devices
+from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.ray_worker import RayWorker, carried
+from vllm.v1.executor.remote_workers import RemoteWorkers
+from vllm.v1.executor.worker_process import WorkerPlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_SLICE_S = 0.5
+#: who connects says the secret this soon, or is a stranger
+_HELLO_S = 5.0
+
+
+class RayActors:
+    """One actor per rank, in a placement group. `address`: this host's, at which they answer.
+
+    Raises `TimeoutError` when Ray has no room for them in `--distributed-timeout-seconds`.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        parallel = config.parallel_config
+        self._size = parallel.world_size
+        self._tensor_parallel_size = parallel.tensor_parallel_size
+        self._timeout_s = parallel.hosts_timeout_s
+        self._resource = "CPU" if config.device_config.device_type == "cpu" else "GPU"
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._starts_ray = not ray.is_initialized()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if self._starts_ray:
+            ray.init()
+        self.address: str = ray.util.get_node_ip_address()
+
+    def place(self) -> None:
+        """Start the actors where Ray finds room, the ranks of this host first."""
+        group = self._group = placement_group([{self._resource: 1}] * self._size, "PACK")
+        if not ray.wait([group.ready()], timeout=self._timeout_s)[0]:
+            raise TimeoutError(
+                f"Ray has no room for {self._size} workers with a {self._resource} each after "
+                f"{self._timeout_s:g} s (--distributed-timeout-seconds): the cluster has "
+                f"{ray.cluster_resources().get(self._resource, 0):g}, of which "
+                f"{ray.available_resources().get(self._resource, 0):g} are free"
+            )
+        kind = ray.remote(RayWorker)
+        amount: dict[str, Any] = {f"num_{self._resource.lower()}s": 1}
+        if self._resource == "GPU":
+            amount["num_cpus"] = 0
+        started = [
+            kind.options(
+                **amount,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            ).remote(carried(os.environ))
+            for index in range(self._size)
+        ]
+        self._actors = started
+        hosts = ray.get([actor.host.remote() for actor in started], timeout=self._timeout_s)
+        order = sorted(range(self._size), key=lambda i: (hosts[i] != self.address, hosts[i], i))
+        self._actors = [started[index] for index in order]
+        shown = [hosts[index] for index in order]
+        decisions.record("workers", f"{self._size} Ray actors", f"by rank on {', '.join(shown)}")
+
+    def connect(self, plan: WorkerPlan) -> list[RemoteWorkers]:
+        """Let the actors work; returns the connections to them, by rank."""
+        listener = listen(self.address, 0)
+        secret = secrets.token_hex(16)
+        runs = [
+            actor.run.remote(pickle.dumps(plan), rank, listener.getsockname()[:2], secret)
+            for rank, actor in enumerate(self._actors)
+        ]
+        links: dict[int, _ActorLink] = {}
+        names = [""] * self._size
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while len(links) < self._size:
+                if select.select([listener], [], [], _SLICE_S)[0]:
+                    accepted, (peer, *_) = listener.accept()
+                    hello = _heard(MessageSocket(accepted, peer), secret)
+                    if hello is not None:
+                        connection, rank, names[rank] = hello
+                        links[rank] = _ActorLink(connection, rank, self._actors[rank])
+                for failed in ray.wait(runs, timeout=0)[0]:
+                    ray.get(failed)  # raises what it failed with
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(self._size)) - set(links))
+                    raise TimeoutError(
+                        f"the Ray actors of ranks {missing} have not connected to {self.address} "
+                        f"in {self._timeout_s:g} s (--distributed-timeout-seconds)"
+                    )
+            check_equal_devices(names, self._tensor_parallel_size)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        finally:
+            listener.close()
+        return [links[rank] for rank in range(self._size)]
+
+    def close(self) -> None:
+        """End the actors and give back what they had."""
+        for actor in self._actors:
+            _kill(actor)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+        if self._starts_ray:
+            ray.shutdown()
+
+
+class _ActorLink(RemoteWorkers):
+    """A worker in an actor, which does not outlive its end."""
+
+    def __init__(self, connection: MessageSocket, rank: int, actor: Any) -> None:
+        name = f"the Ray actor of rank {rank} ({connection.peer})"
+        super().__init__(connection, range(rank, rank + 1), name)
+        self._actor = actor
+
+    def finish_end(self, deadline: float) -> None:
+        super().finish_end(deadline)
+        _kill(self._actor)
+
+
+def _kill(actor: Any) -> None:
+    """Ray may be gone itself."""
+    with contextlib.suppress(Exception):
+        ray.kill(actor)
+
+
+def _heard(connection: MessageSocket, secret: str) -> tuple[MessageSocket, int, str] | None:
+    """(Connection, rank, device) of an actor; None for a stranger, who is sent away."""
+    with contextlib.suppress(TimeoutError, EOFError, ValueError, KeyError, TypeError):
+        hello = json.loads(connection.receive(_HELLO_S))
+        if hmac.compare_digest(hello["secret"], secret):
+            return connection, hello["rank"], hello["device"]
+    logger.warning("%s connected and is no worker of this engine", connection.peer)
+    connection.close()
+    return None
