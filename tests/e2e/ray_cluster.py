@@ -8,6 +8,7 @@ input.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -45,7 +46,8 @@ class RayCluster:
         whole = psutil.Process(self._process.pid).children(recursive=True)
         self._process.communicate()
         for process in psutil.wait_procs(whole, timeout=20)[1]:
-            process.kill()
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -62,11 +64,12 @@ class RayCluster:
 
     def actors(self) -> list[psutil.Process]:
         """The processes of workers."""
-        return [
-            process
-            for process in psutil.Process(self._process.pid).children(recursive=True)
-            if "ray::RayWorker" in " ".join(process.cmdline())
-        ]
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # one that has just ended
+                if "ray::RayWorker" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
 
 def main() -> None:

@@ -56,6 +56,12 @@ def flags_of_both() -> tuple[str, ...]:
     return (*sizes, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
 
 
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """The addresses at which they do."""
+    connections = [one for process in processes for one in process.net_connections()]
+    return {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+
+
 @contextmanager
 def second_host(*flags: str) -> Iterator[SecondHost]:
     """The other host comes first: the order does not matter."""
@@ -83,6 +89,7 @@ def test_two_hosts_serve_and_the_death_of_one_ends_both() -> None:
         first = [*server.children(), psutil.Process(server.process.pid)]
         others, replies = second.tree(), []
         assert len(others) > 1, "it has a worker"
+        assert listening(first + others) == {"127.0.0.1"}, "collectives, too"
         thread = in_background(server, LONG, replies)
         second.process.kill()
         assert server.wait(60) != 0

@@ -50,9 +50,10 @@ def run_node(config: VllmConfig) -> None:
     parallel = config.parallel_config
     place = f"node 0 at {parallel.master_addr}:{parallel.master_port}"
     timeout_s = parallel.hosts_timeout_s
+    hello = Hello(parallel.node_rank, agreement(config), device_names(config))
     connection = _connect(config, place, timeout_s)
     try:
-        setup = _join(config, connection, place, timeout_s)
+        setup = _join(hello, connection, place, timeout_s)
         interface = interface_of(connection.own_address)
         workers = LocalWorkers(setup.plan, setup.ranks, interface, (connection,))
         node = _Node(connection, workers, place)
@@ -81,8 +82,8 @@ def _connect(config: VllmConfig, place: str, timeout_s: float) -> MessageSocket:
             time.sleep(_RETRY_S)
 
 
-def _join(config: VllmConfig, connection: MessageSocket, place: str, timeout_s: float) -> NodeSetup:
-    hello = Hello(config.parallel_config.node_rank, agreement(config), device_names(config))
+def _join(hello: Hello, connection: MessageSocket, place: str, timeout_s: float) -> NodeSetup:
+    """Agree with the first host, and wait until all others have."""
     try:
         connection.send(hello.encode(), lambda: None)
         message = connection.receive(timeout_s + _PATIENCE_S)
