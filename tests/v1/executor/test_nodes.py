@@ -386,3 +386,10 @@ def test_only_the_given_address_is_open(hosts: Hosts) -> None:
     executor, _ = hosts.both()
     assert {host for host, _ in listening() - before} == {"127.0.0.1"}
     executor.check_health()
+
+
+def test_a_large_configuration_crosses(hosts: Hosts) -> None:
+    """Larger than all buffers, as code of a checkpoint that is sent with it may be."""
+    hosts.config.additional_config = {"large": "x" * 9 * 2**20}
+    executor, _ = hosts.both()
+    assert executor.collective_rpc("place") == [(0, 0), (1, 0)]

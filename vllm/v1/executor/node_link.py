@@ -57,7 +57,8 @@ def gather_nodes(config: VllmConfig, plan: WorkerPlan) -> list[NodeLink]:
     finally:
         gathering.listener.close()
     for link in links:
-        link.say(Tag.SETUP.of(pickle.dumps(NodeSetup(plan, link.ranks))))
+        setup = Tag.SETUP.of(pickle.dumps(NodeSetup(plan, link.ranks)))
+        link.say(setup, patience_s=parallel.hosts_timeout_s)
     names = "; ".join(link.name for link in links)
     decisions.record(
         "hosts", f"{parallel.nnodes}, {parallel.local_world_size} workers each", f"others: {names}"

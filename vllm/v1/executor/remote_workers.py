@@ -26,10 +26,18 @@ class RemoteWorkers(Station):
         """The address of this host that the other one has reached."""
         return self._connection.own_address
 
-    def say(self, message: bytes) -> None:
-        """Before there are workers: `message` is short, and a node that is gone hears nothing."""
-        with contextlib.suppress(OSError):
-            self._connection.send(message, _give_up)
+    def say(self, message: bytes, patience_s: float = 0.0) -> None:
+        """Something that is not for the workers; who is gone hears nothing. `TimeoutError` if it is
+        not taken in that time."""
+        deadline = time.monotonic() + patience_s
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} takes no messages")
+
+        # A timeout is an OSError, too.
+        with contextlib.suppress(ConnectionError):
+            self._connection.send(message, check)
 
     def send(self, message: bytes, check: Callable[[], None]) -> None:
         # Who takes notices that the connection is lost.
@@ -60,7 +68,7 @@ class RemoteWorkers(Station):
         return []
 
     def begin_end(self, reason: str | None) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(OSError):
             self.say(Tag.END.of_json(reason=reason))
 
     def finish_end(self, deadline: float) -> None:
@@ -69,7 +77,3 @@ class RemoteWorkers(Station):
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _give_up() -> None:
-    raise TimeoutError("the node takes no messages")
