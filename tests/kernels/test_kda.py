@@ -14,6 +14,7 @@ from tests.kernels.cases import arena_cache, error_ratio, ragged, randn, strided
 from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
 from tests.nightly import nightly
 from vllm import decisions
+from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
@@ -53,10 +54,13 @@ def prefill(
     tokens = sum(lengths) + padding
     indices = batch["state_indices"].tolist()
     blocks = [index for index, carry in zip(indices, carried, strict=False) if carry]
+    chunk_indices, chunk_offsets = chunk_metadata(batch["query_start_loc"].tolist())
     return KdaPrefill(
         qkv=strided(randn(tokens, heads * (2 * dk + dv), dtype=dtype, device=device)),
         gates=gates(tokens, size, dtype, device),
         state=pool(blocks, count, heads, dv, dk, dtype=torch.float32, device=device),
+        chunk_indices=chunk_indices.to(device),
+        chunk_offsets=chunk_offsets.to(device),
         out=torch.full((tokens, heads, dv), torch.nan, dtype=dtype, device=device),
         **batch,
     )
@@ -77,7 +81,7 @@ def kernels(request, device) -> Kernels:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("lengths", "carried"), [([5, 1, 9], [False, True, True]), ([3, 0], [True, False])]
+    ("lengths", "carried"), [([5, 70, 1], [False, True, True]), ([130, 0], [True, False])]
 )
 def test_prefills_agree_with_fp64(kernels, size, lengths, carried, device):
     problem = prefill(lengths, carried, size, device, padding=1)

@@ -162,6 +162,8 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
             batch.state_indices,
             batch.has_initial_state,
             batch.query_start_loc,
+            batch.chunk_indices,
+            batch.chunk_offsets,
             out,
         )
         current_platform.kernels.kda_prefill(problem)

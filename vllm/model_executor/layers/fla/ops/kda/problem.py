@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm.kernels.journal import Journal
+from vllm.utils.math_utils import next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class KdaGates:
 
 @dataclass(frozen=True)
 class KdaPrefill:
-    """A ragged batch. `qkv [tokens, heads * (2 dk + dv)]` is the convolution's output; sequences
-    and `state [blocks, heads, dv, dk]` as in `GdnPrefill`, `out [tokens, heads, dv]`."""
+    """A ragged batch. `qkv [tokens, heads * (2 dk + dv)]` is the convolution's output; sequences,
+    their chunks and `state [blocks, heads, dv, dk]` as in `GdnPrefill`, `out [tokens, heads, dv]`.
+    """
 
     qkv: Tensor
     gates: KdaGates
@@ -36,6 +38,8 @@ class KdaPrefill:
     state_indices: Tensor
     has_initial_state: Tensor
     query_start_loc: Tensor
+    chunk_indices: Tensor
+    chunk_offsets: Tensor
     out: Tensor
 
     @property
@@ -43,6 +47,16 @@ class KdaPrefill:
         """Key heads, value heads, dk and dv."""
         heads, dv, dk = self.state.shape[1:]
         return heads, heads, dk, dv
+
+    @property
+    def block_k(self) -> int:
+        """Channels of the kernels' tiles of keys: Triton's products need 64 on sm_90."""
+        return max(64, next_power_of_2(self.state.shape[3]))
+
+    @property
+    def block_v(self) -> int:
+        """As `block_k`, of values."""
+        return max(64, next_power_of_2(self.state.shape[2]))
 
 
 @dataclass(frozen=True)

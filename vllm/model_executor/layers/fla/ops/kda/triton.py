@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention on GPUs: one launch per op."""
+"""Kimi delta attention on GPUs: one launch per op, two for prefills."""
 
 from torch import Tensor
 
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
+from vllm.model_executor.layers.fla.ops.kda.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.kda.decode import run_decode
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaPrefill
-from vllm.model_executor.layers.fla.ops.kda.recurrent import run_recurrent
 
 
 def kda_prefill(problem: KdaPrefill) -> None:
     """See `naive.kda_prefill`."""
-    run_recurrent(problem)
+    run_chunked(problem)
 
 
 def kda_decode(problem: KdaDecode) -> None:

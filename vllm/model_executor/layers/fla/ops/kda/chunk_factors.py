@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""What each chunk of Kimi delta attention contributes without knowing the state.
+
+Per chunk and head, with the running sum `G [64, dk]` of the log decays: `A = tril(sum_c k_ic k_jc
+exp(G_ic - G_jc) beta_j, -1)`, `T = diag(beta) (I + A)^-1`, `P = tril(sum_c q_ic k_jc exp(G_ic -
+G_jc))`. A chunk is then `V' = T (v - (k exp(G)) S)`, `O = (q exp(G)) S + P V'` and `S = exp(G_C) S
++ (k exp(G_C - G))^T V'`, C its last token.
+
+The decays are part of the products' operands: `exp(G_i - G_j) = exp(G_i - R) exp(R - G_j)` with a
+reference `R` between the two tokens, so that neither factor exceeds one, however strong decays are.
+Halves of 32 and quarters of 16 tokens meet at their common border. Pairs within 16 tokens have
+their middle as the reference, on one side of which factors are inverted: eight tokens' decays may
+be as little as 2^-120 together. Chunks with stronger ones take pairs within eight tokens one by one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.kernels.chunks import CHUNK
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import chunk_bounds
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.inverse import invert_unit_lower
+from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
+
+
+@dataclass(frozen=True)
+class ChunkFactors:
+    """`queries, keys, ends [chunks, heads, 64, dk]`: `q exp(G)`, `k exp(G)` and `k exp(G_C - G)`;
+    `T, P [chunks, heads, 64, 64]`; all in the activation dtype and zero past a sequence's end.
+    `decays [chunks, heads, dk]` fp32: `exp(G_C)`."""
+
+    queries: Tensor
+    keys: Tensor
+    ends: Tensor
+    T: Tensor
+    P: Tensor
+    decays: Tensor
+
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+#: the least that eight tokens' base-2 log decays may come to for a reference in their middle
+_STRONGEST: tl.constexpr = tl.constexpr(-120.0)
+#: a base-2 log decay of which nothing is left in fp32
+_NOTHING: tl.constexpr = tl.constexpr(-160.0)
+
+
+@triton.jit
+def _base2_softplus(x):
+    """`log2(1 + exp(x))`, with relative accuracy where it is tiny: slow decays live there."""
+    e = tl.exp2(tl.abs(x) * -LOG2_E)
+    series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25))) * LOG2_E
+    return tl.maximum(x, 0.0) * LOG2_E + tl.where(e < 0.03125, series, tl.log2(1.0 + e))
+
+
+@triton.jit
+def _operand(x, DTYPE: tl.constexpr, BK: tl.constexpr):
+    """`[8, 8, BK]` by place in a block, block and channel as `[64, BK]` by token and channel."""
+    return tl.reshape(tl.permute(x, (1, 0, 2)), (64, BK)).to(DTYPE)
+
+
+@triton.jit
+def _at_block(x, block, wanted):
+    """Row `wanted` of `x [8, BK]`."""
+    return tl.sum(tl.where(block[:, None] == wanted, x, 0.0), axis=0)
+
+
+@triton.jit
+def _products_within_eight(rows, k, G, BK: tl.constexpr):
+    """`sum_c rows_ic k_jc exp2(G_ic - G_jc)` of every two tokens of a block, `i >= j`, as
+    `[64, 64]`, pair by pair."""
+    place = tl.arange(0, 8)[:, None, None]
+    found = tl.zeros((8, 8, 8), tl.float32)
+    for j in tl.static_range(8):
+        k_j = tl.sum(tl.where(place == j, k, 0.0), axis=0)[None, :, :]
+        G_j = tl.sum(tl.where(place == j, G, 0.0), axis=0)[None, :, :]
+        terms = rows * k_j * tl.exp2(tl.minimum(G - G_j, 0.0))
+        column = tl.arange(0, 8)[None, None, :]
+        found += tl.where(column == j, tl.sum(terms, axis=2)[:, :, None], 0.0)
+    b = tl.arange(0, 8)
+    same = (b[:, None] == b[None, :])[:, None, :, None]
+    found = tl.permute(found, (1, 0, 2))[:, :, None, :]
+    return tl.reshape(tl.where(same, found, 0.0), (64, 64))
+
+
+@triton.jit
+def _factors_kernel(
+    qkv_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    starts_ptr,
+    chunk_ptr,
+    queries_ptr,
+    keys_ptr,
+    ends_ptr,
+    T_ptr,
+    P_ptr,
+    decays_ptr,
+    scale,
+    stride_qkv,
+    stride_a,
+    stride_b,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (heads, chunks). Tokens are `[place in block, block]`, eight by eight: a thread has all
+    places of its blocks, so that sums within a block stay within it."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start, length = chunk_bounds(chunk_ptr, starts_ptr, chunk, BT)
+    block = tl.arange(0, 8)
+    t = tl.arange(0, 8)[:, None, None] + 8 * block[None, :, None]
+    dk = tl.arange(0, BK)
+    valid = t < length
+    inside = valid & (dk < DK)[None, None, :]
+    a = tl.load(
+        a_ptr + start * stride_a + t * stride_a + head * DK + dk[None, None, :],
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    row = qkv_ptr + start * stride_qkv + t * stride_qkv + head * DK + dk[None, None, :]
+    k = tl.load(row + HEADS * DK, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(row, mask=inside, other=0.0).to(tl.float32)
+    A_log = tl.load(A_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head * DK + dk, mask=dk < DK, other=0.0).to(tl.float32)
+    g = -tl.exp(A_log) * _base2_softplus(a.to(tl.float32) + dt_bias[None, None, :])
+    g = tl.where(inside, tl.maximum(g, _NOTHING), 0.0)
+    k *= tl.rsqrt(tl.sum(k * k, axis=2) + 1e-6)[:, :, None]
+    q *= tl.rsqrt(tl.sum(q * q, axis=2) + 1e-6)[:, :, None] * scale
+
+    # Base-2 logarithms. G: within a block; forward from its start, backward from its end.
+    G = tl.cumsum(g, axis=0)
+    sums = tl.sum(g, axis=0)
+    upto = tl.cumsum(sums, axis=0)
+    before = upto - sums
+    forward = tl.exp2(G)
+    backward = tl.exp2(tl.minimum(sums[None, :, :] - G, 0.0))
+    whole = _at_block(upto, block, 7)
+    place = chunk * HEADS + head
+    tl.store(decays_ptr + place * DK + dk, tl.exp2(whole), mask=dk < DK)
+    tile = place * BT * DK + t * DK + dk[None, None, :]
+    in_tile = (dk < DK)[None, None, :] & (t < BT)
+    from_start = forward * tl.exp2(before)[None, :, :]
+    tl.store(keys_ptr + tile, k * from_start, mask=in_tile)
+    tl.store(queries_ptr + tile, q * from_start, mask=in_tile)
+    to_end = backward * tl.exp2(whole[None, :] - upto)[None, :, :]
+    tl.store(ends_ptr + tile, k * to_end, mask=in_tile)
+
+    i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    # Between the halves of the chunk, then between the quarters of each half.
+    border = _at_block(upto, block, 3)[None, :]
+    late = (block >= 4)[:, None]
+    shift = tl.exp2(tl.where(late, before - border, border - upto))
+    factor = tl.where(late[None, :, :], forward, backward) * shift[None, :, :]
+    k_part = _operand(k * factor, OPERAND, BK)
+    across = (i >= 32) & (j < 32)
+    A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), 0.0)
+    q_part = _operand(q * factor, OPERAND, BK)
+    P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), 0.0)
+
+    first, second = _at_block(upto, block, 1)[None, :], _at_block(upto, block, 5)[None, :]
+    border = tl.where((block < 4)[:, None], first, second)
+    late = (block % 4 >= 2)[:, None]
+    shift = tl.exp2(tl.where(late, before - border, border - upto))
+    factor = tl.where(late[None, :, :], forward, backward) * shift[None, :, :]
+    k_part = _operand(k * factor, OPERAND, BK)
+    across = (i // 32 == j // 32) & (i % 32 >= 16) & (j % 32 < 16)
+    A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), A)
+    q_part = _operand(q * factor, OPERAND, BK)
+    P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
+
+    odd = (block % 2 == 1)[:, None]
+    if tl.min(tl.min(sums, axis=1), axis=0) >= _STRONGEST:
+        inverse = tl.exp2(-sums)
+        factor = backward * tl.where(odd, inverse, 1.0)[None, :, :]
+        k_part = _operand(k * factor, OPERAND, BK)
+        factor = forward * tl.where(odd, 1.0, inverse)[None, :, :]
+        rows = _operand(k * factor, OPERAND, BK)
+        within = i // 16 == j // 16
+        A = tl.where(within, tl.dot(rows, tl.trans(k_part), input_precision="tf32x3"), A)
+        q_part = _operand(q * factor, OPERAND, BK)
+        P = tl.where(within, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
+    else:
+        factor = tl.where(odd[None, :, :], forward, backward)
+        k_part = _operand(k * factor, OPERAND, BK)
+        across = (i // 16 == j // 16) & (i % 16 >= 8) & (j % 16 < 8)
+        A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), A)
+        A += _products_within_eight(k, k, G, BK)
+        q_part = _operand(q * factor, OPERAND, BK)
+        P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
+        P += _products_within_eight(q, k, G, BK)
+
+    square = place * BT * BT + i * BT + j
+    tl.store(P_ptr + square, tl.where(i >= j, P, 0.0))
+    row_in, column_in = tl.arange(0, BT) < length, j < length
+    b = b_ptr + start * stride_b + head
+    beta_j = tl.sigmoid(tl.load(b + j * stride_b, mask=column_in, other=0.0).to(tl.float32))
+    A = tl.where((i > j) & column_in, A * beta_j, 0.0)
+    T = invert_unit_lower(A, SPLIT)
+    beta_i = tl.sigmoid(tl.load(b + i * stride_b, mask=row_in[:, None], other=0.0).to(tl.float32))
+    tl.store(T_ptr + square, T * tl.where(row_in[:, None], beta_i, 0.0))
+
+
+def chunk_factors(p: KdaPrefill) -> ChunkFactors:
+    """Factors of every chunk of the batch."""
+    heads, _, dk, _ = p.heads
+    chunks, gates = len(p.chunk_indices), p.gates
+    made = ChunkFactors(
+        *(p.qkv.new_empty(chunks, heads, CHUNK, dk) for _ in range(3)),
+        *(p.qkv.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)),
+        torch.empty(chunks, heads, dk, dtype=torch.float32, device=p.qkv.device),
+    )
+    half = p.qkv.dtype == torch.bfloat16
+    _factors_kernel[(heads, chunks)](
+        p.qkv,
+        gates.a,
+        gates.b,
+        gates.A_log,
+        gates.dt_bias,
+        p.query_start_loc,
+        p.chunk_indices,
+        made.queries,
+        made.keys,
+        made.ends,
+        made.T,
+        made.P,
+        made.decays,
+        dk**-0.5,
+        p.qkv.stride(0),
+        gates.a.stride(0),
+        gates.b.stride(0),
+        HEADS=heads,
+        DK=dk,
+        BK=p.block_k,
+        BT=CHUNK,
+        OPERAND=tl.bfloat16 if half else tl.float32,
+        SPLIT=half,
+        num_warps=8,
+    )
+    return made
