@@ -42,8 +42,8 @@ class ChunkFactors:
 
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-#: the least that eight tokens' base-2 log decays may come to for a reference in their middle
-_STRONGEST: tl.constexpr = tl.constexpr(-120.0)
+#: the most that eight tokens' base-2 log decays may come to, positive, for a reference beside them
+_STRONGEST: tl.constexpr = tl.constexpr(120.0)
 #: a base-2 log decay of which nothing is left in fp32
 _NOTHING: tl.constexpr = tl.constexpr(-160.0)
 
@@ -58,29 +58,50 @@ def _base2_softplus(x):
 
 @triton.jit
 def _operand(x, DTYPE: tl.constexpr, BK: tl.constexpr):
-    """`[8, 8, BK]` by place in a block, block and channel as `[64, BK]` by token and channel."""
+    """`[4, 16, BK]` by place in a block, block and channel as `[64, BK]` by token and channel."""
     return tl.reshape(tl.permute(x, (1, 0, 2)), (64, BK)).to(DTYPE)
 
 
 @triton.jit
-def _at_block(x, block, wanted):
-    """Row `wanted` of `x [8, BK]`."""
-    return tl.sum(tl.where(block[:, None] == wanted, x, 0.0), axis=0)
+def _borders(upto, SIZE: tl.constexpr, BK: tl.constexpr):
+    """`[16, BK]`: `upto` in the middle of every `SIZE` blocks, for each of these."""
+    groups = tl.reshape(upto, (16 // SIZE, SIZE, BK))
+    middle = tl.arange(0, SIZE)[None, :, None] == SIZE // 2 - 1
+    border = tl.sum(tl.where(middle, groups, 0.0), axis=1)
+    return tl.reshape(tl.broadcast_to(border[:, None, :], (16 // SIZE, SIZE, BK)), (16, BK))
 
 
 @triton.jit
-def _products_within_eight(rows, k, G, BK: tl.constexpr):
+def _joined(q, k, forward, backward, before, upto, SIZE: tl.constexpr, OPERAND: tl.constexpr,
+            BK: tl.constexpr):  # fmt: skip
+    """Products of tokens in the second half of `SIZE` blocks with those of the first, `[64, 64]` of
+    keys and of queries; what is elsewhere in them is wrong."""
+    late = (tl.arange(0, 16) % SIZE >= SIZE // 2)[:, None]
+    if SIZE == 2:
+        factor = tl.where(late[None, :, :], forward, backward)
+    else:
+        border = _borders(upto, SIZE, BK)
+        shift = tl.exp2(tl.where(late, before - border, border - upto))
+        factor = tl.where(late[None, :, :], forward, backward) * shift[None, :, :]
+    keys = _operand(k * factor, OPERAND, BK)
+    A = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
+    queries = _operand(q * factor, OPERAND, BK)
+    return A, tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
+
+
+@triton.jit
+def _pairs(rows, k, G):
     """`sum_c rows_ic k_jc exp2(G_ic - G_jc)` of every two tokens of a block, `i >= j`, as
     `[64, 64]`, pair by pair."""
-    place = tl.arange(0, 8)[:, None, None]
-    found = tl.zeros((8, 8, 8), tl.float32)
-    for j in tl.static_range(8):
+    place = tl.arange(0, 4)[:, None, None]
+    found = tl.zeros((4, 16, 4), tl.float32)
+    for j in tl.range(4):
         k_j = tl.sum(tl.where(place == j, k, 0.0), axis=0)[None, :, :]
         G_j = tl.sum(tl.where(place == j, G, 0.0), axis=0)[None, :, :]
         terms = rows * k_j * tl.exp2(tl.minimum(G - G_j, 0.0))
-        column = tl.arange(0, 8)[None, None, :]
+        column = tl.arange(0, 4)[None, None, :]
         found += tl.where(column == j, tl.sum(terms, axis=2)[:, :, None], 0.0)
-    b = tl.arange(0, 8)
+    b = tl.arange(0, 16)
     same = (b[:, None] == b[None, :])[:, None, :, None]
     found = tl.permute(found, (1, 0, 2))[:, :, None, :]
     return tl.reshape(tl.where(same, found, 0.0), (64, 64))
@@ -112,20 +133,17 @@ def _factors_kernel(
     OPERAND: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Grid (heads, chunks). Tokens are `[place in block, block]`, eight by eight: a thread has all
+    """Grid (heads, chunks). Tokens are `[place in block, block]`, four by sixteen: a thread has all
     places of its blocks, so that sums within a block stay within it."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start, length = chunk_bounds(chunk_ptr, starts_ptr, chunk, BT)
-    block = tl.arange(0, 8)
-    t = tl.arange(0, 8)[:, None, None] + 8 * block[None, :, None]
+    t = tl.arange(0, 4)[:, None, None] + 4 * tl.arange(0, 16)[None, :, None]
     dk = tl.arange(0, BK)
-    valid = t < length
-    inside = valid & (dk < DK)[None, None, :]
-    a = tl.load(
-        a_ptr + start * stride_a + t * stride_a + head * DK + dk[None, None, :],
-        mask=inside, other=0.0,
-    )  # fmt: skip
-    row = qkv_ptr + start * stride_qkv + t * stride_qkv + head * DK + dk[None, None, :]
+    in_k = (dk < DK)[None, None, :]
+    inside = (t < length) & in_k
+    channel = head * DK + dk[None, None, :]
+    a = tl.load(a_ptr + start * stride_a + t * stride_a + channel, mask=inside, other=0.0)
+    row = qkv_ptr + start * stride_qkv + t * stride_qkv + channel
     k = tl.load(row + HEADS * DK, mask=inside, other=0.0).to(tl.float32)
     q = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     A_log = tl.load(A_log_ptr + head).to(tl.float32)
@@ -135,67 +153,49 @@ def _factors_kernel(
     k *= tl.rsqrt(tl.sum(k * k, axis=2) + 1e-6)[:, :, None]
     q *= tl.rsqrt(tl.sum(q * q, axis=2) + 1e-6)[:, :, None] * scale
 
-    # Base-2 logarithms. G: within a block; forward from its start, backward from its end.
+    # Base-2 logarithms. Within a block: forward from its start, backward from its end.
     G = tl.cumsum(g, axis=0)
     sums = tl.sum(g, axis=0)
     upto = tl.cumsum(sums, axis=0)
     before = upto - sums
+    whole = tl.sum(sums, axis=0)
     forward = tl.exp2(G)
     backward = tl.exp2(tl.minimum(sums[None, :, :] - G, 0.0))
-    whole = _at_block(upto, block, 7)
     place = chunk * HEADS + head
     tl.store(decays_ptr + place * DK + dk, tl.exp2(whole), mask=dk < DK)
     tile = place * BT * DK + t * DK + dk[None, None, :]
-    in_tile = (dk < DK)[None, None, :] & (t < BT)
     from_start = forward * tl.exp2(before)[None, :, :]
-    tl.store(keys_ptr + tile, k * from_start, mask=in_tile)
-    tl.store(queries_ptr + tile, q * from_start, mask=in_tile)
-    to_end = backward * tl.exp2(whole[None, :] - upto)[None, :, :]
-    tl.store(ends_ptr + tile, k * to_end, mask=in_tile)
+    tl.store(keys_ptr + tile, k * from_start, mask=in_k & (t < BT))
+    tl.store(queries_ptr + tile, q * from_start, mask=in_k & (t < BT))
+    to_end = backward * tl.exp2(tl.minimum(whole[None, :] - upto, 0.0))[None, :, :]
+    tl.store(ends_ptr + tile, k * to_end, mask=in_k & (t < BT))
 
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    # Between the halves of the chunk, then between the quarters of each half.
-    border = _at_block(upto, block, 3)[None, :]
-    late = (block >= 4)[:, None]
-    shift = tl.exp2(tl.where(late, before - border, border - upto))
-    factor = tl.where(late[None, :, :], forward, backward) * shift[None, :, :]
-    k_part = _operand(k * factor, OPERAND, BK)
-    across = (i >= 32) & (j < 32)
-    A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), 0.0)
-    q_part = _operand(q * factor, OPERAND, BK)
-    P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), 0.0)
-
-    first, second = _at_block(upto, block, 1)[None, :], _at_block(upto, block, 5)[None, :]
-    border = tl.where((block < 4)[:, None], first, second)
-    late = (block % 4 >= 2)[:, None]
-    shift = tl.exp2(tl.where(late, before - border, border - upto))
-    factor = tl.where(late[None, :, :], forward, backward) * shift[None, :, :]
-    k_part = _operand(k * factor, OPERAND, BK)
-    across = (i // 32 == j // 32) & (i % 32 >= 16) & (j % 32 < 16)
-    A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), A)
-    q_part = _operand(q * factor, OPERAND, BK)
-    P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
-
-    odd = (block % 2 == 1)[:, None]
-    if tl.min(tl.min(sums, axis=1), axis=0) >= _STRONGEST:
-        inverse = tl.exp2(-sums)
-        factor = backward * tl.where(odd, inverse, 1.0)[None, :, :]
-        k_part = _operand(k * factor, OPERAND, BK)
-        factor = forward * tl.where(odd, 1.0, inverse)[None, :, :]
+    A, P = _joined(q, k, forward, backward, before, upto, 16, OPERAND, BK)
+    nearer_A, nearer_P = _joined(q, k, forward, backward, before, upto, 8, OPERAND, BK)
+    A = tl.where(i // 32 == j // 32, nearer_A, A)
+    P = tl.where(i // 32 == j // 32, nearer_P, P)
+    middle = _borders(upto, 4, BK)
+    after = before - middle
+    within = i // 16 == j // 16
+    if tl.max(tl.max(tl.maximum(after, middle - upto), axis=1), axis=0) <= _STRONGEST:
+        keys = _operand(k * (backward * tl.exp2(middle - upto)[None, :, :]), OPERAND, BK)
+        factor = forward * tl.exp2(after)[None, :, :]
         rows = _operand(k * factor, OPERAND, BK)
-        within = i // 16 == j // 16
-        A = tl.where(within, tl.dot(rows, tl.trans(k_part), input_precision="tf32x3"), A)
-        q_part = _operand(q * factor, OPERAND, BK)
-        P = tl.where(within, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
+        A = tl.where(within, tl.dot(rows, tl.trans(keys), input_precision="tf32x3"), A)
+        rows = _operand(q * factor, OPERAND, BK)
+        P = tl.where(within, tl.dot(rows, tl.trans(keys), input_precision="tf32x3"), P)
     else:
-        factor = tl.where(odd[None, :, :], forward, backward)
-        k_part = _operand(k * factor, OPERAND, BK)
-        across = (i // 16 == j // 16) & (i % 16 >= 8) & (j % 16 < 8)
-        A = tl.where(across, tl.dot(k_part, tl.trans(k_part), input_precision="tf32x3"), A)
-        A += _products_within_eight(k, k, G, BK)
-        q_part = _operand(q * factor, OPERAND, BK)
-        P = tl.where(across, tl.dot(q_part, tl.trans(k_part), input_precision="tf32x3"), P)
-        P += _products_within_eight(q, k, G, BK)
+        nearer_A, nearer_P = _joined(q, k, forward, backward, before, upto, 4, OPERAND, BK)
+        A = tl.where(within, nearer_A, A)
+        P = tl.where(within, nearer_P, P)
+        nearer_A, nearer_P = _joined(q, k, forward, backward, before, upto, 2, OPERAND, BK)
+        within = i // 8 == j // 8
+        A = tl.where(within, nearer_A, A)
+        P = tl.where(within, nearer_P, P)
+        within = i // 4 == j // 4
+        A = tl.where(within, _pairs(k, k, G), A)
+        P = tl.where(within, _pairs(q, k, G), P)
 
     square = place * BT * BT + i * BT + j
     tl.store(P_ptr + square, tl.where(i >= j, P, 0.0))

@@ -1,207 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Decodes of Kimi delta attention: convolution, gates and recurrence of a head in one program.
+"""The recurrent steps of a few decode tokens per sequence of Kimi delta attention.
 
-A head has q, k and v channels of its own, so nothing is computed twice. With a `Journal` a program
-replays the tokens that are not committed, operation by operation as the steps that brought them.
+Memory-bound: a program reads some rows of one state once. With a `Journal` it writes them only in
+steps that commit: it replays the tokens that are not committed, operation by operation as the steps
+that brought them.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode import launch_for
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import overlaps_launches
+from vllm.model_executor.layers.fla.ops.kda.decode_inputs import decode_inputs
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode
-from vllm.model_executor.layers.fla.ops.kda.recurrent import recurrent_step
-from vllm.utils.math_utils import next_power_of_2
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 
 @triton.jit
-def _raw_input(x, past, kept, token, taken, inside, stride_x, CHANNELS: tl.constexpr,
-               PAST: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
-    """The raw input of `token` of this step; before its first come the accepted drafts of the last
-    step, and before these the convolution's state."""
-    value = tl.load(x + token * stride_x, mask=inside & (token >= 0), other=0.0).to(tl.float32)
-    before = PAST + taken + token
-    in_past = (token < 0) & (before < PAST)
-    value += tl.load(past + before * CHANNELS, mask=inside & in_past, other=0.0).to(tl.float32)
-    if KEPT > 0:
-        in_kept = (token < 0) & (before >= PAST)
-        draft = kept + (before - PAST) * CHANNELS
-        value += tl.load(draft, mask=inside & in_kept, other=0.0).to(tl.float32)
-    return value
-
-
-@triton.jit
-def _convolved(x, past, kept, w_ptr, c, token, taken, inside, stride_x, CHANNELS: tl.constexpr,
-               PAST: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
-    """SiLU of the convolution of channels `c` at `token`, rounded to the activations' dtype."""
-    y = tl.zeros(c.shape, tl.float32)
-    for i in tl.static_range(PAST + 1):
-        raw = _raw_input(x + c, past + c, kept + c if KEPT > 0 else None, token + i - PAST, taken,
-                         inside, stride_x, CHANNELS, PAST, KEPT)  # fmt: skip
-        y += raw * tl.load(w_ptr + c * (PAST + 1) + i, mask=inside, other=0.0).to(tl.float32)
-    return (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _keep_inputs(x, past, kept, c, taken, inside, stride_x, CHANNELS: tl.constexpr,
-                 PAST: tl.constexpr, KEPT: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """The state takes in the accepted drafts of the last step and the first token; the inputs of
-    the other tokens are kept. A channel may be in several threads: all have read its values before
-    one writes them."""
-    for i in tl.static_range(PAST):
-        value = _raw_input(x + c, past + c, kept + c if KEPT > 0 else None, i + 1 - PAST, taken,
-                           inside, stride_x, CHANNELS, PAST, KEPT)  # fmt: skip
-        tl.debug_barrier()
-        tl.store(past + i * CHANNELS + c, value, mask=inside)
-    if KEPT > 0:
-        tl.debug_barrier()
-        for t in tl.static_range(1, TOKENS):
-            draft = tl.load(x + t * stride_x + c, mask=inside, other=0.0)
-            tl.store(kept + (t - 1) * CHANNELS + c, draft, mask=inside)
+def _contract(S, x):
+    """`[rows, R, chunks, columns] * [chunks, columns]` summed over both -> `[rows, R]`."""
+    return tl.sum(tl.sum(S * x[None, None, :, :], axis=2), axis=2)
 
 
 @triton.jit
 def _decode_kernel(
-    qkv_ptr,
-    a_ptr,
-    b_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
-    w_ptr,
-    conv_ptr,
+    vectors_ptr,
+    betas_ptr,
     state_ptr,
     index_ptr,
     steps_ptr,
-    taken_ptr,
     keys_ptr,
     errors_ptr,
     decays_ptr,
-    inputs_ptr,
     out_ptr,
-    scale,
-    stride_qkv,
-    stride_a,
-    stride_b,
-    stride_conv,
     stride_state,
     stride_out,
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    PAST: tl.constexpr,
+    PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
     JOURNAL: tl.constexpr,
-    PLACES: tl.constexpr,
-    KEPT: tl.constexpr,
     ROUND: tl.constexpr,
+    PDL: tl.constexpr,
     BK: tl.constexpr,
+    BW: tl.constexpr,
     BV: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Grid (heads, sequences)."""
+    """Grid (heads, sequences, dv tiles). A tile of a state is `[BV / BR, BR, BK / BW, BW]`: the
+    middle dimensions lie within a thread, so that a warp holds whole rows of few columns, and sums
+    over dk are short."""
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    CHANNELS: tl.constexpr = HEADS * (2 * DK + DV)
+    BC: tl.constexpr = BK // BW
     index = tl.load(index_ptr + seq).to(tl.int64)
     if index < 0:
+        if PDL:
+            cuda.gdc_wait()
         return
-    dk, dv = tl.arange(0, BK), tl.arange(0, BV)
+    dk = tl.arange(0, BC)[:, None] * BW + tl.arange(0, BW)[None, :]
+    dv = tl.arange(0, BV // BR)[:, None] * BR + tl.arange(0, BR)[None, :]
+    dv += tl.program_id(2) * BV
     in_k, in_v = dk < DK, dv < DV
-    inside = in_v[:, None] & in_k[None, :]
-    stored = state_ptr + index * stride_state + head * DV * DK + dv[:, None] * DK + dk[None, :]
-    S = tl.load(stored, mask=inside, other=0.0).to(tl.float32)
-    commit, taken = 1, 0
+    stored = state_ptr + index * stride_state + head * DV * DK
+    stored += dv[:, :, None, None] * DK + dk[None, None, :, :]
+    inside = in_v[:, :, None, None] & in_k[None, None, :, :]
+    S = tl.load(stored, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if JOURNAL:
-        row = tl.load(steps_ptr + seq * 4).to(tl.int64)
+        row = tl.load(steps_ptr + seq * 4).to(tl.int64) * PLACES
         pending = tl.load(steps_ptr + seq * 4 + 1)
         commit = tl.load(steps_ptr + seq * 4 + 2)
-        first = tl.load(steps_ptr + seq * 4 + 3)
-        keys = keys_ptr + (row * PLACES * HEADS + head) * DK + dk
-        decays = decays_ptr + (row * PLACES * HEADS + head) * DK + dk
-        errors = errors_ptr + (row * PLACES * HEADS + head) * DV + dv
-        for i in range(pending):
-            at = (first + i) % PLACES
-            k = tl.load(keys + at * (HEADS * DK), mask=in_k, other=0.0)
-            decay = tl.load(decays + at * (HEADS * DK), mask=in_k, other=0.0)
-            error = tl.load(errors + at * (HEADS * DV), mask=in_v, other=0.0)
-            S = tl.fma(error[:, None], k[None, :], S * decay[None, :])
+        place = tl.load(steps_ptr + seq * 4 + 3)
+        keys = keys_ptr + (row * HEADS + head) * DK
+        decays = decays_ptr + (row * HEADS + head) * DK
+        errors = errors_ptr + (row * HEADS + head) * DV
+        for i in tl.range(pending, num_stages=STAGES):
+            at = (place + i) % PLACES
+            k_i = tl.load(keys + at * (HEADS * DK) + dk, mask=in_k, other=0.0)
+            decay_i = tl.load(decays + at * (HEADS * DK) + dk, mask=in_k, other=0.0)
+            d_i = tl.load(errors + at * (HEADS * DV) + dv, mask=in_v, other=0.0)
+            S = tl.fma(d_i[:, :, None, None], k_i[None, None, :, :], S * decay_i[None, None, :, :])
             if ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
-    kept = inputs_ptr
-    if KEPT > 0:
-        taken = tl.load(taken_ptr + row)
-        kept = inputs_ptr + row * (KEPT * CHANNELS)
-    x = qkv_ptr + seq * TOKENS * stride_qkv
-    past = conv_ptr + index * stride_conv
-    qc, kc = head * DK + dk, (HEADS + head) * DK + dk
-    vc = 2 * HEADS * DK + head * DV + dv
-    for t in range(TOKENS):
+    if PDL:
+        cuda.gdc_wait()
+    for t in tl.static_range(TOKENS):
         token = seq * TOKENS + t
-        q = _convolved(x, past, kept, w_ptr, qc, t, taken, in_k, stride_qkv, CHANNELS, PAST, KEPT)
-        k = _convolved(x, past, kept, w_ptr, kc, t, taken, in_k, stride_qkv, CHANNELS, PAST, KEPT)
-        v = _convolved(x, past, kept, w_ptr, vc, t, taken, in_v, stride_qkv, CHANNELS, PAST, KEPT)
-        a = tl.load(a_ptr + token * stride_a + head * DK + dk, mask=in_k, other=0.0)
-        b = tl.load(b_ptr + token * stride_b + head)
-        S, o, k, error, decay = recurrent_step(
-            S, q, k, v, a, b, A_log_ptr, dt_bias_ptr, head, dk, in_k, scale, DK
-        )
+        vectors = vectors_ptr + (token * HEADS + head) * (4 * BM)
+        q = tl.load(vectors + dk, mask=in_k, other=0.0)
+        k = tl.load(vectors + BM + dk, mask=in_k, other=0.0)
+        v = tl.load(vectors + 2 * BM + dv, mask=in_v, other=0.0)
+        decay = tl.load(vectors + 3 * BM + dk, mask=in_k, other=0.0)
+        beta = tl.load(betas_ptr + token * HEADS + head)
+        kq = tl.sum(tl.sum(k * q, axis=0), axis=0)
+        S = S * decay[None, None, :, :]
+        error = beta * (v - _contract(S, k))
+        o = _contract(S, q) + kq * error
         tl.store(out_ptr + token * stride_out + head * DV + dv, o, mask=in_v)
-        if (t == 0) & (commit != 0):
-            tl.store(stored, S, mask=inside)
+        if JOURNAL:
+            if (t == 0) & (commit != 0):
+                written = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
+                tl.store(stored, written, mask=inside, eviction_policy="evict_first")
+            else:
+                at = (place + pending + t - commit) % PLACES
+                tl.store(errors + at * (HEADS * DV) + dv, error, mask=in_v)
+            if t + 1 < TOKENS:
+                S = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
+                if ROUND:
+                    S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
         else:
-            if JOURNAL:
-                at = (first + pending + t - commit) % PLACES
-                tl.store(keys + at * (HEADS * DK), k, mask=in_k)
-                tl.store(decays + at * (HEADS * DK), decay, mask=in_k)
-                tl.store(errors + at * (HEADS * DV), error, mask=in_v)
-        if ROUND:
-            S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
-    tl.debug_barrier()
-    _keep_inputs(x, past, kept, qc, taken, in_k, stride_qkv, CHANNELS, PAST, KEPT, TOKENS)
-    _keep_inputs(x, past, kept, kc, taken, in_k, stride_qkv, CHANNELS, PAST, KEPT, TOKENS)
-    _keep_inputs(x, past, kept, vc, taken, in_v, stride_qkv, CHANNELS, PAST, KEPT, TOKENS)
+            S = tl.fma(error[:, :, None, None], k[None, None, :, :], S)
+            tl.store(stored, S, mask=inside, eviction_policy="evict_first")
 
 
-def run_decode(problem: KdaDecode) -> None:
-    """See `naive.kda_decode`."""
-    heads, _, dk, dv = problem.heads
-    seqs, gates, journal = len(problem.state_indices), problem.gates, problem.journal
+def run_decode(p: KdaDecode) -> None:
+    """See `naive.kda_decode`. The second of two launches reads states and journal during the
+    first."""
+    heads, _, dk, dv = p.heads
+    seqs, journal = len(p.state_indices), p.journal
     if seqs == 0:
         return
-    block_k, block_v = next_power_of_2(dk), next_power_of_2(dv)
-    _decode_kernel[(heads, seqs)](
-        problem.qkv,
-        gates.a,
-        gates.b,
-        gates.A_log,
-        gates.dt_bias,
-        problem.conv_weight,
-        problem.conv_state,
-        problem.state,
-        problem.state_indices,
+    overlaps = overlaps_launches(p.qkv.device)
+    inputs = decode_inputs(p, overlaps)
+    launch = launch_for(seqs, dk, dv)
+    block_k, block_v = next_power_of_2(dk), min(launch.rows, next_power_of_2(dv))
+    _decode_kernel[(heads, seqs, cdiv(dv, block_v))](
+        inputs.vectors,
+        inputs.betas,
+        p.state,
+        p.state_indices,
         None if journal is None else journal.steps,
-        None if journal is None else journal.taken,
         None if journal is None else journal.keys,
         None if journal is None else journal.errors,
         None if journal is None else journal.decays,
-        None if journal is None else journal.inputs,
-        problem.out,
-        dk**-0.5,
-        problem.qkv.stride(0),
-        gates.a.stride(0),
-        gates.b.stride(0),
-        problem.conv_state.stride(0),
-        problem.state.stride(0),
-        problem.out.stride(0),
+        p.out,
+        p.state.stride(0),
+        p.out.stride(0),
         HEADS=heads,
         DK=dk,
         DV=dv,
-        PAST=problem.conv_weight.shape[1] - 1,
-        TOKENS=problem.width,
-        JOURNAL=journal is not None,
         PLACES=1 if journal is None else journal.places,
-        KEPT=0 if journal is None else journal.width - 1,
-        ROUND=problem.state.dtype != torch.float32,
+        TOKENS=p.width,
+        JOURNAL=journal is not None,
+        ROUND=p.state.dtype != torch.float32,
+        PDL=overlaps,
         BK=block_k,
+        BW=min(launch.columns, block_k),
         BV=block_v,
-        num_warps=min(16, max(1, block_k * block_v // 1024)),
+        BM=inputs.vectors.shape[-1],
+        BR=min(launch.inner, block_v),
+        STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+        maxnreg=launch.max_registers,
+        launch_pdl=overlaps,
     )
