@@ -68,7 +68,7 @@ class Kernels(Registry):
     gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))
     gdn_decode = Op(gdn.gdn_decode, cuda=("hopper", "triton"))
     gdn_commit = Op(gdn.gdn_commit)
-    kda_prefill = Op(kda.kda_prefill)
+    kda_prefill = Op(kda.kda_prefill, cuda=("hopper", "triton"))
     kda_decode = Op(kda.kda_decode)
     kda_commit = Op(kda.kda_commit)
 

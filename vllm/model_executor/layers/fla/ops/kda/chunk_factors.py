@@ -31,7 +31,7 @@ from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 class ChunkFactors:
     """`queries, keys, ends [chunks, heads, 64, dk]`: `q exp(G)`, `k exp(G)` and `k exp(G_C - G)`;
     `T, P [chunks, heads, 64, 64]`; all in the activation dtype and zero past a sequence's end.
-    `decays [chunks, heads, dk]` fp32: `exp(G_C)`."""
+    `decays [chunks, heads, 1, dk]` fp32: `exp(G_C)`."""
 
     queries: Tensor
     keys: Tensor
@@ -208,15 +208,21 @@ def _factors_kernel(
     tl.store(T_ptr + square, T * tl.where(row_in[:, None], beta_i, 0.0))
 
 
+def empty_factors(p: KdaPrefill) -> ChunkFactors:
+    """Memory for the factors of every chunk of the batch."""
+    heads, _, dk, _ = p.heads
+    chunks = len(p.chunk_indices)
+    return ChunkFactors(
+        *(p.qkv.new_empty(chunks, heads, CHUNK, dk) for _ in range(3)),
+        *(p.qkv.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)),
+        torch.empty(chunks, heads, 1, dk, dtype=torch.float32, device=p.qkv.device),
+    )
+
+
 def chunk_factors(p: KdaPrefill) -> ChunkFactors:
     """Factors of every chunk of the batch."""
     heads, _, dk, _ = p.heads
-    chunks, gates = len(p.chunk_indices), p.gates
-    made = ChunkFactors(
-        *(p.qkv.new_empty(chunks, heads, CHUNK, dk) for _ in range(3)),
-        *(p.qkv.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)),
-        torch.empty(chunks, heads, dk, dtype=torch.float32, device=p.qkv.device),
-    )
+    chunks, gates, made = len(p.chunk_indices), p.gates, empty_factors(p)
     half = p.qkv.dtype == torch.bfloat16
     _factors_kernel[(heads, chunks)](
         p.qkv,
