@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operands of a chunk's products in Kimi delta attention, which has a decay per key channel.
 //
-// A warp makes those of 16 tokens, four channels per lane, all tokens of a channel in one thread.
+// A pair of warps makes those of 16 tokens, two channels per lane, all tokens of a channel in one
+// thread.
 // exp(G_i - G_j) is shared out between both operands at a reference between the two tokens, so that
 // neither factor exceeds one: for tokens of different sixteens the start of the later one.
 #pragma once
@@ -14,10 +15,11 @@ namespace vllm_cuda {
 
 namespace kda_factors {
 
-using chunk_factors::CHUNK, chunk_factors::DIM, chunk_factors::THREADS;
+using chunk_factors::CHUNK, chunk_factors::DIM;
 
 constexpr int SIXTEEN = 16, SIXTEENS = CHUNK / SIXTEEN;
 constexpr int SIXTEEN_BYTES = SIXTEEN * 2 * DIM;
+constexpr int THREADS = 2 * 32 * SIXTEENS;
 // What tokens may decay by on either side of the reference in the middle of sixteen (base 2).
 constexpr float STRONGEST = -100.f;
 
@@ -30,6 +32,16 @@ struct Shared {
   alignas(128) char own[SIXTEENS][SIXTEEN_BYTES];
   float totals[SIXTEENS][DIM];  // base-2 log decays of sixteen tokens
 };
+
+// A warp's sixteen tokens and half: of the channels; of the products, those of keys or of queries.
+struct Role {
+  const int sixteen = threadIdx.x / 64, half = threadIdx.x / 32 % 2, lane = threadIdx.x % 32;
+  __device__ int channel() const { return DIM / 2 * half + 2 * lane; }
+};
+// Of the two warps of a sixteen.
+__device__ inline void pair_sync() {
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
+}
 
 struct Work {
   int64_t start, place;  // first token; chunk * heads + head
@@ -44,62 +56,69 @@ __device__ inline Work find_work(const KdaFactorsArgs& args) {
           static_cast<int>(blockIdx.x)};
 }
 
-struct Four {
-  float v[4];
-  __device__ Four operator*(const Four& by) const {
-    return {{v[0] * by.v[0], v[1] * by.v[1], v[2] * by.v[2], v[3] * by.v[3]}};
-  }
-  __device__ Four operator*(float by) const {
-    return {{v[0] * by, v[1] * by, v[2] * by, v[3] * by}};
-  }
-  __device__ Four operator+(const Four& by) const {
-    return {{v[0] + by.v[0], v[1] + by.v[1], v[2] + by.v[2], v[3] + by.v[3]}};
-  }
-  __device__ Four operator-(const Four& by) const {
-    return {{v[0] - by.v[0], v[1] - by.v[1], v[2] - by.v[2], v[3] - by.v[3]}};
-  }
-  __device__ float sum() const { return (v[0] + v[1]) + (v[2] + v[3]); }
-  __device__ float least() const { return fminf(fminf(v[0], v[1]), fminf(v[2], v[3])); }
+// A lane's channels of a token.
+struct Two {
+  float x, y;
+  __device__ Two operator*(const Two& by) const { return {x * by.x, y * by.y}; }
+  __device__ Two operator*(float by) const { return {x * by, y * by}; }
+  __device__ Two operator+(const Two& by) const { return {x + by.x, y + by.y}; }
+  __device__ Two operator-(const Two& by) const { return {x - by.x, y - by.y}; }
+  __device__ float sum() const { return x + y; }
 };
 
-__device__ inline Four widen(uint2 x) {
-  return {{low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y)}};
+__device__ inline Two widen(uint32_t x) { return {low_half(x), high_half(x)}; }
+__device__ inline Two exp2_of(const Two& x) { return {exp2_fast(x.x), exp2_fast(x.y)}; }
+__device__ inline Two load_two(const float* at) {
+  const float2 x = *reinterpret_cast<const float2*>(at);
+  return {x.x, x.y};
 }
-__device__ inline uint2 narrow(const Four& x) {
-  return {pack(x.v[0], x.v[1]), pack(x.v[2], x.v[3])};
-}
-__device__ inline Four exp2_of(const Four& x) {
-  return {{exp2_fast(x.v[0]), exp2_fast(x.v[1]), exp2_fast(x.v[2]), exp2_fast(x.v[3])}};
-}
-__device__ inline Four load_four(const float* at) {
-  const float4 x = *reinterpret_cast<const float4*>(at);
-  return {{x.x, x.y, x.z, x.w}};
+__device__ inline void store_two(float* at, const Two& x) {
+  *reinterpret_cast<float2*>(at) = make_float2(x.x, x.y);
 }
 
-// A lane's four channels of the warp's tokens; zero past the sequence's end.
-__device__ inline void load_tokens(uint2 (&x)[SIXTEEN], const void* from, int64_t stride,
-                                   const Work& work) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto* row = static_cast<const __nv_bfloat16*>(from) +
-                    (work.start + SIXTEEN * warp) * stride + work.head * DIM + 4 * lane;
+// A lane's channels of its sixteen tokens; zero past the sequence's end.
+__device__ inline void load_tokens(uint32_t (&x)[SIXTEEN], const void* from, int64_t stride,
+                                   const Work& work, const Role& role) {
+  const int first = SIXTEEN * role.sixteen;
+  const auto* row = static_cast<const __nv_bfloat16*>(from) + (work.start + first) * stride +
+                    work.head * DIM + role.channel();
 #pragma unroll
   for (int t = 0; t < SIXTEEN; ++t, row += stride) {
-    x[t] = SIXTEEN * warp + t < work.length ? __ldg(reinterpret_cast<const uint2*>(row)) : uint2{};
+    x[t] = first + t < work.length ? __ldg(reinterpret_cast<const uint32_t*>(row)) : 0;
   }
 }
 
-// Sums of 32 values over the lanes, value i to lane i.
-__device__ inline float sum_to_lanes(float (&x)[32]) {
+// Sums of 2 N values over the lanes, value i to the lanes with i in their last bits.
+template <int N>
+__device__ inline float sum_to_lanes(const float (&x)[2 * N]) {
+  const bool upper = threadIdx.x & N;
+  float sums[N];
 #pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-    const bool upper = threadIdx.x & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float sent = upper ? x[i] : x[i + half];
-      x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(~0u, sent, half);
-    }
+  for (int i = 0; i < N; ++i) {
+    const float low = x[i], high = x[i + N];
+    sums[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, N);
   }
-  return x[0];
+  if constexpr (N > 1) {
+    return sum_to_lanes<N / 2>(sums);
+  } else {
+    return sums[0];
+  }
+}
+__device__ inline float sum_of_squares(const uint32_t (&x)[SIXTEEN]) {
+  float squares[SIXTEEN];
+#pragma unroll
+  for (int t = 0; t < SIXTEEN; ++t) {
+    const Two value = widen(x[t]);
+    squares[t] = (value * value).sum();
+  }
+  const float sum = sum_to_lanes<SIXTEEN / 2>(squares);
+  return sum + __shfl_xor_sync(~0u, sum, SIXTEEN);
+}
+
+__device__ inline float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // log2(1 + exp(x)), with relative accuracy where it is tiny: slow decays live there.
@@ -107,64 +126,63 @@ __device__ inline float softplus2(float x) {
   constexpr float LOG2_E = 1.4426950408889634f;
   const float e = exp2_fast(-LOG2_E * fabsf(x));
   const float series = LOG2_E * e * (1.f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
-  return fmaf(LOG2_E, fmaxf(x, 0.f), e < 0.03125f ? series : __log2f(1.f + e));
+  return fmaf(LOG2_E, fmaxf(x, 0.f), e < 0.03125f ? series : log2_fast(1.f + e));
 }
 
-// Where a lane's four channels of a token lie among rows of 256 swizzled bytes.
-__device__ inline char* channels_of(char* rows, int token) {
-  const int lane = threadIdx.x % 32;
-  return rows + token * 256 + ((lane / 2 ^ token % 8) << 4) + lane % 2 * 8;
-}
-__device__ inline void put(char* rows, int token, const Four& x) {
-  *reinterpret_cast<uint2*>(channels_of(rows, token)) = narrow(x);
+// Writes a lane's channels of a token to rows of 256 swizzled bytes.
+__device__ inline void put(char* rows, int token, const Role& role, const Two& x) {
+  const int unit = (8 * role.half + role.lane / 4) ^ token % 8;
+  *reinterpret_cast<uint32_t*>(rows + token * 256 + (unit << 4) + role.lane % 4 * 4) =
+      pack(x.x, x.y);
 }
 
-// The warp's tokens.
+// A lane's channels of its sixteen tokens.
 struct Tokens {
-  uint2 k[SIXTEEN], q[SIXTEEN];
-  Four G[SIXTEEN];  // running sums of the base-2 log decays
-  float scales;     // of k in lanes 0 to 15, of q in 16 to 31
+  uint32_t k[SIXTEEN], q[SIXTEEN];
+  Two G[SIXTEEN];  // running sums of the base-2 log decays
+  float scales;    // of k in lanes 0 to 15, of q in 16 to 31
 
-  __device__ void load(const KdaFactorsArgs& args, const Work& work) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint2 a[SIXTEEN];
-    load_tokens(a, args.a, args.a_stride, work);
-    load_tokens(k, args.k, args.k_stride, work);
-    load_tokens(q, args.q, args.q_stride, work);
+  // Both warps of the sixteen meet here.
+  __device__ void load(const KdaFactorsArgs& args, const Work& work, const Role& role, Shared& s) {
+    uint32_t a[SIXTEEN];
+    load_tokens(a, args.a, args.a_stride, work, role);
+    load_tokens(k, args.k, args.k_stride, work, role);
+    load_tokens(q, args.q, args.q_stride, work, role);
     const float rate = -expf(args.A_log[work.head]);
-    const Four bias = load_four(args.dt_bias + work.head * DIM + 4 * lane);
-    Four sum{};
+    const Two bias = load_two(args.dt_bias + work.head * DIM + role.channel());
+    Two sum{};
 #pragma unroll
     for (int t = 0; t < SIXTEEN; ++t) {
-      const Four x = widen(a[t]) + bias;
-      if (SIXTEEN * warp + t < work.length) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum.v[c] += fmaxf(rate * softplus2(x.v[c]), -160.f);
+      const Two x = widen(a[t]) + bias;
+      if (SIXTEEN * role.sixteen + t < work.length) {
+        sum.x += fmaxf(rate * softplus2(x.x), -160.f);
+        sum.y += fmaxf(rate * softplus2(x.y), -160.f);
       }
       G[t] = sum;
     }
-    float squares[32];
-#pragma unroll
-    for (int t = 0; t < SIXTEEN; ++t) {
-      const Four of_k = widen(k[t]), of_q = widen(q[t]);
-      squares[t] = (of_k * of_k).sum();
-      squares[SIXTEEN + t] = (of_q * of_q).sum();
-    }
-    scales = rsqrtf(sum_to_lanes(squares) + 1e-6f) * (lane < SIXTEEN ? 1.f : args.scale);
+    // Of half of each key's channels, then each query's.
+    auto& shared = *reinterpret_cast<float(*)[2][2 * SIXTEEN]>(s.own[role.sixteen]);
+    const float of_k = sum_of_squares(k), of_q = sum_of_squares(q);
+    shared[role.half][role.lane] = role.lane < SIXTEEN ? of_k : of_q;
+    pair_sync();
+    scales = rsqrtf(shared[0][role.lane] + shared[1][role.lane] + 1e-6f) *
+             (role.lane < SIXTEEN ? 1.f : args.scale);
   }
-  __device__ void publish(Shared& s) const {
-    const float(&sum)[4] = G[SIXTEEN - 1].v;
-    *reinterpret_cast<float4*>(&s.totals[threadIdx.x / 32][4 * (threadIdx.x % 32)]) =
-        make_float4(sum[0], sum[1], sum[2], sum[3]);
+  // Whether decays of these tokens need to be taken pair by pair. Both warps meet here.
+  __device__ bool strong(const Role& role) const {
+    const Two middle = G[SIXTEEN / 2 - 1], rest = G[SIXTEEN - 1] - middle;
+    const float least = fminf(fminf(middle.x, middle.y), fminf(rest.x, rest.y));
+    int any;
+    asm volatile(
+        "{\n.reg .pred in, out;\nsetp.ne.b32 in, %1, 0;\n"
+        "barrier.cta.red.or.pred out, %2, 64, in;\nselp.b32 %0, 1, 0, out;\n}"
+        : "=r"(any)
+        : "r"(static_cast<int>(least < STRONGEST)), "r"(1 + role.sixteen)
+        : "memory");
+    return any != 0;
   }
-  // Whether decays of the warp's tokens need to be taken pair by pair.
-  __device__ bool strong() const {
-    const Four middle = G[SIXTEEN / 2 - 1];
-    const float least = fminf(middle.least(), (G[SIXTEEN - 1] - middle).least());
-    return __any_sync(~0u, least < STRONGEST);
-  }
-  __device__ Four key(int t) const { return widen(k[t]) * __shfl_sync(~0u, scales, t); }
-  __device__ Four query(int t) const {
+  __device__ Two key(int t) const { return widen(k[t]) * __shfl_sync(~0u, scales, t); }
+  __device__ Two query(int t) const {
     return widen(q[t]) * __shfl_sync(~0u, scales, SIXTEEN + t);
   }
 };
@@ -177,63 +195,61 @@ __device__ inline void publish_beta(const KdaFactorsArgs& args, const Work& work
   s.base.beta[0][t] = t < work.length ? __fdividef(1.f, 1.f + __expf(-x)) : 0.f;
 }
 
-// A lane's four channels of a token of the results.
-__device__ inline void write_token(void* to, const Work& work, int token, const Four& x) {
-  auto* row = static_cast<__nv_bfloat16*>(to) + (work.place * CHUNK + token) * DIM;
-  *reinterpret_cast<uint2*>(row + 4 * (threadIdx.x % 32)) = narrow(x);
+// Operands of the products within sixteen tokens, with their middle as the reference.
+__device__ inline void make_own_operands(const Tokens& tokens, const Role& role, Shared& s) {
+  char* const k_rows = s.base.in.k + role.sixteen * SIXTEEN_BYTES;
+  char* const q_rows = s.base.in.q + role.sixteen * SIXTEEN_BYTES;
+#pragma unroll
+  for (int t = 0; t < SIXTEEN; ++t) {
+    const Two key = tokens.key(t), distance = tokens.G[t] - tokens.G[SIXTEEN / 2 - 1];
+    const Two factor = exp2_of(distance);
+    put(k_rows, t, role, key * factor);
+    put(q_rows, t, role, tokens.query(t) * factor);
+    put(s.own[role.sixteen], t, role, key * exp2_of(distance * -1.f));
+  }
 }
 
 // Operands of the products between sixteens, and what the scan reads.
 __device__ inline void make_operands(const KdaFactorsArgs& args, const Work& work,
-                                     const Tokens& tokens, Shared& s) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Four before{}, after{}, skipped[2] = {};
+                                     const Tokens& tokens, const Role& role, Shared& s) {
+  Two before{}, after{}, skipped[2] = {};
 #pragma unroll
   for (int i = 0; i < SIXTEENS; ++i) {
-    const Four total = load_four(&s.totals[i][4 * lane]);
-    if (i < warp) before = before + total;
-    if (i > warp) after = after + total;
-    if (i == warp + 1) skipped[0] = total;
-    if (i == warp + 2) skipped[1] = skipped[0] + total;
+    const Two total = load_two(&s.totals[i][role.channel()]);
+    if (i < role.sixteen) before = before + total;
+    if (i > role.sixteen) after = after + total;
+    if (i == role.sixteen + 1) skipped[0] = total;
+    if (i == role.sixteen + 2) skipped[1] = skipped[0] + total;
   }
-  if (warp == 0) {
-    const Four whole = exp2_of(tokens.G[SIXTEEN - 1] + after);
-    *reinterpret_cast<float4*>(args.decays + work.place * DIM + 4 * lane) =
-        make_float4(whole.v[0], whole.v[1], whole.v[2], whole.v[3]);
+  if (role.sixteen == 0) {
+    store_two(args.decays + work.place * DIM + role.channel(),
+              exp2_of(tokens.G[SIXTEEN - 1] + after));
   }
   before = exp2_of(before), after = exp2_of(after);
   skipped[0] = exp2_of(skipped[0]), skipped[1] = exp2_of(skipped[1]);
-  char* const k_rows = s.base.in.k + warp * SIXTEEN_BYTES;
-  char* const q_rows = s.base.in.q + warp * SIXTEEN_BYTES;
+  char* const k_rows = s.base.in.k + role.sixteen * SIXTEEN_BYTES;
+  char* const q_rows = s.base.in.q + role.sixteen * SIXTEEN_BYTES;
+  char* const later = s.earlier[0];
+  const auto seen_from = [&](int distance) {
+    return later + chunk_factors::below_index(role.sixteen + distance, role.sixteen) * SIXTEEN_BYTES;
+  };
+  int64_t at = (work.place * CHUNK + SIXTEEN * role.sixteen) * DIM + role.channel();
+  const auto write = [&at](void* to, const Two& x) {
+    *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(to) + at) = pack(x.x, x.y);
+  };
 #pragma unroll
-  for (int t = 0; t < SIXTEEN; ++t) {
-    const int token = SIXTEEN * warp + t;
-    const Four forward = exp2_of(tokens.G[t]), key = tokens.key(t);
-    const Four k = key * forward, q = tokens.query(t) * forward;
-    put(k_rows, t, k);
-    put(q_rows, t, q);
-    write_token(args.keys, work, token, k * before);
-    write_token(args.queries, work, token, q * before);
-    const Four end = key * exp2_of(tokens.G[SIXTEEN - 1] - tokens.G[t]);
-    write_token(args.ends, work, token, end * after);
-    if (warp < 3) put(s.earlier[chunk_factors::below_index(warp + 1, warp)], t, end);
-    if (warp < 2) put(s.earlier[chunk_factors::below_index(warp + 2, warp)], t, end * skipped[0]);
-    if (warp < 1) put(s.earlier[chunk_factors::below_index(warp + 3, warp)], t, end * skipped[1]);
-  }
-}
-
-// Operands of the products within sixteen tokens, with their middle as the reference.
-__device__ inline void make_own_operands(const Tokens& tokens, Shared& s) {
-  const int warp = threadIdx.x / 32;
-  char* const k_rows = s.base.in.k + warp * SIXTEEN_BYTES;
-  char* const q_rows = s.base.in.q + warp * SIXTEEN_BYTES;
-#pragma unroll
-  for (int t = 0; t < SIXTEEN; ++t) {
-    const Four key = tokens.key(t), distance = tokens.G[t] - tokens.G[SIXTEEN / 2 - 1];
-    const Four factor = exp2_of(distance);
-    put(k_rows, t, key * factor);
-    put(q_rows, t, tokens.query(t) * factor);
-    put(s.own[warp], t, key * exp2_of(distance * -1.f));
+  for (int t = 0; t < SIXTEEN; ++t, at += DIM) {
+    const Two forward = exp2_of(tokens.G[t]), key = tokens.key(t);
+    const Two k = key * forward, q = tokens.query(t) * forward;
+    put(k_rows, t, role, k);
+    put(q_rows, t, role, q);
+    write(args.keys, k * before);
+    write(args.queries, q * before);
+    const Two end = key * exp2_of(tokens.G[SIXTEEN - 1] - tokens.G[t]);
+    write(args.ends, end * after);
+    if (role.sixteen < 3) put(seen_from(1), t, role, end);
+    if (role.sixteen < 2) put(seen_from(2), t, role, end * skipped[0]);
+    if (role.sixteen < 1) put(seen_from(3), t, role, end * skipped[1]);
   }
 }
 

@@ -15,6 +15,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode
 from vllm.utils.math_utils import next_power_of_2
 
+_WARPS = 4
+
 
 @triton.jit
 def _raw_input(x, past, kept, token, taken, inside, stride_x, CHANNELS: tl.constexpr,
@@ -30,6 +32,16 @@ def _raw_input(x, past, kept, token, taken, inside, stride_x, CHANNELS: tl.const
         draft = kept + (before - PAST) * CHANNELS
         value += tl.load(draft, mask=inside & in_kept, other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _tap(w_ptr, packed, c, inside, i, TAPS: tl.constexpr, PACKED: tl.constexpr):
+    """Weight `i` of channels `c` as fp32; `packed`: all four of a channel in 64 bits."""
+    if PACKED:
+        bits = (packed >> (16 * i)).to(tl.int16)
+        return bits.to(w_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(w_ptr + c * TAPS + i, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -63,6 +75,7 @@ def _inputs_kernel(
     PLACES: tl.constexpr,
     KEPT: tl.constexpr,
     PDL: tl.constexpr,
+    PACKED: tl.constexpr,
     BM: tl.constexpr,
 ):
     """Grid (heads, sequences); a program holds q, k and v as `[4, BM]`.
@@ -98,13 +111,21 @@ def _inputs_kernel(
     past = conv_ptr + index * stride_conv + c
     rate = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head * DK + m, mask=in_k, other=0.0).to(tl.float32)
+    packed = c
+    if PACKED:
+        packed = tl.load(w_ptr.to(tl.pointer_type(tl.int64)) + c, mask=inside, other=0)
+    SINGLE: tl.constexpr = TOKENS == 1 and KEPT == 0
     for t in range(TOKENS):
         y = tl.zeros((4, BM), tl.float32)
         for i in tl.static_range(PAST + 1):
-            raw = _raw_input(x, past, kept, t + i - PAST, taken, inside, stride_qkv, CHANNELS,
-                             PAST, KEPT)  # fmt: skip
-            tap = tl.load(w_ptr + c * (PAST + 1) + i, mask=inside, other=0.0)
-            y += raw * tap.to(tl.float32)
+            if not SINGLE:
+                raw = _raw_input(x, past, kept, t + i - PAST, taken, inside, stride_qkv, CHANNELS,
+                                 PAST, KEPT)  # fmt: skip
+            elif i < PAST:
+                raw = tl.load(past + i * CHANNELS, mask=inside, other=0.0).to(tl.float32)
+            else:
+                raw = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+            y += raw * _tap(w_ptr, packed, c, inside, i, PAST + 1, PACKED)
         y = (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
         norms = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)
         norms = tl.where(part == 0, norms * scale, tl.where(part == 1, norms, 1.0))
@@ -127,8 +148,13 @@ def _inputs_kernel(
     # others are kept. A channel may be in several threads: all read it before one writes it.
     tl.debug_barrier()
     for i in tl.static_range(PAST):
-        value = _raw_input(x, past, kept, i + 1 - PAST, taken, inside, stride_qkv, CHANNELS, PAST,
-                           KEPT)  # fmt: skip
+        if not SINGLE:
+            value = _raw_input(x, past, kept, i + 1 - PAST, taken, inside, stride_qkv, CHANNELS,
+                               PAST, KEPT)  # fmt: skip
+        elif i + 1 < PAST:
+            value = tl.load(past + (i + 1) * CHANNELS, mask=inside, other=0.0).to(tl.float32)
+        else:
+            value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
         tl.debug_barrier()
         tl.store(past + i * CHANNELS, value, mask=inside)
     if KEPT > 0:
@@ -189,8 +215,9 @@ def decode_inputs(p: KdaDecode, overlaps: bool) -> DecodeInputs:
         PLACES=1 if journal is None else journal.places,
         KEPT=0 if journal is None else journal.width - 1,
         PDL=overlaps,
+        PACKED=p.conv_weight.shape[1] == 4 and p.conv_weight.element_size() == 2,
         BM=width,
-        num_warps=4,
+        num_warps=_WARPS,
         launch_pdl=overlaps,
     )
     return inputs
