@@ -94,12 +94,57 @@ def test_prefills_agree_with_fp64(kernels, size, lengths, carried, device):
     assert torch.equal(problem.state.isnan(), exact.state.isnan())
 
 
+def sixteen_bits(device: str) -> torch.dtype:
+    """The interpreter's bf16 products are wrong."""
+    return torch.float16 if device == "cpu" else torch.bfloat16
+
+
 def test_prefills_in_sixteen_bits(device):
-    problem = prefill([7], [False], SIZES[0], device, torch.bfloat16)
+    problem = prefill([70], [False], SIZES[0], device, sixteen_bits(device))
     exact = wide(problem)
     CudaKernels().kda_prefill(problem)
     NaiveKernels().kda_prefill(exact)
-    assert error_ratio(problem.out, exact.out) < 5e-3
+    assert error_ratio(problem.out, exact.out) < 7e-3
+
+
+def strengthen(problem: KdaPrefill, by: float) -> KdaPrefill:
+    """Every other channel forgets faster, by up to `1.6 by` per token, and some tokens not."""
+    a = problem.gates.a
+    problem.gates.A_log.fill_(0.5)
+    a[:, :, ::2] += by * (torch.rand_like(a[:, :, ::2].float()) > 0.3)
+    return problem
+
+
+# About 10 and 40 per token: over eight tokens, what fp32 has an exponent for and what it has not.
+@pytest.mark.parametrize("by", [6.0, 25.0])
+@pytest.mark.parametrize("half", [False, True])
+def test_strong_decays(by, half, device):
+    dtype = sixteen_bits(device) if half else torch.float32
+    problem = strengthen(prefill([100, 7], [True, False], SIZES[0], device, dtype), by)
+    exact = wide(problem)
+    CudaKernels().kda_prefill(problem)
+    NaiveKernels().kda_prefill(exact)
+    assert error_ratio(problem.out, exact.out) < (7e-3 if half else 2e-5)
+    assert error_ratio(problem.state, exact.state) < (7e-3 if half else 2e-5)
+
+
+def test_a_prompt_in_pieces_of_whole_chunks_has_the_same_bits(device):
+    whole = prefill([150], [False], SIZES[1], device)
+    pieces = []
+    for part, carried in ((slice(0, 128), False), (slice(128, 150), True)):
+        piece = prefill([part.stop - part.start], [carried], SIZES[1], device)
+        gates = whole.gates
+        pieces.append(replace(
+            piece, qkv=whole.qkv[part], out=whole.out[part].clone(),
+            gates=replace(gates, a=gates.a[part], b=gates.b[part]),
+            state=pieces[0].state if pieces else piece.state,
+            state_indices=pieces[0].state_indices if pieces else piece.state_indices,
+        ))  # fmt: skip
+    for problem in (whole, *pieces):
+        CudaKernels().kda_prefill(problem)
+    assert torch.equal(torch.cat([piece.out for piece in pieces]), whole.out)
+    states = [p.state[int(p.state_indices[0])] for p in (whole, pieces[1])]
+    assert torch.equal(*states)
 
 
 def test_the_reference_is_that_of_transformers():
@@ -252,4 +297,4 @@ def test_compiled_at_the_models_size(width):
     exact = wide(problem)
     CudaKernels().kda_prefill(problem)
     NaiveKernels().kda_prefill(exact)
-    assert error_ratio(problem.out, exact.out) < 5e-3
+    assert error_ratio(problem.out, exact.out) < 7e-3

@@ -11,7 +11,8 @@ The decays are part of the products' operands: `exp(G_i - G_j) = exp(G_i - R) ex
 reference `R` between the two tokens, so that neither factor exceeds one, however strong decays are.
 Halves of 32 and quarters of 16 tokens meet at their common border. Pairs within 16 tokens have
 their middle as the reference, on one side of which factors are inverted: eight tokens' decays may
-be as little as 2^-120 together. Chunks with stronger ones take pairs within eight tokens one by one.
+be as little as 2^-120 together. In chunks with stronger ones halves meet down to four tokens, whose
+pairs are taken one by one.
 """
 
 from dataclasses import dataclass
@@ -222,9 +223,9 @@ def empty_factors(p: KdaPrefill) -> ChunkFactors:
 def chunk_factors(p: KdaPrefill) -> ChunkFactors:
     """Factors of every chunk of the batch."""
     heads, _, dk, _ = p.heads
-    chunks, gates, made = len(p.chunk_indices), p.gates, empty_factors(p)
+    gates, made = p.gates, empty_factors(p)
     half = p.qkv.dtype == torch.bfloat16
-    _factors_kernel[(heads, chunks)](
+    _factors_kernel[(heads, len(p.chunk_indices))](
         p.qkv,
         gates.a,
         gates.b,

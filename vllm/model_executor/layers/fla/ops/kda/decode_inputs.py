@@ -15,8 +15,6 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode
 from vllm.utils.math_utils import next_power_of_2
 
-_WARPS = 4
-
 
 @triton.jit
 def _raw_input(x, past, kept, token, taken, inside, stride_x, CHANNELS: tl.constexpr,
@@ -217,7 +215,7 @@ def decode_inputs(p: KdaDecode, overlaps: bool) -> DecodeInputs:
         PDL=overlaps,
         PACKED=p.conv_weight.shape[1] == 4 and p.conv_weight.element_size() == 2,
         BM=width,
-        num_warps=_WARPS,
+        num_warps=4,
         launch_pdl=overlaps,
     )
     return inputs
