@@ -214,9 +214,12 @@ def empty_factors(p: KdaPrefill) -> ChunkFactors:
     heads, _, dk, _ = p.heads
     chunks = len(p.chunk_indices)
     return ChunkFactors(
-        *(p.qkv.new_empty(chunks, heads, CHUNK, dk) for _ in range(3)),
-        *(p.qkv.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)),
-        torch.empty(chunks, heads, 1, dk, dtype=torch.float32, device=p.qkv.device),
+        queries=p.qkv.new_empty(chunks, heads, CHUNK, dk),
+        keys=p.qkv.new_empty(chunks, heads, CHUNK, dk),
+        ends=p.qkv.new_empty(chunks, heads, CHUNK, dk),
+        T=p.qkv.new_empty(chunks, heads, CHUNK, CHUNK),
+        P=p.qkv.new_empty(chunks, heads, CHUNK, CHUNK),
+        decays=torch.empty(chunks, heads, 1, dk, dtype=torch.float32, device=p.qkv.device),
     )
 
 

@@ -179,9 +179,9 @@ def decode_inputs(p: KdaDecode, overlaps: bool) -> DecodeInputs:
     heads, _, dk, dv = p.heads
     tokens, seqs, gates, journal = len(p.qkv), len(p.state_indices), p.gates, p.journal
     width = next_power_of_2(max(dk, dv))
-    made = dict(dtype=torch.float32, device=p.qkv.device)
     inputs = DecodeInputs(
-        torch.empty(tokens, heads, 4, width, **made), torch.empty(tokens, heads, **made)
+        torch.empty(tokens, heads, 4, width, dtype=torch.float32, device=p.qkv.device),
+        torch.empty(tokens, heads, dtype=torch.float32, device=p.qkv.device),
     )
     _inputs_kernel[(heads, seqs)](
         p.qkv,
