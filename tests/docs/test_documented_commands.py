@@ -97,6 +97,7 @@ ELSEWHERE = {
     "python benchmarks/skinny.py": "needs a GPU",
     "python benchmarks/fp8_linear.py": "needs a GPU",
     "python benchmarks/moe.py": "needs a GPU",
+    "python benchmarks/kda.py": "needs a GPU",
     "vllm tune --only": "needs a GPU",
 }
 COMMANDS = documented_commands()
