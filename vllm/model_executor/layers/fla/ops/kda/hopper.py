@@ -20,15 +20,15 @@ HEAD_DIM = 128
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def takes_prefill(p: KdaPrefill) -> bool:
+def takes_prefill(problem: KdaPrefill) -> bool:
     """Whether the stages are compiled for this: bfloat16, heads of 128, aligned rows."""
-    gates, (_, _, dk, dv) = p.gates, p.heads
+    gates, (_, _, dk, dv) = problem.gates, problem.heads
     return (
         dk == dv == HEAD_DIM
-        and all(x.dtype == torch.bfloat16 for x in (p.qkv, gates.a, gates.b, p.out))
+        and all(x.dtype == torch.bfloat16 for x in (problem.qkv, gates.a, gates.b, problem.out))
         and gates.A_log.dtype == gates.dt_bias.dtype == torch.float32
-        and p.state.dtype in STATE_DTYPES
-        and all(describable(x) for x in (p.qkv, gates.a, p.out, p.state))
+        and problem.state.dtype in STATE_DTYPES
+        and all(describable(x) for x in (problem.qkv, gates.a, problem.out, problem.state))
     )
 
 
@@ -88,9 +88,9 @@ def _split(p: KdaPrefill) -> tuple[torch.Tensor, ...]:
     return p.qkv.unflatten(1, (3 * p.heads[0], HEAD_DIM)).split(p.heads[0], dim=1)
 
 
-def hopper_prefill(p: KdaPrefill) -> None:
+def hopper_prefill(problem: KdaPrefill) -> None:
     """See `naive.kda_prefill`."""
-    run_chunked(p, make_factors=hopper_factors, scan=hopper_scan)
+    run_chunked(problem, make_factors=hopper_factors, scan=hopper_scan)
 
 
 OPS = CudaOps(
