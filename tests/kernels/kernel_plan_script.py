@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.kernels import no_gpu  # noqa: F401
-from vllm.kernels.activation.triton import _silu_and_mul_kernel, silu_and_mul
+from vllm.kernels.activation.triton import _activation_kernel, silu_and_mul
 from vllm.kernels.triton import compile_log
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, noted_launches
 from vllm.kernels.triton.kernel_plan import KernelPlan
@@ -31,7 +31,7 @@ json.dump(
     {
         "loaded": loaded,
         "compiled": sorted(compile_log.compiled()),
-        "launched without asking the disk": sorted(_silu_and_mul_kernel.device_caches[0][0]),
+        "launched without asking the disk": sorted(_activation_kernel.device_caches[0][0]),
     },
     sys.stdout,
 )

@@ -15,60 +15,7 @@ from vllm.utils.math_utils import cdiv
 COLUMNS = 1024
 
 
-@triton.jit
-def _silu_and_mul_kernel(
-    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    start_next(PDL)
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < N
-    gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + col, gate * tl.sigmoid(gate) * up, mask=mask)
-
-
-_silu_and_mul = Launcher(_silu_and_mul_kernel)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
-    if tokens:
-        grid = (tokens, cdiv(n, COLUMNS))
-        pdl = dependent_launch(out.device)
-        _silu_and_mul[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
-    return out
-
-
-@triton.jit
-def _gelu_tanh_and_mul_kernel(
-    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """GELU's `(1 + tanh(u)) / 2` is `sigmoid(2u)`."""
-    start_next(PDL)
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < N
-    gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
-    twice = gate * (1.59576912160573 + 0.0713548162726 * gate * gate)
-    tl.store(out_ptr + row * N + col, gate * tl.sigmoid(twice) * up, mask=mask)
-
-
-_gelu_tanh_and_mul = Launcher(_gelu_tanh_and_mul_kernel)
-
-
-def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
-    if tokens:
-        grid = (tokens, cdiv(n, COLUMNS))
-        pdl = dependent_launch(out.device)
-        _gelu_tanh_and_mul[grid](gate_up, out, gate_up.stride(0), N=n, BLOCK=COLUMNS, **pdl)
-    return out
+_SILU, _GELU_TANH, _CLAMPED, _RELU_SQUARED = (tl.constexpr(kind) for kind in range(4))
 
 
 @triton.jit
@@ -80,61 +27,65 @@ def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _clamped_swiglu_kernel(
-    in_ptr, out_ptr, stride_in, N: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _activation_kernel(
+    in_ptr, out_ptr, stride_in, KIND: tl.constexpr, N: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (tokens, columns). The gate, or all there is, comes first in a row."""
     start_next(PDL)
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
     gate = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + col, clamped_gate(gate, up, ALPHA, LIMIT), mask=mask)
+    if KIND == _RELU_SQUARED:
+        # Of a NaN a maximum would be 0.
+        gate = tl.where(gate < 0, 0.0, gate)
+        y = gate * gate
+    else:
+        up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
+        if KIND == _CLAMPED:
+            y = clamped_gate(gate, up, ALPHA, LIMIT)
+        elif KIND == _GELU_TANH:
+            # GELU's `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
+            twice = gate * (1.59576912160573 + 0.0713548162726 * gate * gate)
+            y = gate * tl.sigmoid(twice) * up
+        else:
+            y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * N + col, y, mask=mask)
 
 
-_clamped_swiglu = Launcher(_clamped_swiglu_kernel)
+_activation = Launcher(_activation_kernel)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, n, dtype=gate_up.dtype, device=gate_up.device)
-    if tokens:
-        grid = (tokens, cdiv(n, COLUMNS))
-        _clamped_swiglu[grid](
-            gate_up, out, gate_up.stride(0), N=n, ALPHA=alpha, LIMIT=limit, BLOCK=COLUMNS,
-            **dependent_launch(out.device),
+def _activate(
+    x: Tensor, kind: tl.constexpr, n: int, alpha: float = 0.0, limit: float = 0.0
+) -> Tensor:
+    """`[tokens, n]` from `x [tokens, n or 2n]`."""
+    out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    if len(x):
+        _activation[(len(x), cdiv(n, COLUMNS))](
+            x, out, x.stride(0),
+            KIND=kind.value, N=n, ALPHA=alpha, LIMIT=limit, BLOCK=COLUMNS,
+            **dependent_launch(x.device),
         )  # fmt: skip
     return out
 
 
-@triton.jit
-def _relu_squared_kernel(
-    in_ptr, out_ptr, stride_in, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    start_next(PDL)
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < N
-    x = tl.load(in_ptr + row * stride_in + col, mask=mask, other=0.0).to(tl.float32)
-    # Of a NaN a maximum would be 0.
-    x = tl.where(x < 0, 0.0, x)
-    tl.store(out_ptr + row * N + col, x * x, mask=mask)
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _activate(gate_up, _SILU, gate_up.shape[1] // 2)
 
 
-_relu_squared = Launcher(_relu_squared_kernel)
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _activate(gate_up, _GELU_TANH, gate_up.shape[1] // 2)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return _activate(gate_up, _CLAMPED, gate_up.shape[1] // 2, alpha, limit)
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    tokens, n = x.shape
-    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    if tokens:
-        grid = (tokens, cdiv(n, COLUMNS))
-        pdl = dependent_launch(out.device)
-        _relu_squared[grid](x, out, x.stride(0), N=n, BLOCK=COLUMNS, **pdl)
-    return out
+    return _activate(x, _RELU_SQUARED, x.shape[1])
 
 
 @triton.jit
