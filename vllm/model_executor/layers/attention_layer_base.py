@@ -14,12 +14,13 @@ from vllm.distributed.kv_transfer.layer_hooks import (
     maybe_wait_for_layer_load,
 )
 from vllm.forward_context import get_forward_context
+from vllm.kernels.journal import JournalShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
-    from vllm.kernels.journal import Journal, JournalShape, JournalStack
+    from vllm.kernels.journal import Journal, JournalStack
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
@@ -92,10 +93,27 @@ class KeepsJournal(AttentionLayerBase):
     """
 
     journal: Journal | None = None
+    #: heads of the keys that a token leaves there, in this shard
+    journal_key_heads: int
+    #: see `JournalShape`
+    channel_decay: ClassVar[bool] = False
+    element_decay: ClassVar[bool] = False
 
-    @abstractmethod
     def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        """What a token takes in the ring; `spec` is the layer's."""
+        """What a token takes in the ring; `spec` is the layer's: a convolution and a state."""
+        (_, channels), (heads, head_v_dim, head_k_dim) = spec.shapes
+        conv_dtype, state_dtype = spec.dtypes
+        return JournalShape(
+            self.journal_key_heads,
+            heads,
+            head_k_dim,
+            head_v_dim,
+            state_dtype,
+            channels,
+            conv_dtype,
+            self.channel_decay,
+            self.element_decay,
+        )
 
     def journal_log_rates(self) -> Tensor | None:
         """`Journal.log_rates`; None where a token keeps its decays."""

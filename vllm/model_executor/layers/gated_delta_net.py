@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
-from vllm.kernels.journal import GatedNorm, JournalShape, JournalStack
+from vllm.kernels.journal import GatedNorm, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
@@ -26,7 +26,7 @@ from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_par
 from vllm.model_executor.layers.short_convolution import ShortConvolution
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
-from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape
         self.tp_size = size
-        self.num_k_heads = per_rank("recurrent key heads", shape.num_k_heads, size)
+        self.journal_key_heads = per_rank("recurrent key heads", shape.num_k_heads, size)
         self.num_v_heads = per_rank("recurrent value heads", shape.num_v_heads, size)
         key_dim, value_dim = shape.key_dim, shape.value_dim
         self.conv_dim = divide(2 * key_dim + value_dim, size)
@@ -238,18 +238,6 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
             beta_scale=self.shape.beta_scale,
         )
         current_platform.kernels.gdn_prefill(problem)
-
-    def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        shape = self.shape
-        heads = (self.num_k_heads, self.num_v_heads)
-        return JournalShape(
-            *heads,
-            shape.head_k_dim,
-            shape.head_v_dim,
-            state_dtype=spec.dtypes[1],
-            channels=self.conv_dim,
-            input_dtype=spec.dtypes[0],
-        )
 
     @staticmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from vllm.distributed.utils import divide, per_rank
-from vllm.kernels.journal import JournalShape, JournalStack
+from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -33,7 +33,7 @@ from vllm.model_executor.parameter import Section, empty_parameter, sections_loa
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
-from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
     mamba_type = MambaAttentionBackendEnum.MAMBA1
     #: a convolution, the state, and a gate of torch
     decode_launches = 7
+    element_decay = True
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         super().__init__()
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
-        self.num_groups = per_rank(
+        self.journal_key_heads = per_rank(
             "groups of recurrent heads", shape.shared // shape.state_size, size
         )
         self.inner, self.shared = divide(shape.inner, size), divide(shape.shared, size)
@@ -169,20 +170,6 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
             out,
         )
         current_platform.kernels.mamba1_prefill(problem)
-
-    def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        conv_dtype, state_dtype = spec.dtypes
-        size = self.shape.state_size
-        return JournalShape(
-            self.num_groups,
-            self.inner // size,
-            size,
-            size,
-            state_dtype=state_dtype,
-            channels=self._conv_channels,
-            input_dtype=conv_dtype,
-            element_decay=True,
-        )
 
     def journal_log_rates(self) -> Tensor:
         return self.A_log

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from vllm.distributed.utils import per_rank
-from vllm.kernels.journal import JournalShape, JournalStack
+from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaGates, KdaPrefill
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -26,7 +26,7 @@ from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_par
 from vllm.model_executor.layers.short_convolution import ShortConvolution
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
-from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
     """
 
     mamba_type = MambaAttentionBackendEnum.KDA_ATTN
+    channel_decay = True
 
     CHECKPOINT_NAMES: ClassVar[tuple[tuple[str, str, int], ...]] = (
         ("qkvb_proj", "q_proj", 0),
@@ -94,6 +95,7 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
+        self.journal_key_heads = self.num_heads
         hidden, width, low = shape.hidden_size, shape.width, shape.head_dim
 
         def options(name: str) -> dict[str, Any]:
@@ -167,17 +169,6 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
             out,
         )
         current_platform.kernels.kda_prefill(problem)
-
-    def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        sizes = (self.num_heads, self.num_heads, self.shape.head_dim, self.shape.head_dim)
-        conv_dtype, state_dtype = spec.dtypes
-        return JournalShape(
-            *sizes,
-            state_dtype=state_dtype,
-            channels=3 * self.num_heads * self.shape.head_dim,
-            input_dtype=conv_dtype,
-            channel_decay=True,
-        )
 
     @staticmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.utils import divide, per_rank
-from vllm.kernels.journal import JournalShape, JournalStack
+from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -34,7 +34,7 @@ from vllm.model_executor.parameter import Section, empty_parameter, sections_loa
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
-from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
+from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
         self.num_groups = shape.num_groups // _group_parts(shape.num_groups, size)
+        self.journal_key_heads = self.num_groups
         self.width = divide(shape.width, size)
         options: dict[str, Any] = {
             "quant_config": quant_config,
@@ -269,13 +270,6 @@ class Mamba2(RecurrentMixer, KeepsJournal):
             out,
         )
         current_platform.kernels.mamba2_prefill(problem)
-
-    def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        conv_dtype, state_dtype = spec.dtypes
-        sizes = (self.num_groups, self.num_heads, self.shape.state_size, self.shape.head_dim)
-        return JournalShape(
-            *sizes, state_dtype=state_dtype, channels=self._channels, input_dtype=conv_dtype
-        )
 
     @staticmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:
