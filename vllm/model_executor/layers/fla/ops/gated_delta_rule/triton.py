@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in Triton. Importing this needs no GPU."""
 
-from torch import Tensor
-
-from vllm.kernels.journal import JournalStack
 from vllm.kernels.norm.triton import gated_rms_norm
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
@@ -13,6 +10,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import (
     overlaps_launches,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
+
+gdn_commit = run_commit
 
 
 def gdn_prefill(p: GdnPrefill) -> None:
@@ -32,8 +31,3 @@ def gdn_decode(p: GdnDecode) -> None:
     run_decode(p, decode_inputs(p, overlaps), fused, launch, overlaps)
     if p.norm is not None and fused is None:
         gated_rms_norm(p.out, p.norm.gate, p.norm.weight, p.norm.eps, p.out)
-
-
-def gdn_commit(stack: JournalStack, entries: Tensor) -> None:
-    """One launch."""
-    run_commit(stack, entries)

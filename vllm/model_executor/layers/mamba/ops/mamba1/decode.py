@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Decodes of grouped Mamba with a `Journal`: a program replays the tokens of a head that are not
-committed, operation by operation as the steps that brought them.
+"""Decodes of grouped Mamba: the convolution of all channels, then the recurrence of a head per
+program. With a `Journal` a program first replays the tokens that are not committed, operation by
+operation as the steps that brought them.
 """
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vllm.kernels.journal import Journal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
-from vllm.model_executor.layers.mamba.ops.mamba1.problem import Mamba1Decode
+from vllm.model_executor.layers.mamba.ops.mamba1.problem import Mamba1Decode, repeat_groups
+from vllm.model_executor.layers.mamba.ops.mamba2.decode import convolve_decodes
 from vllm.utils.math_utils import next_power_of_2
 
 
@@ -41,6 +41,7 @@ def _decode_kernel(
     GROUPS: tl.constexpr,
     N: tl.constexpr,
     TOKENS: tl.constexpr,
+    JOURNAL: tl.constexpr,
     PLACES: tl.constexpr,
     ROUND: tl.constexpr,
     BN: tl.constexpr,
@@ -59,21 +60,23 @@ def _decode_kernel(
     stored = state_ptr + index * stride_state + place
     S = tl.load(stored, mask=inside, other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(A_log_ptr + place, mask=inside, other=0.0).to(tl.float32))
-    row = tl.load(steps_ptr + seq * 4).to(tl.int64)
-    pending = tl.load(steps_ptr + seq * 4 + 1)
-    commit = tl.load(steps_ptr + seq * 4 + 2)
-    first = tl.load(steps_ptr + seq * 4 + 3)
-    keys = keys_ptr + (row * PLACES * GROUPS + group) * N + n
-    errors = errors_ptr + (row * PLACES * HEADS + head) * N + p
-    decays = decays_ptr + (row * PLACES * HEADS + head) * N + p
-    for i in range(pending):
-        at = (first + i) % PLACES
-        B = tl.load(keys + at * (GROUPS * N), mask=in_n, other=0.0)
-        error = tl.load(errors + at * (HEADS * N), mask=in_p, other=0.0)
-        dt = tl.load(decays + at * (HEADS * N), mask=in_p, other=0.0)
-        S = tl.fma(error[:, None], B[None, :], S * tl.exp(rate * dt[:, None]))
-        if ROUND:
-            S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+    commit = 1
+    if JOURNAL:
+        row = tl.load(steps_ptr + seq * 4).to(tl.int64)
+        pending = tl.load(steps_ptr + seq * 4 + 1)
+        commit = tl.load(steps_ptr + seq * 4 + 2)
+        first = tl.load(steps_ptr + seq * 4 + 3)
+        keys = keys_ptr + (row * PLACES * GROUPS + group) * N + n
+        errors = errors_ptr + (row * PLACES * HEADS + head) * N + p
+        decays = decays_ptr + (row * PLACES * HEADS + head) * N + p
+        for i in range(pending):
+            at = (first + i) % PLACES
+            B = tl.load(keys + at * (GROUPS * N), mask=in_n, other=0.0)
+            error = tl.load(errors + at * (HEADS * N), mask=in_p, other=0.0)
+            dt = tl.load(decays + at * (HEADS * N), mask=in_p, other=0.0)
+            S = tl.fma(error[:, None], B[None, :], S * tl.exp(rate * dt[:, None]))
+            if ROUND:
+                S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
     bias = tl.load(dt_bias_ptr + c, mask=in_p, other=0.0).to(tl.float32)
     own = tl.load(D_ptr + c, mask=in_p, other=0.0).to(tl.float32)
     leads = head % (HEADS // GROUPS) == 0
@@ -91,19 +94,26 @@ def _decode_kernel(
         if (i == 0) & (commit != 0):
             tl.store(stored, S, mask=inside)
         else:
-            at = (first + pending + i - commit) % PLACES
-            tl.store(keys + at * (GROUPS * N), B, mask=in_n & leads)
-            tl.store(errors + at * (HEADS * N), error, mask=in_p)
-            tl.store(decays + at * (HEADS * N), dt, mask=in_p)
+            if JOURNAL:
+                at = (first + pending + i - commit) % PLACES
+                tl.store(keys + at * (GROUPS * N), B, mask=in_n & leads)
+                tl.store(errors + at * (HEADS * N), error, mask=in_p)
+                tl.store(decays + at * (HEADS * N), dt, mask=in_p)
         if ROUND:
             S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
 
 
-def decode_with(journal: Journal, mixed: Tensor, problem: Mamba1Decode) -> None:
-    """What follows the convolution, whose output is `mixed [tokens, channels]`."""
-    gates, state = problem.gates, problem.state
+def mamba1_decode(problem: Mamba1Decode) -> None:
+    """See `naive.mamba1_decode`."""
+    gates, state, journal = problem.gates, problem.state, problem.journal
+    indices = problem.state_indices
+    if len(indices) == 0:
+        return
+    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
+    mixed = convolve_decodes(problem.x, *conv, journal, problem.width)
+    mixed = repeat_groups(mixed, problem.out.shape[1], state.shape[2])
     heads, size = state.shape[1:3]
-    _decode_kernel[(heads, len(problem.state_indices))](
+    _decode_kernel[(heads, len(indices))](
         mixed,
         gates.B,
         gates.C,
@@ -112,11 +122,11 @@ def decode_with(journal: Journal, mixed: Tensor, problem: Mamba1Decode) -> None:
         gates.dt_bias,
         gates.D,
         state,
-        problem.state_indices,
-        journal.steps,
-        journal.keys,
-        journal.errors,
-        journal.decays,
+        indices,
+        None if journal is None else journal.steps,
+        None if journal is None else journal.keys,
+        None if journal is None else journal.errors,
+        None if journal is None else journal.decays,
         problem.out,
         mixed.stride(0),
         gates.B.stride(0),
@@ -125,10 +135,11 @@ def decode_with(journal: Journal, mixed: Tensor, problem: Mamba1Decode) -> None:
         state.stride(0),
         problem.out.stride(0),
         HEADS=heads,
-        GROUPS=journal.keys.shape[2],
+        GROUPS=heads // gates.heads_per_group,
         N=size,
         TOKENS=problem.width,
-        PLACES=journal.places,
+        JOURNAL=journal is not None,
+        PLACES=1 if journal is None else journal.places,
         ROUND=state.dtype != torch.float32,
         BN=next_power_of_2(size),
         num_warps=1,

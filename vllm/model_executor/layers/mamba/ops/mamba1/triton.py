@@ -4,20 +4,16 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.commit import run_commit
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import softplus
-from vllm.model_executor.layers.mamba.ops.mamba1.decode import decode_with
-from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
-    Mamba1Decode,
-    Mamba1Gates,
-    Mamba1Prefill,
-    repeat_groups,
-)
-from vllm.model_executor.layers.mamba.ops.mamba2.decode import convolve_decodes
+from vllm.model_executor.layers.mamba.ops.mamba1.decode import mamba1_decode
+from vllm.model_executor.layers.mamba.ops.mamba1.problem import Mamba1Prefill
 from vllm.utils.math_utils import next_power_of_2
+
+__all__ = ["mamba1_commit", "mamba1_decode", "mamba1_prefill"]
+
+mamba1_commit = run_commit
 
 
 @triton.jit
@@ -42,17 +38,14 @@ def _scan_kernel(
     stride_out,
     GROUP: tl.constexpr,
     N: tl.constexpr,
-    DECODE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Grid (heads, sequences); in a decode each sequence has one token and a state."""
+    """Grid (heads, sequences)."""
     head, seq = tl.program_id(0), tl.program_id(1)
     index = tl.load(index_ptr + seq).to(tl.int64)
-    carried, first, count = True, seq.to(tl.int64), 1
-    if not DECODE:
-        carried = tl.load(carried_ptr + seq) != 0
-        first = tl.load(starts_ptr + seq).to(tl.int64)
-        count = (tl.load(starts_ptr + seq + 1) - first).to(tl.int32)
+    carried = tl.load(carried_ptr + seq) != 0
+    first = tl.load(starts_ptr + seq).to(tl.int64)
+    count = (tl.load(starts_ptr + seq + 1) - first).to(tl.int32)
     if (index < 0) | (count == 0):
         return
     p, n = tl.arange(0, BN), tl.arange(0, BN)
@@ -78,21 +71,14 @@ def _scan_kernel(
     tl.store(stored, S, mask=inside)
 
 
-def _scan(
-    x: Tensor,
-    gates: Mamba1Gates,
-    state: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    sequences: tuple[Tensor, Tensor] | None,
-) -> None:
-    """`sequences`: which have a state, and their starts; None for one token each, with a state."""
-    if len(indices) == 0:
+def mamba1_prefill(problem: Mamba1Prefill) -> None:
+    """See `naive.mamba1_prefill`."""
+    gates, state, seqs = problem.gates, problem.state, len(problem.state_indices)
+    if seqs == 0:
         return
-    carried, starts = (None, None) if sequences is None else sequences
     heads, size = state.shape[1:3]
-    _scan_kernel[(heads, len(indices))](
-        x,
+    _scan_kernel[(heads, seqs)](
+        problem.x,
         gates.B,
         gates.C,
         gates.dt,
@@ -100,45 +86,18 @@ def _scan(
         gates.dt_bias,
         gates.D,
         state,
-        indices,
-        carried,
-        starts,
-        out,
-        x.stride(0),
+        problem.state_indices,
+        problem.has_initial_state,
+        problem.query_start_loc,
+        problem.out,
+        problem.x.stride(0),
         gates.B.stride(0),
         gates.C.stride(0),
         gates.dt.stride(0),
         state.stride(0),
-        out.stride(0),
+        problem.out.stride(0),
         GROUP=gates.heads_per_group,
         N=size,
-        DECODE=sequences is None,
         BN=next_power_of_2(size),
         num_warps=1,
     )
-
-
-def mamba1_prefill(problem: Mamba1Prefill) -> None:
-    """See `naive.mamba1_prefill`."""
-    sequences = (problem.has_initial_state, problem.query_start_loc)
-    common = (problem.x, problem.gates, problem.state, problem.state_indices, problem.out)
-    _scan(*common, sequences)
-
-
-def mamba1_decode(problem: Mamba1Decode) -> None:
-    """See `naive.mamba1_decode`."""
-    indices = problem.state_indices
-    if len(indices) == 0:
-        return
-    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
-    mixed = convolve_decodes(problem.x, *conv, problem.journal, problem.width)
-    mixed = repeat_groups(mixed, problem.out.shape[1], problem.state.shape[2])
-    if problem.journal is not None:
-        decode_with(problem.journal, mixed, problem)
-        return
-    _scan(mixed, problem.gates, problem.state, indices, problem.out, None)
-
-
-def mamba1_commit(stack: JournalStack, entries: Tensor) -> None:
-    """See `naive.mamba1_commit`."""
-    run_commit(stack, entries)

@@ -95,7 +95,7 @@ def _chunk_scan_kernel(
     tl.store(stored, S, mask=inside)
 
 
-def run_chunk_scan(problem: Mamba2Prefill) -> None:
+def mamba2_prefill(problem: Mamba2Prefill) -> None:
     """See `naive.mamba2_prefill`."""
     sizes, gates, seqs = problem.sizes, problem.gates, len(problem.state_indices)
     if seqs == 0:

@@ -217,7 +217,7 @@ def _decode_kernel(
             S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
 
 
-def run_decode(problem: Mamba2Decode) -> None:
+def mamba2_decode(problem: Mamba2Decode) -> None:
     """See `naive.mamba2_decode`."""
     sizes, gates, journal = problem.sizes, problem.gates, problem.journal
     seqs = len(problem.state_indices)
