@@ -154,7 +154,8 @@ class UtilityOutput(msgspec.Struct, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Gauges and counter increments of one step, for metrics."""
+    """Gauges, and what happened since the last ones were sent, for metrics; prefixes are counted in
+    tokens."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -176,6 +177,23 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_deferred: int = 0
     #: draft tokens that the next step may verify of each request
     num_drafts_allowed: int = 0
+
+    def add_drafts(self, count: int, accepted: int) -> None:
+        """A request verified `count` drafts."""
+        self.num_drafts += 1
+        self.num_draft_tokens += count
+        self.num_accepted_tokens += accepted
+        self.accepted_per_position += [0] * (count - len(self.accepted_per_position))
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
+
+    def add_report(self, report: CacheReport) -> None:
+        self.group_hits += [0] * (len(report.groups) - len(self.group_hits))
+        for match in report.groups:
+            self.group_hits[match.group] += match.matched_tokens
+        if report.reason is not None:
+            lost = self.lost_tokens.get(report.reason, 0)
+            self.lost_tokens[report.reason] = lost + report.lost_tokens
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

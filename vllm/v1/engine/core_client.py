@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.own_process import OwnProcess
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.replica_router import ReplicaRouter
     from vllm.v1.executor.abstract import Executor
+
+T = TypeVar("T")
 
 _TICK_S = 0.001
 #: longest wait for transfers after the last request
@@ -226,34 +228,27 @@ class _MPClient:
         self.links[0].process.require()
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
-        if not requests:
-            return
-        if self.router is None:
-            self.links[0].add(requests)
-            return
-        for replica, own in self.router.place(requests).items():
-            self.links[replica].add(own)
+        if requests:
+            placed = {0: requests} if self.router is None else self.router.place(requests)
+            for replica, own in placed.items():
+                self.links[replica].add(own)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        if not request_ids:
-            return
-        if self.router is None:
-            self.links[0].abort(request_ids)
-            return
-        groups = self.router.by_replica(request_ids, lambda request_id: request_id)
-        self.router.end(request_ids)
+        groups = self._by_replica(request_ids, lambda request_id: request_id)
+        if self.router is not None:
+            self.router.end(request_ids)
         for replica, own in groups.items():
             self.links[replica].abort(own)
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
-        if not stops:
-            return
-        if self.router is None:
-            self.links[0].stop(stops)
-            return
-        groups = self.router.by_replica(stops, lambda stop: stop.request_id)
-        for replica, own in groups.items():
+        for replica, own in self._by_replica(stops, lambda stop: stop.request_id).items():
             self.links[replica].stop(own)
+
+    def _by_replica(self, items: list[T], request_id: Callable[[T], str]) -> dict[int, list[T]]:
+        """Messages about requests, by where those run."""
+        if self.router is None:
+            return {0: items} if items else {}
+        return self.router.by_replica(items, request_id)
 
     def shutdown(self, timeout: float | None = None) -> None:
         close_all(self.links, timeout)

@@ -48,6 +48,15 @@ class ProcessedOutputs:
     stops: list[StopRequest] = field(default_factory=list)
 
 
+@dataclass
+class _Turn:
+    """A message of the core that is taken in: when it was sent, and what comes of it."""
+
+    timestamp: float
+    iteration: IterationStats | None
+    processed: ProcessedOutputs = field(default_factory=ProcessedOutputs)
+
+
 class OutputProcessor:
     """Holds a `RequestState` per engine request until it is finished.
 
@@ -118,15 +127,15 @@ class OutputProcessor:
         self, outputs: EngineCoreOutputs, iteration: IterationStats | None = None
     ) -> ProcessedOutputs:
         """Take a message of the core; outputs of requests that are gone are dropped."""
-        processed = ProcessedOutputs()
+        turn = _Turn(outputs.timestamp, iteration)
         for output in outputs.outputs:
             state = self.request_states.get(output.request_id)
             if state is not None:
-                self._try(state, output, outputs.timestamp, iteration, processed)
+                self._try(state, output, turn)
         if outputs.plain is not None:
             rows = self.plain_rows(outputs.plain, outputs.engine_index)
-            self._take_plain(rows, outputs.timestamp, iteration, processed)
-        return processed
+            self._take_plain(rows, turn)
+        return turn.processed
 
     def plain_rows(self, plain: PlainOutputs, engine_index: int = 0) -> list[PlainRow]:
         """The requests that still run and their new tokens; `engine_index`: their replica."""
@@ -142,24 +151,19 @@ class OutputProcessor:
         self, rows: Iterable[PlainRow], timestamp: float, iteration: IterationStats | None
     ) -> ProcessedOutputs:
         """As `process_outputs` for some of the `plain_rows` of a message."""
-        processed = ProcessedOutputs()
-        self._take_plain(rows, timestamp, iteration, processed)
-        return processed
+        turn = _Turn(timestamp, iteration)
+        self._take_plain(rows, turn)
+        return turn.processed
 
-    def _take_plain(
-        self,
-        rows: Iterable[PlainRow],
-        timestamp: float,
-        iteration: IterationStats | None,
-        processed: ProcessedOutputs,
-    ) -> None:
+    def _take_plain(self, rows: Iterable[PlainRow], turn: _Turn) -> None:
+        iteration, timestamp = turn.iteration, turn.timestamp
         for state, tokens in rows:
             if state.is_over:
                 continue
             sink = state.sink
             if not state.passes_on or sink is None:
                 output = EngineCoreOutput(state.request_id, tokens)
-                self._try(state, output, timestamp, iteration, processed)
+                self._try(state, output, turn)
                 continue
             try:
                 text = state.pass_on(tokens)
@@ -168,69 +172,39 @@ class OutputProcessor:
                 else:
                     sink(state.text_output(text, tokens))
             except Exception as error:
-                self._cannot_make(state, error, timestamp, iteration, processed)
+                self._cannot_make(state, error, turn)
             else:
                 if iteration is not None:
                     iteration.add_next_tokens(state.stats, len(tokens), timestamp)
 
-    def _try(
-        self,
-        state: RequestState,
-        output: EngineCoreOutput,
-        timestamp: float,
-        iteration: IterationStats | None,
-        processed: ProcessedOutputs,
-    ) -> None:
+    def _try(self, state: RequestState, output: EngineCoreOutput, turn: _Turn) -> None:
         try:
-            self._process(state, output, timestamp, iteration, processed)
+            self._process(state, output, turn)
         except Exception as error:
-            self._cannot_make(state, error, timestamp, iteration, processed)
+            self._cannot_make(state, error, turn)
 
-    def _cannot_make(
-        self,
-        state: RequestState,
-        error: Exception,
-        timestamp: float,
-        iteration: IterationStats | None,
-        processed: ProcessedOutputs,
-    ) -> None:
+    def _cannot_make(self, state: RequestState, error: Exception, turn: _Turn) -> None:
+        """End a request with all its completions."""
         logger.error("the outputs of request %s cannot be made", state.external_id, exc_info=error)
-        self._fail(state, error, timestamp, iteration, processed)
-
-    def _fail(
-        self,
-        state: RequestState,
-        error: Exception,
-        timestamp: float,
-        iteration: IterationStats | None,
-        processed: ProcessedOutputs,
-    ) -> None:
-        """End a request whose outputs cannot be made, with all its completions."""
         for request_id in list(self._internal_ids[state.external_id]):
             sibling = self.request_states[request_id]
-            processed.aborts.append(request_id)
-            self._forget(sibling, FinishReason.ERROR, timestamp, iteration)
+            turn.processed.aborts.append(request_id)
+            self._forget(sibling, FinishReason.ERROR, turn)
         state.error = RequestFailure.of("output", error)
-        if iteration is not None:
-            iteration.failures.append("output")
+        if turn.iteration is not None:
+            turn.iteration.failures.append("output")
         if state.sink is not None and (failure := state.failure()) is not None:
             state.sink(failure)
         else:
-            processed.request_outputs.append(state.bare_error_output())
+            turn.processed.request_outputs.append(state.bare_error_output())
 
-    def _process(
-        self,
-        state: RequestState,
-        output: EngineCoreOutput,
-        timestamp: float,
-        iteration: IterationStats | None,
-        processed: ProcessedOutputs,
-    ) -> None:
+    def _process(self, state: RequestState, output: EngineCoreOutput, turn: _Turn) -> None:
+        processed = turn.processed
         num_new = state.update(output)
-        if iteration is not None and state.failed_stage is not None:
-            iteration.failures.append(state.failed_stage)
-        if iteration is not None:
-            iteration.add_tokens(state.stats, num_new, timestamp, output.times)
+        if turn.iteration is not None:
+            if state.failed_stage is not None:
+                turn.iteration.failures.append(state.failed_stage)
+            turn.iteration.add_tokens(state.stats, num_new, turn.timestamp, output.times)
         finish_reason, stop_reason, stop = output.finish_reason, output.stop_reason, state.stop
         if output.awaits_stop:
             if stop is None or num_new:  # else the core hears of the stop already
@@ -248,7 +222,7 @@ class OutputProcessor:
             finish_reason, stop_reason = FinishReason.STOP, stop
         self._emit(state, finish_reason, stop_reason, output.kv_transfer_params, processed)
         if finish_reason is not None:
-            self._forget(state, finish_reason, timestamp, iteration)
+            self._forget(state, finish_reason, turn)
 
     def _emit(
         self,
@@ -269,18 +243,12 @@ class OutputProcessor:
         if made is not None:
             processed.request_outputs.append(made)
 
-    def _forget(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        timestamp: float,
-        iteration: IterationStats | None,
-    ) -> None:
-        if iteration is not None:
-            iteration.add_finished(
+    def _forget(self, state: RequestState, reason: FinishReason, turn: _Turn) -> None:
+        if turn.iteration is not None:
+            turn.iteration.add_finished(
                 state.stats,
                 reason,
-                timestamp,
+                turn.timestamp,
                 state.params.max_tokens,
                 state.num_completions,
                 state.longest_completion(),
@@ -300,25 +268,24 @@ class OutputProcessor:
         Returns the engine's ids, to be aborted there, and the last outputs ("abort") of requests
         without a sink.
         """
-        processed = ProcessedOutputs()
+        turn = _Turn(time.monotonic(), iteration)
         aborted: list[str] = []
-        now = time.monotonic()
         for external_id in external_ids:
             for request_id in list(self._internal_ids.get(external_id, ())):
                 state = self.request_states[request_id]
                 aborted.append(request_id)
-                self._emit(state, FinishReason.ABORT, None, None, processed)
-                self._forget(state, FinishReason.ABORT, now, iteration)
-        return aborted, processed.request_outputs
+                self._emit(state, FinishReason.ABORT, None, None, turn.processed)
+                self._forget(state, FinishReason.ABORT, turn)
+        return aborted, turn.processed.request_outputs
 
     def drop_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests, by the engine's ids, whose consumer is gone; returns those still known,
         to be aborted in the engine."""
-        now = time.monotonic()
+        turn = _Turn(time.monotonic(), None)
         states = [self.request_states.get(request_id) for request_id in request_ids]
         known = [state for state in states if state is not None]
         for state in known:
-            self._forget(state, FinishReason.ABORT, now, None)
+            self._forget(state, FinishReason.ABORT, turn)
         return [state.request_id for state in known]
 
     def external_ids(self) -> list[str]:

@@ -263,8 +263,8 @@ class SchedulerResults(SchedulerState):
     def _update_transfers(self, transfers: KVConnectorOutput) -> None:
         assert self.transfer is not None
         if transfers.kv_connector_stats is not None:
-            before, stats = self._counters.connector, transfers.kv_connector_stats
-            self._counters.connector = stats if before is None else before.aggregate(stats)
+            before, stats = self._connector_stats, transfers.kv_connector_stats
+            self._connector_stats = stats if before is None else before.aggregate(stats)
         for request_id in self.transfer.update(transfers):
             request = self.requests[request_id]
             if request.is_finished and not self.transfer.is_tracking(request_id):

@@ -6,10 +6,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.cache_options import CacheReport
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -34,40 +32,6 @@ logger = init_logger(__name__)
 
 #: messages by client index
 ClientOutputs = defaultdict[int, list[EngineCoreOutput]]
-
-
-@dataclass(slots=True)
-class StepCounters:
-    """What happened since the last statistics were sent; prefixes are counted in tokens."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    external_queries: int = 0
-    external_hits: int = 0
-    num_preemptions: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    #: by position of the draft
-    accepted: list[int] = field(default_factory=list)
-    connector: KVConnectorStats | None = None
-    group_hits: list[int] = field(default_factory=list)
-    lost_tokens: dict[str, int] = field(default_factory=dict)
-
-    def add_drafts(self, count: int, accepted: int) -> None:
-        """A request verified `count` drafts."""
-        self.num_drafts += 1
-        self.num_draft_tokens += count
-        self.accepted += [0] * (count - len(self.accepted))
-        for position in range(accepted):
-            self.accepted[position] += 1
-
-    def add_report(self, report: CacheReport) -> None:
-        self.group_hits += [0] * (len(report.groups) - len(self.group_hits))
-        for match in report.groups:
-            self.group_hits[match.group] += match.matched_tokens
-        if report.reason is not None:
-            lost = self.lost_tokens.get(report.reason, 0)
-            self.lost_tokens[report.reason] = lost + report.lost_tokens
 
 
 class SchedulerState(SchedulerInterface):
@@ -119,7 +83,9 @@ class SchedulerState(SchedulerInterface):
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         #: by client, outputs made outside `update_from_output`, sent with the next one
         self._late_outputs: ClientOutputs = defaultdict(list)
-        self._counters = StepCounters()
+        #: what happened since the last statistics were sent
+        self._counters = SchedulerStats()
+        self._connector_stats: KVConnectorStats | None = None
         #: running, waiting and usage, as last sent
         self._sent_gauges = (0, 0, 0.0)
         #: the waiting request that found no room: nobody behind it starts, whatever its placement
@@ -448,26 +414,13 @@ class SchedulerState(SchedulerInterface):
         if not self.log_stats:
             return None
         self._sent_gauges = num_running, num_waiting, usage = self._gauges()
-        counters, self._counters = self._counters, StepCounters()
-        return SchedulerStats(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_deferred=min(self.num_deferred, num_waiting),
-            kv_cache_usage=usage,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            external_queries=counters.external_queries,
-            external_hits=counters.external_hits,
-            group_hits=counters.group_hits,
-            lost_tokens=counters.lost_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=sum(counters.accepted),
-            accepted_per_position=counters.accepted,
-            num_drafts_allowed=self.next_width - 1,
-            connector=None if counters.connector is None else counters.connector.data,
-        )
+        stats, self._counters = self._counters, SchedulerStats()
+        connector, self._connector_stats = self._connector_stats, None
+        stats.num_running, stats.num_waiting, stats.kv_cache_usage = num_running, num_waiting, usage
+        stats.num_deferred = min(self.num_deferred, num_waiting)
+        stats.num_drafts_allowed = self.next_width - 1
+        stats.connector = None if connector is None else connector.data
+        return stats
 
 
 def finish_output(request: Request, kv_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:

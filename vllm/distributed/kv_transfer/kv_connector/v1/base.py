@@ -22,7 +22,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -96,6 +96,10 @@ class SupportsHMA(ABC):
 
 class KVConnectorBase_V1(ABC):
     """Base of all connectors. Raises ValueError without `vllm_config.kv_transfer_config`."""
+
+    #: the connector's statistics, and what shows them at `/metrics`; None: it has none
+    stats_class: ClassVar[type[KVConnectorStats] | None] = None
+    metrics_class: ClassVar[type[KVConnectorPromMetrics] | None] = None
 
     def __init__(
         self,
@@ -392,7 +396,7 @@ class KVConnectorBase_V1(ABC):
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         """Statistics from their `data` after a way between processes; empty ones without."""
-        return None
+        return None if cls.stats_class is None else cls.stats_class(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -403,7 +407,9 @@ class KVConnectorBase_V1(ABC):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         """What shows the connector's statistics at `/metrics`; None: nothing does."""
-        return None
+        if cls.metrics_class is None:
+            return None
+        return cls.metrics_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def supports_hma(connector: object) -> bool:

@@ -8,7 +8,6 @@ bytes are not used up, and if a writer has room when it ends. Nothing ever waits
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,9 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
     Raises ValueError without extraction or for settings of a wrong type or range.
     """
 
+    stats_class = LiveCaptureStats
+    metrics_class = LiveCapturePromMetrics
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -86,20 +88,6 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
     ) -> None:
         check_consent(params)
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LiveCaptureStats:
-        return LiveCaptureStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> LiveCapturePromMetrics:
-        return LiveCapturePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- worker side ---------------------------------------------------------------------------
 

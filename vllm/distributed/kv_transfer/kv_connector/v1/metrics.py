@@ -78,6 +78,10 @@ class KVConnectorPromMetrics(ABC):
         self._histogram_cls = metric_types[Histogram]
         self._labelnames = labelnames
         self.per_engine_labelvalues = per_engine_labelvalues
+        self.make_metrics(labelnames)
+
+    def make_metrics(self, labelnames: list[str]) -> None:  # noqa: B027
+        """Called once by the constructor, which knows by now how metrics are made."""
 
     @abstractmethod
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -90,19 +94,12 @@ class CounterPromMetrics(KVConnectorPromMetrics):
     #: key of the statistics -> metric without `vllm:`, its help
     counters: ClassVar[dict[str, tuple[str, str]]]
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def make_metrics(self, labelnames: list[str]) -> None:
         self._counters = {
             key: self._counter_cls(f"vllm:{name}", text, labelnames)
             for key, (name, text) in self.counters.items()
         }
-        for values in per_engine_labelvalues.values():
+        for values in self.per_engine_labelvalues.values():
             for metric in self._counters.values():
                 metric.labels(*values)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+Ranks = TypeVar("Ranks")
 Finished = tuple[bool, dict[str, Any] | None]
 
 
@@ -76,16 +77,25 @@ def child_configs(
     ]
 
 
+def _child_classes(
+    extra_config: dict[str, Any], engine_id: str | None = None
+) -> Iterator[tuple[type[KVConnectorBase_V1], KVTransferConfig]]:
+    """Each child's class and configuration."""
+    for config in child_configs(extra_config, engine_id):
+        yield KVConnectorFactory.get_connector_class(config), config
+
+
 def _children_of(
     vllm_config: VllmConfig,
 ) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
     """Each child's class and the engine's configuration as that child sees it."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    for config in child_configs(transfer.kv_connector_extra_config, transfer.engine_id):
+    children = _child_classes(transfer.kv_connector_extra_config, transfer.engine_id)
+    for child_cls, config in children:
         child_config = copy.copy(vllm_config)
         child_config.kv_transfer_config = config
-        yield KVConnectorFactory.get_connector_class(config), child_config
+        yield child_cls, child_config
 
 
 @dataclass
@@ -120,8 +130,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
         return all(
-            KVConnectorFactory.supports_hma_config(child)
-            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
+            child_cls.supports_hma_config(child)
+            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
         )
 
     @property
@@ -143,35 +153,29 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return any(
-            KVConnectorFactory.get_connector_class(child).requires_piecewise_for_cudagraph(
-                child.kv_connector_extra_config
-            )
-            for child in child_configs(extra_config)
+            child_cls.requires_piecewise_for_cudagraph(child.kv_connector_extra_config)
+            for child_cls, child in _child_classes(extra_config)
         )
 
     @classmethod
     def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
         return any(
-            KVConnectorFactory.get_connector_class(child).acts_on_every_layer(
-                child.kv_connector_extra_config
-            )
-            for child in child_configs(extra_config)
+            child_cls.acts_on_every_layer(child.kv_connector_extra_config)
+            for child_cls, child in _child_classes(extra_config)
         )
 
     @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
         return any(
-            KVConnectorFactory.get_connector_class(child).reads_recurrent_state(
-                child.kv_connector_extra_config
-            )
-            for child in child_configs(extra_config)
+            child_cls.reads_recurrent_state(child.kv_connector_extra_config)
+            for child_cls, child in _child_classes(extra_config)
         )
 
     @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
         return all(
-            KVConnectorFactory.get_connector_class(child).supports_pipeline_stages(child)
-            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
+            child_cls.supports_pipeline_stages(child)
+            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
         )
 
     @classmethod
@@ -187,10 +191,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> list[StateTier]:
         return [
             tier
-            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
-            for tier in KVConnectorFactory.get_connector_class(child).state_tiers(
-                child, plan, num_ranks
-            )
+            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
+            for tier in child_cls.state_tiers(child, plan, num_ranks)
         ]
 
     # ---- front end -----------------------------------------------------------------------------
@@ -229,8 +231,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def check_request(
         cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
     ) -> None:
-        for child in child_configs(kv_transfer_config.kv_connector_extra_config):
-            child_cls = KVConnectorFactory.get_connector_class(child)
+        for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config):
             child_cls.check_request(child, params, num_completions)
 
     # ---- worker side ---------------------------------------------------------------------------
@@ -467,17 +468,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         for index, child in enumerate(self._children):
-            parts = {rank: _part(value, index) for rank, value in metadata.items()}
-            child.set_xfer_handshake_metadata({r: p for r, p in parts.items() if p is not None})
+            child.set_xfer_handshake_metadata(_parts(metadata, index))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for index, child in enumerate(self._children):
-            parts = {ranks: _part(value, index) for ranks, value in metadata.items()}
-            child.set_xfer_handshake_metadata_pp_aware(
-                {ranks: part for ranks, part in parts.items() if part is not None}
-            )
+            child.set_xfer_handshake_metadata_pp_aware(_parts(metadata, index))
 
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._children]
@@ -485,8 +482,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return all(known) if known else None
 
 
-def _part(
-    metadata: KVConnectorHandshakeMetadata, index: int
-) -> KVConnectorHandshakeMetadata | None:
-    assert isinstance(metadata, MultiKVConnectorHandshakeMetadata)
-    return metadata.parts[index]
+def _parts(
+    metadata: dict[Ranks, KVConnectorHandshakeMetadata], index: int
+) -> dict[Ranks, KVConnectorHandshakeMetadata]:
+    """What a child's workers said, by rank."""
+    found = {}
+    for ranks, message in metadata.items():
+        assert isinstance(message, MultiKVConnectorHandshakeMetadata)
+        if (part := message.parts[index]) is not None:
+            found[ranks] = part
+    return found

@@ -6,7 +6,6 @@ Any kind of state: whole blocks of the arena move, so nothing here knows what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -51,6 +50,9 @@ if TYPE_CHECKING:
 
 class OffloadingConnector(ArenaConnector):
     """Settings: `offloading.settings`. ValueError without a prefix cache or a page of memory."""
+
+    stats_class = OffloadingStats
+    metrics_class = OffloadingPromMetrics
 
     def __init__(
         self,
@@ -110,20 +112,6 @@ class OffloadingConnector(ArenaConnector):
         if settings.files is not None:
             tiers.append(StateTier("files", settings.file_pages(plan, num_ranks)))
         return tiers
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadingStats:
-        return OffloadingStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> OffloadingPromMetrics:
-        return OffloadingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- worker side ---------------------------------------------------------------------------
 

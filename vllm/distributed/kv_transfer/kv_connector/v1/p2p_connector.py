@@ -8,7 +8,6 @@ memory on both sides: its bytes are sealed there before they leave and checked b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
 class P2pConnector(ArenaConnector):
     """Settings: `p2p.settings`. This class moves bytes over TCP."""
 
+    stats_class = P2pStats
+    metrics_class = P2pPromMetrics
     #: keys of `kv_connector_extra_config` that are the transport's
     transport_keys: tuple[str, ...] = ()
 
@@ -104,20 +105,6 @@ class P2pConnector(ArenaConnector):
     def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Peers are told one host for all ranks."""
         return False
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pStats:
-        return P2pStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> P2pPromMetrics:
-        return P2pPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- worker side ---------------------------------------------------------------------------
 

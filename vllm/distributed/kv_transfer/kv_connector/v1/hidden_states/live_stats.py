@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     CounterStats,
     KVConnectorPromMetrics,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _SAMPLES, _BYTES, _DROPPED = "samples", "bytes", "dropped_"
 #: why a request that was sampled is not in the dataset: its bytes are used up, all writers are
@@ -36,14 +32,7 @@ class LiveCaptureStats(CounterStats):
 class LiveCapturePromMetrics(KVConnectorPromMetrics):
     """`vllm:live_capture_samples`, `_bytes` and `_dropped{reason}`."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def make_metrics(self, labelnames: list[str]) -> None:
         name = "vllm:live_capture"
         self._plain = {
             _SAMPLES: self._counter_cls(
@@ -56,7 +45,7 @@ class LiveCapturePromMetrics(KVConnectorPromMetrics):
             "Live requests that were sampled and are not in the dataset.",
             [*labelnames, "reason"],
         )
-        for values in per_engine_labelvalues.values():
+        for values in self.per_engine_labelvalues.values():
             for metric in self._plain.values():
                 metric.labels(*values)
             for reason in REASONS:

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     CounterPromMetrics,
     CounterStats,
     KVConnectorStats,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: key of the statistics -> metric without `vllm:`, its help
 COUNTERS = {
@@ -62,14 +58,8 @@ class OffloadingPromMetrics(CounterPromMetrics):
 
     counters = COUNTERS
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def make_metrics(self, labelnames: list[str]) -> None:
+        super().make_metrics(labelnames)
         self._gauges = {
             key: self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="mostrecent")
             for key, (name, text) in GAUGES.items()
