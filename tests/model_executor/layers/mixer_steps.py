@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, PrefillBatch
 
 
 def run(layer: RecurrentMixer, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
@@ -19,20 +19,17 @@ def run(layer: RecurrentMixer, config: VllmConfig, hidden: Tensor, decodes: int)
     layer.kv_cache = tuple(torch.zeros(decodes + 2, *shape) for shape in spec.shapes)
     tokens = len(hidden)
     indices, offsets = chunk_metadata([0, tokens - decodes])
-    metadata = GDNAttentionMetadata(
-        num_tokens=tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        num_prefills=1,
-        state_indices=torch.arange(1, decodes + 2, dtype=torch.int32),
-        prefill_state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
+    batch = PrefillBatch(
+        slice(decodes, tokens),
+        state_indices=torch.tensor([decodes + 1], dtype=torch.int32),
         has_initial_state=torch.tensor([False]),
-        prefill_query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, tokens - decodes], dtype=torch.int32),
         chunk_indices=indices,
         chunk_offsets=offsets,
     )
+    metadata = GDNAttentionMetadata(batch)
     name = layer.layer_name
-    blocks = {name: metadata.state_indices[:decodes]}
+    blocks = {name: torch.arange(1, decodes + 1, dtype=torch.int32)}
     context = ForwardContext({name: layer}, {name: metadata}, decode_blocks=blocks)
     with torch.no_grad(), set_forward_context(context):
         mixed: Tensor = layer(hidden)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,9 +106,18 @@ def test_what_a_step_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(current_platform), "kernels", kernels)
     lens = [(5, 5), (7, 90), (40, 40), (50, 60), (3, 3)]
     starts = torch.tensor([0, 5, 12, 52, 102, 105], dtype=torch.int32)
+    contexts = np.array([30, 40, *(context for _, context in lens)])
     metadata = LatentAttentionMetadata(
+        num_reqs=7,
         num_tokens=4 + 105,
         num_decodes=2,
+        max_query_len=50,
+        max_seq_len=90,
+        query_start_loc_cpu=np.array([0, 2, 4, 9]),
+        seq_lens_cpu=contexts,
+        num_computed_tokens_cpu=contexts - [2, 2, *(query for query, _ in lens)],
+        prefill_query_start_loc_cpu=starts.numpy(),
+        block_table_cpu=np.zeros((7, 16), dtype=np.int32),
         decode_width=2,
         max_decode_len=256,
         query_start_loc=torch.tensor([0, 2, 4, 9], dtype=torch.int32),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -94,9 +95,14 @@ class Drafting:
             max_seq_len=256,
             max_decode_len=256,
             query_start_loc=torch.arange(count + 1, dtype=torch.int32) * width,
+            query_start_loc_cpu=np.arange(count + 1) * width,
+            num_computed_tokens_cpu=np.array(ANCHORS),
             prefill_query_start_loc=none,
+            prefill_query_start_loc_cpu=none.numpy(),
             seq_lens=torch.tensor(ANCHORS, dtype=torch.int32) + width,
+            seq_lens_cpu=np.array(ANCHORS) + width,
             block_table=table,
+            block_table_cpu=table.numpy(),
             prefill_seq_lens=none,
             prefill_block_table=none,
             slot_mapping=slots,

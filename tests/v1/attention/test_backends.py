@@ -59,14 +59,12 @@ def _common() -> CommonAttentionMetadata:
 
 def test_recurrent_metadata() -> None:
     builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
-    metadata = builder.build(_common())
-    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
-    assert (metadata.num_decode_tokens, metadata.num_prefill_tokens) == (2, 75)
-    assert metadata.state_indices.tolist() == [4, 7, 1, 9]
-    assert metadata.prefill_state_indices.tolist() == [1, 9]
-    assert metadata.has_initial_state.tolist() == [False, True]
-    assert metadata.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
-    assert metadata.chunk_offsets.tolist() == [0, 1, 3]
+    batch = builder.build(_common()).batch
+    assert batch.rows == slice(2, 77) and batch.query_start_loc.tolist() == [0, 5, 75]
+    assert batch.state_indices.tolist() == [1, 9]
+    assert batch.has_initial_state.tolist() == [False, True]
+    assert batch.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
+    assert batch.chunk_offsets.tolist() == [0, 1, 3]
 
 
 def test_recurrent_metadata_is_that_of_its_step() -> None:
@@ -78,21 +76,18 @@ def test_recurrent_metadata_is_that_of_its_step() -> None:
         num_computed_tokens_cpu=np.array([8, 29, 7, 0]),
     )
     for common, initial in ((_common(), [False, True]), (longer, [True, False])):
-        metadata = builder.build(common)
+        batch = builder.build(common).batch
         indices, offsets = chunk_metadata(common.prefill_query_start_loc_cpu.tolist())
-        assert metadata.has_initial_state.tolist() == initial
-        assert torch.equal(metadata.chunk_indices, indices)
-        assert torch.equal(metadata.chunk_offsets, offsets)
+        assert batch.has_initial_state.tolist() == initial
+        assert torch.equal(batch.chunk_indices, indices)
+        assert torch.equal(batch.chunk_offsets, offsets)
 
 
 def test_recurrent_metadata_of_a_replayed_step_is_of_fixed_size() -> None:
     """Absolute rows, sequences without tokens or block, and chunks of one of them."""
     builder = GDNAttentionBackend.get_builder_cls()(None, [], CONFIG, CPU)  # type: ignore[arg-type]
-    metadata = builder.build(replace(_common(), padded_tokens=128))
-    assert metadata.chunk_indices.tolist() == [[0, 0], [1, 0], [1, 1]]
-    assert metadata.chunk_offsets.tolist() == [0, 1, 3]
-    assert metadata.has_initial_state.tolist() == [False, True]
-    batch, absent = metadata.batch, MAX_PREFILLS - 2 + 1
+    batch = builder.build(replace(_common(), padded_tokens=128)).batch
+    absent = MAX_PREFILLS - 2 + 1
     assert batch.rows == slice(0, 128)
     assert batch.state_indices.tolist() == [1, 9] + absent * [-1]
     assert batch.has_initial_state.tolist() == [False, True] + absent * [False]
@@ -128,10 +123,10 @@ def test_recurrent_metadata_cuts_long_prefills() -> None:
         cache_config=SimpleNamespace(splits_scans=True), scheduler_config=CONFIG.scheduler_config
     )
     builder = GDNAttentionBackend.get_builder_cls()(spec, [], config, CPU)
-    assert builder.build(_common()).segments is None
+    assert builder.build(_common()).batch.segments is None
     starts = np.array([0, 5, 4101], dtype=np.int32)
     long = replace(_common(), prefill_query_start_loc_cpu=starts)
-    segments = builder.build(long).segments
+    segments = builder.build(long).batch.segments
     assert segments is not None and segments.firsts.tolist() == [0, 1, 9]
     assert segments.starts.tolist() == [0, *range(5, 4102, 512)]
 

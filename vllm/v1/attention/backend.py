@@ -25,7 +25,7 @@ M = TypeVar("M", bound=AttentionMetadata)
 
 
 @dataclass
-class CommonAttentionMetadata:
+class CommonAttentionMetadata(AttentionMetadata):
     """The batch as every group sees it, plus this group's blocks.
 
     Requests are ordered decodes first (`decode_width` tokens, some context), then prefills. Tensors

@@ -559,7 +559,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             tokens = sampled.sampled_token_ids
             if not self._launches:
                 tokens.zero_()
-            verified = self.inputs.accept(inputs, tokens)
+            verified = self.inputs.accept_requests(inputs.sample_requests, tokens)
             if self.stage is not None:
                 self.stage.send_sampled(tokens)
             counts = verified[0]

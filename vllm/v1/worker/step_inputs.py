@@ -167,13 +167,9 @@ class StepInputBuilder:
             )
         )
 
-    def accept(self, inputs: StepInputs, sampled: Tensor) -> Tensor:
-        """Advance the rows by what was `sampled [samples]`; `[2, k]` int32: how many samples of
-        each request are output, and how many drafts were verified."""
-        return self.accept_requests(inputs.sample_requests, sampled)
-
     def accept_requests(self, sample_requests: Tensor, sampled: Tensor) -> Tensor:
-        """`accept` of a step with these `sample_requests`."""
+        """Advance the rows by what was `sampled [samples]` in a step with these `sample_requests`;
+        `[2, k]` int32: how many samples of each are output, and how many drafts were verified."""
         counts = self._counts[:, : len(sample_requests)]
         accept(AcceptProblem(self.progress, sample_requests, sampled, counts))
         return counts

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.block_tables import BlockTables, GroupBlockTable
 from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.step_inputs import StepInputs
 
@@ -27,30 +28,6 @@ class StateGroup:
     layer_names: list[str]
     spec: KVCacheSpec
     builder: AttentionMetadataBuilder[Any] | None
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Host integers of a batch. `num_tokens` are real, or stand for decodes that are captured."""
-
-    num_reqs: int
-    num_decodes: int
-    width: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    num_computed: np.ndarray
-
-
-@dataclass(frozen=True)
-class _GroupTables:
-    """What a group's block table uploaded for a step."""
-
-    block_table: Tensor
-    block_table_cpu: np.ndarray
-    prefill_block_table: Tensor
-    decode_blocks: Tensor
-    slot_mapping: Tensor
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -76,41 +53,56 @@ class StepMetadata:
     ) -> ForwardContext:
         """The context of a step; metadata for the groups of `only` these layers (None: all),
         which is less work where the others run inside a graph."""
-        batch = _Batch(
-            order.num_reqs,
-            order.num_decodes,
-            inputs.width,
-            inputs.num_tokens,
-            int(order.lengths.max()),
-            int(inputs.seq_lens_cpu.max()),
-            order.num_computed,
+        longest, padded_reqs = int(inputs.seq_lens_cpu.max()), len(inputs.seq_lens)
+        make = partial(
+            CommonAttentionMetadata,
+            num_reqs=order.num_reqs,
+            num_tokens=inputs.num_tokens,
+            num_decodes=order.num_decodes,
+            max_query_len=int(order.lengths.max()),
+            max_seq_len=longest,
+            num_computed_tokens_cpu=order.num_computed,
         )
-        padded_reqs = len(inputs.seq_lens)
-        uploaded = [
-            _GroupTables(
-                *table.gather(order.rows, padded_reqs, order.num_decodes, batch.max_seq_len),
-                table.decode_blocks(order.rows[: order.num_decodes], inputs.num_decode_rows),
-                table.slots[: inputs.num_padded],
-            )
-            for table in self._tables.groups
-        ]
-        return self._context(batch, inputs, uploaded, only)
+        context = ForwardContext(
+            self._layers,
+            {},
+            num_tokens=inputs.num_tokens,
+            only_decodes=order.num_reqs == order.num_decodes,
+            decode_width=inputs.width,
+        )
+        for group, table in zip(self._groups, self._tables.groups, strict=True):
+            gathered = table.gather(order.rows, padded_reqs, order.num_decodes, longest)
+            blocks = table.decode_blocks(order.rows[: order.num_decodes], inputs.num_decode_rows)
+            if only is None or not set(only).isdisjoint(group.layer_names):
+                _add(context, group, make, inputs, table, gathered, blocks)
+        self._tables.flush()
+        return context
 
     def of_padding(self, inputs: StepInputs) -> ForwardContext:
         """The context of a capture: as many decodes as `inputs` has rows, of any length, and every
         row padding. Without rows, a batch of no requests."""
         num_reqs, width = len(inputs.seq_lens), inputs.width
-        longest = self._max_model_len
-        batch = _Batch(num_reqs, num_reqs, width, num_reqs * width, width, longest, _NOTHING)
-        uploaded = [
-            _GroupTables(
-                *table.padding(num_reqs),
-                table.decode_blocks(_NOTHING, inputs.num_decode_rows),
-                table.slots[: inputs.num_padded],
-            )
-            for table in self._tables.groups
-        ]
-        return self._context(batch, inputs, uploaded, None)
+        make = partial(
+            CommonAttentionMetadata,
+            num_reqs=num_reqs,
+            num_tokens=num_reqs * width,
+            num_decodes=num_reqs,
+            max_query_len=width,
+            max_seq_len=self._max_model_len,
+            num_computed_tokens_cpu=_NOTHING,
+        )
+        context = ForwardContext(
+            self._layers,
+            {},
+            num_tokens=num_reqs * width,
+            only_decodes=num_reqs > 0,
+            decode_width=width,
+        )
+        for group, table in zip(self._groups, self._tables.groups, strict=True):
+            blocks = table.decode_blocks(_NOTHING, inputs.num_decode_rows)
+            _add(context, group, make, inputs, table, table.padding(num_reqs), blocks)
+        self._tables.flush()
+        return context
 
     def of_draft_tokens(
         self,
@@ -164,63 +156,42 @@ class StepMetadata:
                 context.slot_mapping[name] = places
         return context
 
-    def _context(
-        self,
-        batch: _Batch,
-        inputs: StepInputs,
-        uploaded: list[_GroupTables],
-        only: Collection[str] | None,
-    ) -> ForwardContext:
-        context = ForwardContext(
-            no_compile_layers=self._layers,
-            attn_metadata={},
-            num_tokens=batch.num_tokens,
-            only_decodes=0 < batch.num_reqs == batch.num_decodes,
-            decode_width=batch.width,
-        )
-        for group, tables in zip(self._groups, uploaded, strict=True):
-            if group.builder is None:
-                continue
-            if only is None or not set(only).isdisjoint(group.layer_names):
-                self._add(context, group, group.builder, batch, inputs, tables)
-        self._tables.flush()
-        return context
 
-    @staticmethod
-    def _add(
-        context: ForwardContext,
-        group: StateGroup,
-        builder: AttentionMetadataBuilder[Any],
-        batch: _Batch,
-        inputs: StepInputs,
-        tables: _GroupTables,
-    ) -> None:
-        metadata = builder.build(
-            CommonAttentionMetadata(
-                num_reqs=batch.num_reqs,
-                num_tokens=batch.num_tokens,
-                num_decodes=batch.num_decodes,
-                decode_width=batch.width,
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
-                query_start_loc=inputs.query_start_loc,
-                query_start_loc_cpu=inputs.query_start_loc_cpu,
-                seq_lens=inputs.seq_lens,
-                seq_lens_cpu=inputs.seq_lens_cpu,
-                num_computed_tokens_cpu=batch.num_computed,
-                prefill_query_start_loc=inputs.prefill_query_start_loc,
-                prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
-                block_table=tables.block_table,
-                prefill_seq_lens=inputs.prefill_seq_lens,
-                prefill_block_table=tables.prefill_block_table,
-                slot_mapping=tables.slot_mapping,
-                block_table_cpu=tables.block_table_cpu,
-                padded_tokens=inputs.num_padded if inputs.replays else None,
-            )
+def _add(
+    context: ForwardContext,
+    group: StateGroup,
+    make: Callable[..., CommonAttentionMetadata],
+    inputs: StepInputs,
+    table: GroupBlockTable,
+    gathered: tuple[Tensor, np.ndarray, Tensor],
+    decode_blocks: Tensor,
+) -> None:
+    """Put a group's metadata into the context: `make` knows of the batch, `gathered` is what its
+    block table uploaded."""
+    if group.builder is None:
+        return
+    block_table, block_table_cpu, prefill_block_table = gathered
+    slots = table.slots[: inputs.num_padded]
+    metadata = group.builder.build(
+        make(
+            query_start_loc=inputs.query_start_loc,
+            query_start_loc_cpu=inputs.query_start_loc_cpu,
+            seq_lens=inputs.seq_lens,
+            seq_lens_cpu=inputs.seq_lens_cpu,
+            prefill_query_start_loc=inputs.prefill_query_start_loc,
+            prefill_query_start_loc_cpu=inputs.prefill_query_start_loc_cpu,
+            block_table=block_table,
+            prefill_seq_lens=inputs.prefill_seq_lens,
+            prefill_block_table=prefill_block_table,
+            slot_mapping=slots,
+            block_table_cpu=block_table_cpu,
+            padded_tokens=inputs.num_padded if inputs.replays else None,
+            decode_width=inputs.width,
         )
-        where, places = context.slot_mapping, tables.slot_mapping
-        if group.spec.is_recurrent:
-            where, places = context.decode_blocks, tables.decode_blocks
-        for name in group.layer_names:
-            context.attn_metadata[name] = metadata
-            where[name] = places
+    )
+    where, places = context.slot_mapping, slots
+    if group.spec.is_recurrent:
+        where, places = context.decode_blocks, decode_blocks
+    for name in group.layer_names:
+        context.attn_metadata[name] = metadata
+        where[name] = places

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,43 +56,10 @@ class PrefillBatch:
 
 @dataclass
 class GDNAttentionMetadata(AttentionMetadata):
-    """One step of a recurrent group.
+    """One step of a recurrent group: its prefills. Its decodes are in
+    `ForwardContext.decode_blocks`."""
 
-    Tokens `[0, num_decode_tokens)` are decodes, equally many of each; the others are prefills'.
-    `state_indices [num_reqs]` int32 (decodes first), the prefills' part of it again in
-    `prefill_state_indices [num_prefills]`, `has_initial_state [num_prefills]` bool,
-    `prefill_query_start_loc [num_prefills + 1]` int32 relative to the first prefill token;
-    `chunk_indices`, `chunk_offsets`, `segments`: see `GdnPrefill`. `batch` is what a layer
-    whose prefills may be part of a graph runs: the same, or padded.
-    """
-
-    num_tokens: int
-    num_decodes: int
-    num_decode_tokens: int
-    num_prefills: int
-    state_indices: Tensor
-    prefill_state_indices: Tensor
-    has_initial_state: Tensor
-    prefill_query_start_loc: Tensor
-    chunk_indices: Tensor
-    chunk_offsets: Tensor
-    segments: ScanSegments | None = None
-    batch: PrefillBatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.batch = PrefillBatch(
-            slice(self.num_decode_tokens, self.num_tokens),
-            self.prefill_state_indices,
-            self.has_initial_state,
-            self.prefill_query_start_loc,
-            self.chunk_indices,
-            self.chunk_offsets,
-            self.segments,
-        )
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decode_tokens
+    batch: PrefillBatch
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]):
@@ -141,23 +108,9 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
         has_initial_state = self._initial.upload(seqs)
         chunk_indices = self._chunks.upload(max(chunks, num_chunks), 2)
         chunk_offsets = self._offsets.upload(seqs + 1)
-        cuts = self._cuts if padded is None else None
-        metadata = GDNAttentionMetadata(
-            num_tokens=common.num_tokens,
-            num_decodes=decodes,
-            num_decode_tokens=common.num_decode_tokens,
-            num_prefills=prefills,
-            state_indices=common.block_table[:, 0],
-            prefill_state_indices=common.prefill_block_table[:, 0],
-            has_initial_state=has_initial_state[:prefills],
-            prefill_query_start_loc=common.prefill_query_start_loc,
-            chunk_indices=chunk_indices[:num_chunks],
-            chunk_offsets=chunk_offsets[: prefills + 1],
-            segments=None if cuts is None else cuts.of_batch(starts.tolist(), self.device),
-        )
         if padded is not None:
             self._fill_sequences(common, prefills)
-            metadata.batch = PrefillBatch(
+            batch = PrefillBatch(
                 slice(0, padded),
                 self._blocks.upload(seqs),
                 has_initial_state,
@@ -165,7 +118,17 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
                 chunk_indices,
                 chunk_offsets,
             )
-        return metadata
+        else:
+            batch = PrefillBatch(
+                slice(common.num_decode_tokens, common.num_tokens),
+                common.prefill_block_table[:, 0],
+                has_initial_state,
+                common.prefill_query_start_loc,
+                chunk_indices,
+                chunk_offsets,
+                self._cuts.of_batch(starts.tolist(), self.device) if self._cuts else None,
+            )
+        return GDNAttentionMetadata(batch)
 
     def _fill_sequences(self, common: CommonAttentionMetadata, prefills: int) -> None:
         """Blocks and absolute starts of the prefills, then of sequences that are absent."""

@@ -14,10 +14,10 @@ from vllm.kernels.latent_attention import LatentAttentionProblem, expansion_pays
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.paged import PagedAttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,11 @@ class PrefillRun:
     max_seq_len: int
 
 
-@dataclass
-class LatentAttentionMetadata(AttentionMetadata):
-    """One step of a group of latent attention; decodes first (see `CommonAttentionMetadata`).
+@dataclass(kw_only=True)
+class LatentAttentionMetadata(PagedAttentionMetadata):
+    """One step of a group of latent attention. `prefill_lens`: query and context of each prefill,
+    on the host."""
 
-    `prefill_lens`: query and context of each prefill, on the host. `max_decode_len` is the model's
-    bound, not the batch's: see `PagedAttentionMetadata`.
-    """
-
-    num_tokens: int
-    num_decodes: int
-    decode_width: int
-    max_decode_len: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    prefill_query_start_loc: Tensor
-    prefill_seq_lens: Tensor
-    prefill_block_table: Tensor
-    slot_mapping: Tensor
     prefill_lens: list[tuple[int, int]]
 
     def prefill_runs(self, is_long: Callable[[int], bool]) -> list[PrefillRun]:
@@ -80,17 +66,8 @@ class LatentAttentionMetadataBuilder(AttentionMetadataBuilder[LatentAttentionMet
         queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         contexts = common.seq_lens_cpu[decodes:reqs].tolist()
         return LatentAttentionMetadata(
-            num_tokens=common.num_tokens,
-            num_decodes=decodes,
-            decode_width=common.decode_width,
+            **vars(common),
             max_decode_len=self.vllm_config.model_config.max_model_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            prefill_query_start_loc=common.prefill_query_start_loc,
-            prefill_seq_lens=common.prefill_seq_lens,
-            prefill_block_table=common.prefill_block_table,
-            slot_mapping=common.slot_mapping,
             prefill_lens=list(zip(queries, contexts, strict=True)),
         )
 

@@ -12,56 +12,28 @@ from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 
 
-@dataclass
-class PagedAttentionMetadata(AttentionMetadata):
-    """One step of a paged group; decodes first (see `CommonAttentionMetadata`).
+@dataclass(kw_only=True)
+class PagedAttentionMetadata(CommonAttentionMetadata):
+    """One step of a paged group.
 
     `max_decode_len` is the model's bound, not the batch's: kernels size their work by it, so a
     decode's bits depend neither on its neighbours' lengths nor on graph replay.
     """
 
-    num_tokens: int
-    num_reqs: int
-    num_decodes: int
-    decode_width: int
-    max_query_len: int
-    max_seq_len: int
     max_decode_len: int
-    query_start_loc: Tensor
-    prefill_query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    prefill_seq_lens: Tensor
-    prefill_block_table: Tensor
-    slot_mapping: Tensor
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
     """Nothing to compute: the runner already has every array."""
 
     def build(self, common: CommonAttentionMetadata) -> PagedAttentionMetadata:
-        return PagedAttentionMetadata(
-            num_tokens=common.num_tokens,
-            num_reqs=common.num_reqs,
-            num_decodes=common.num_decodes,
-            decode_width=common.decode_width,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            max_decode_len=self.vllm_config.model_config.max_model_len,
-            query_start_loc=common.query_start_loc,
-            prefill_query_start_loc=common.prefill_query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            prefill_seq_lens=common.prefill_seq_lens,
-            prefill_block_table=common.prefill_block_table,
-            slot_mapping=common.slot_mapping,
-        )
+        longest = self.vllm_config.model_config.max_model_len
+        return PagedAttentionMetadata(**vars(common), max_decode_len=longest)
 
 
 class PagedAttentionImpl:
