@@ -8,10 +8,10 @@ The modules say it: parameters by their sizes, layers with state by their specs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
@@ -26,9 +26,6 @@ from vllm.model_executor.models.utils import MissingLayer
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.core.decode_cost import ExpertsWork, PartWork, StateWork
 from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: kernels of a mixture beside its router's product: routing, sorting, two products, their sum
 _MIXTURE_LAUNCHES = 5

@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from vllm.config import VllmConfig
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.kernels.journal import JournalSize
@@ -24,9 +24,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.create import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.cache_options import CacheOptions, CacheReport
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHasher
 from vllm.v1.engine import EngineCoreRequest, FinishReason, RequestError
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHasher
-    from vllm.v1.structured_output.grammar import RequestGrammar
+from vllm.v1.structured_output.grammar import RequestGrammar
 
 
 class RequestStatus(enum.IntEnum):

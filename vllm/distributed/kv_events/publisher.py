@@ -14,16 +14,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import zmq
 
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events.messages import EventBatch
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.config import KVEventsConfig
 
 logger = init_logger(__name__)
 

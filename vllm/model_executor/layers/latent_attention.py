@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed.utils import per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
@@ -26,12 +26,9 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_latent_attn_backend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionBackend
 
 #: of the norms of latents, whatever the model's other norms have
 LATENT_EPS = 1e-6

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events.messages import (
     MEDIUM_GPU,
@@ -22,9 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
     need_extra_keys,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 class BlockEvents:

@@ -8,12 +8,9 @@ step, so a worker that fills freed blocks must do so between the right copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation, BlocksFreed, BlocksTaken
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class BlockJournal:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from vllm.v1.core.block_events import BlockEvents
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
@@ -17,9 +18,6 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.page_pool import PagePool
 from vllm.v1.core.prefix_cache import Prefix
 from vllm.v1.kv_cache_interface import ArenaPlan
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_events import BlockEvents
 
 T = TypeVar("T")
 

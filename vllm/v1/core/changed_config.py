@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.resolve import resolve
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def with_changes(

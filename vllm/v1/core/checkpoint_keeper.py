@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.checkpoint_policy import CheckpointPolicy
@@ -19,9 +18,7 @@ from vllm.v1.core.checkpoints import CheckpointPlans
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vllm.v1.core.checkpoint_policy import CheckpointPolicy
 from vllm.v1.core.kv_cache_utils import BlockHash
-
-if TYPE_CHECKING:
-    from vllm.v1.core.checkpoint_policy import CheckpointPolicy
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 class CheckpointPlans:

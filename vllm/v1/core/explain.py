@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.model_outline import other_outlines, outline_model
 from vllm.utils.torch_utils import dtype_name
@@ -31,9 +32,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 DEFAULT_LENGTHS = (12, 1_000, 32_000)
 TP_SIZES = (1, 2, 4, 8)

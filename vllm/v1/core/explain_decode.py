@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.model_executor.decode_work import decode_work
 from vllm.model_executor.model_outline import models_on_meta
 from vllm.model_executor.models.interfaces import HasPlacements
@@ -17,9 +17,6 @@ from vllm.v1.core.explain_request import cost_of_request
 from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ The predictions are `layout_cost`'s, of what `layout_plan` says a start would ma
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from vllm.config import VllmConfig
 from vllm.decisions import Decision
 from vllm.model_executor.layers.moe import has_mixtures
 from vllm.model_executor.model_outline import models_on_meta
@@ -28,9 +28,6 @@ from vllm.v1.core.layout_cost import (
 )
 from vllm.v1.core.layout_plan import PlannedStage, plan_layout
 from vllm.v1.core.link_speed import LinkSpeed, link_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)

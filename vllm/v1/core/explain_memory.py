@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.model_executor.model_outline import ModelOutline
 from vllm.platforms import current_platform
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)

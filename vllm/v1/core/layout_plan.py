@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.model_executor.decode_work import decode_work, num_layers
 from vllm.model_executor.model_outline import (
     ModelOutline,
@@ -27,9 +27,6 @@ from vllm.v1.core.layout_cost import Layout, StageWork
 from vllm.v1.core.placed_arena import get_placed_configs
 from vllm.v1.core.staged_arena import get_stage_configs, whole_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: of a sampled token id
 _TOKEN_BYTES = 8

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.core.block_journal import BlockJournal
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.page_queues import IdleQueue, PageBuckets
 from vllm.v1.kv_cache_interface import ArenaPlan
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_journal import BlockJournal
 
 
 class GroupPages:

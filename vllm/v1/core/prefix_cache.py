@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import Protocol, overload
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 class Prefix(Protocol):

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm.cache_options import CacheReport, GroupMatch, LossReason
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.prefix_cache import GroupHit, find_common_hit
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.model_executor.placements import Placement
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -51,16 +53,12 @@ from vllm.v1.engine.core_placements import CorePlacements
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.masks import StepMasks
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.placements import Placement
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 #: longest wait for transfers before sleeping, and the pause between looking
 _DRAIN_S = 10.0

@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.placements import why_one_at_a_time
+from vllm.model_executor.placements import Placement, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import PlacementSpecs, with_placement
+from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.placements import PlacementChange
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.placements import Placement
-    from vllm.v1.core.sched.interface import SchedulerInterface
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.request import Request
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 

@@ -5,13 +5,10 @@ while it is not."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 

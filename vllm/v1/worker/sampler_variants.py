@@ -7,8 +7,6 @@ No token that is drawn here is used for anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -17,9 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import gather_logprobs, sample
 from vllm.v1.sample.token_masks import TokenMasks
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.model_runner import ModelRunner
 
 _ROWS = 2
 _TOP_K, _TOP_P, _MIN_P = 20, 0.9, 0.1

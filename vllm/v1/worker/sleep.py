@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from vllm import decisions
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.model_runner import ModelRunner
 
 
 class ParkedMemory:

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from vllm import decisions
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 #: tokens whose computation takes a step as long as reading the weights does
 BALANCE = 128

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.messages import KVConnectorMetadata
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
+from vllm.distributed.kv_transfer.kv_connector.v1.messages import KVConnectorMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,12 +20,9 @@ from vllm.v1.engine import (
     RequestFailure,
     WireLogprobs,
 )
-from vllm.v1.outputs import NO_TOKEN
+from vllm.v1.outputs import NO_TOKEN, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import logprobs_to_wire
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 logger = init_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling impor
     ended_badly,
     missing_rows,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 #: key of a request's `kv_transfer_params` by which its sender agrees
 CONSENT = "capture"
