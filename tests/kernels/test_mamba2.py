@@ -62,7 +62,7 @@ def prefill(
     blocks = [index for index, carry in zip(indices, carried, strict=False) if carry]
     state = (sizes.num_heads, sizes.head_dim, sizes.state_size)
     return Mamba2Prefill(
-        xbc=strided(randn(tokens, sum(sizes.sections), dtype=dtype, device=device)),
+        x=strided(randn(tokens, sum(sizes.sections), dtype=dtype, device=device)),
         gates=gates(tokens, sizes, dtype, device),
         state=pool(blocks, count, *state, dtype=torch.float32, device=device),
         out=torch.full((tokens, *state[:2]), torch.nan, dtype=dtype, device=device),
@@ -120,7 +120,7 @@ def test_a_prefill_in_two_parts_is_one(kernels, device):
         kernels.mamba2_prefill(
             replace(
                 parts,
-                xbc=parts.xbc[part],
+                x=parts.x[part],
                 gates=replace(parts.gates, dt=dt),
                 query_start_loc=starts,
                 out=parts.out[part],

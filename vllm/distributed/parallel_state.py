@@ -226,8 +226,8 @@ def _process_group(
 
 @contextmanager
 def without_communication() -> Iterator[None]:
-    """Inside the block collectives give tensors of the right shapes and tell nobody, for runs that
-    not every rank makes and whose numbers nobody wants."""
+    """Inside the block collectives give tensors of the right shapes without communicating, for runs
+    that not every rank makes and whose results are dropped."""
     _groups.communicates_not = True
     try:
         yield

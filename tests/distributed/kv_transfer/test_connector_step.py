@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.layer_hooks import (
+from vllm.distributed.kv_transfer.kv_transfer_state import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )

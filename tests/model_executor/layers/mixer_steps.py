@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.chunks import chunk_metadata
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, PrefillBatch
+from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 
 
 def run(layer: RecurrentMixer, config: VllmConfig, hidden: Tensor, decodes: int) -> Tensor:
@@ -27,7 +29,7 @@ def run(layer: RecurrentMixer, config: VllmConfig, hidden: Tensor, decodes: int)
         chunk_indices=indices,
         chunk_offsets=offsets,
     )
-    metadata = GDNAttentionMetadata(batch)
+    metadata = SimpleNamespace(batch=batch)
     name = layer.layer_name
     blocks = {name: torch.arange(1, decodes + 1, dtype=torch.int32)}
     context = ForwardContext({name: layer}, {name: metadata}, decode_blocks=blocks)

@@ -7,7 +7,7 @@ import math
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from vllm.v1.metrics.tally import TallyHistogram
+from vllm.v1.metrics.engine_metrics import TallyHistogram
 
 
 def test_many_equal_observations_are_as_many_single_ones() -> None:

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -103,3 +106,24 @@ def ensure_kv_transfer_shutdown() -> None:
     connector, slot.connector = slot.connector, None
     if connector is not None:
         connector.shutdown()
+
+
+# ---- calls from the layers; one test when there is no connector ---------------------------------
+
+
+def maybe_wait_for_layer_load(layer_name: str) -> None:
+    """Before a layer reads its cache. Nothing is bound during warm-up and capture runs."""
+    connector = current_slot().connector
+    if connector is None or not connector.has_connector_metadata():
+        return
+    connector.wait_for_layer_load(layer_name)
+
+
+def maybe_save_kv_layer(
+    layer_name: str, kv_cache: Tensor, attn_metadata: AttentionMetadata
+) -> None:
+    """After a layer has written this step's rows to `kv_cache [num_blocks, ...]`."""
+    connector = current_slot().connector
+    if connector is None or not connector.has_connector_metadata():
+        return
+    connector.save_kv_layer(layer_name, kv_cache, attn_metadata)

@@ -57,7 +57,7 @@ class Shape:
         return cdiv(m, self.tokens * self.rows), cdiv(n, self.outputs * self.columns)
 
     def time(self, m: int, n: int, multiprocessors: int) -> float:
-        """Of the busiest multiprocessor, in no unit."""
+        """Of the busiest multiprocessor, in arbitrary units."""
         rows, columns = self.grid(m, n)
         waves = cdiv(rows * columns, multiprocessors // (self.rows * self.columns))
         return waves * self.tokens * self.outputs * self.cost

@@ -5,24 +5,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from vllm.compilation.graph_break import graph_break, recording_piece
-from vllm.distributed.kv_transfer.kv_transfer_state import connector_acts_on_every_layer
-from vllm.distributed.kv_transfer.layer_hooks import (
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    connector_acts_on_every_layer,
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
 from vllm.forward_context import get_forward_context
-from vllm.kernels.journal import JournalShape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm.config import VllmConfig
-    from vllm.kernels.journal import Journal, JournalStack
-    from vllm.v1.attention.backend import AttentionBackend
-    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.kernels.journal import Journal, JournalShape, JournalStack
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 
 class AttentionLayerBase(ABC):

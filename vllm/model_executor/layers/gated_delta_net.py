@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -111,24 +111,18 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         self.conv_dim = divide(2 * key_dim + value_dim, size)
         gates = [shape.num_v_heads, shape.num_v_heads]
         apart = _gates_apart(quant_config, prefix, shape.num_v_heads)
+        options: dict[str, Any] = {"bias": False, "tp_rank": rank, "tp_size": size}
         self.in_proj = MergedColumnParallelLinear(
             shape.hidden_size,
             [key_dim, key_dim, value_dim, value_dim, *([] if apart else gates)],
-            bias=False,
             quant_config=quant_config,
             prefix=f"{prefix}.in_proj_qkvz" if apart else f"{prefix}.in_proj",
-            tp_rank=rank,
-            tp_size=size,
+            **options,
         )
         self.in_proj_ba: MergedColumnParallelLinear | None = None
         if apart:
             self.in_proj_ba = MergedColumnParallelLinear(
-                shape.hidden_size,
-                gates,
-                bias=False,
-                prefix=f"{prefix}.in_proj_ba",
-                tp_rank=rank,
-                tp_size=size,
+                shape.hidden_size, gates, prefix=f"{prefix}.in_proj_ba", **options
             )
         self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
         self.A_log = decay_parameter(shape.num_v_heads, rank, size)
@@ -137,11 +131,9 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         self.out_proj = RowParallelLinear(
             value_dim,
             shape.hidden_size,
-            bias=False,
             quant_config=quant_config,
             prefix=f"{prefix}.out_proj",
-            tp_rank=rank,
-            tp_size=size,
+            **options,
         )
         self.layer_name = prefix
 

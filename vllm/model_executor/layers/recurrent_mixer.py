@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
@@ -16,9 +17,6 @@ from vllm.model_executor.parameter import Section, empty_parameter, sections_loa
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class RecurrentMixer(nn.Module, AttentionLayerBase):

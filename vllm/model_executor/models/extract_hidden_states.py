@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from vllm.distributed.kv_transfer.layer_hooks import (
+from vllm.distributed.kv_transfer.kv_transfer_state import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.v1.core.arena_planner import ALIGNMENT, plan_arena
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -17,9 +17,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.v1.core.arena_planner import fit_in_page, plan_arena
 from vllm.v1.core.arena_sizing import (
     check_fits,
@@ -27,9 +27,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     PlacementGroups,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: a placement, its mixers joined by commas, and what its layers keep
 PlacementSpecs = tuple[str, dict[str, KVCacheSpec]]

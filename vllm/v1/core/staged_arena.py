@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.v1.core.arena_planner import ALIGNMENT, PageChoice, choose_page, layer_layout
 from vllm.v1.core.arena_sizing import (
     check_fits,
@@ -32,9 +32,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def get_stage_configs(

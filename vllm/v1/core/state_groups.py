@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def create_kv_cache_group_specs(

@@ -176,7 +176,7 @@ class InprocClient(EngineCoreClient):
             return self.engine_core.call_utility(method, args)
 
     def flush(self) -> None:
-        """Nobody else steps this core: without these steps transfers would never end."""
+        """Steps the core until it is idle: transfers make progress only in its steps."""
         deadline = time.monotonic() + _FLUSH_S
         while self.engine_core.has_work() and time.monotonic() < deadline:
             self.get_output()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import secrets
+import string
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm import envs
 from vllm.config.speculative import DRAFTS_KEY
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
@@ -26,13 +29,17 @@ from vllm.v1.engine.prompt_checks import (
     parse_prompt,
     truncated,
 )
-from vllm.v1.engine.request_id import make_internal_id
 from vllm.v1.structured_output.validation import StructuredOutputValidator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.config import VllmConfig
+
+#: of ids inside the engine, which connectors use as file names and keys
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_MAX_CHARS = 128
+_ALPHABET = string.ascii_lowercase + string.digits
 
 _TOKENIZATION_KEYS = (
     "add_special_tokens",
@@ -290,6 +297,17 @@ class InputProcessor:
                     name,
                     token_id,
                 )
+
+
+def make_internal_id(external_id: str) -> str:
+    """The caller's id with unsafe characters replaced, cut to 128, and 8 random characters added
+    (none with `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1`)."""
+    safe = _UNSAFE.sub("_", external_id)[:_MAX_CHARS]
+    if safe in ("", ".", ".."):
+        safe = f"request{safe.replace('.', '_')}"
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        return safe
+    return f"{safe}-{''.join(secrets.choice(_ALPHABET) for _ in range(8))}"
 
 
 def _check_can_travel(request: EngineCoreRequest) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,6 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from vllm.v1.engine import FAILURE_STAGES, FinishReason, SchedulerStats
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
-from vllm.v1.metrics.tally import TallyHistogram
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +75,17 @@ def _sizes_up_to(limit: int) -> list[float]:
     """1, 2, 5, 10, 20, 50 ... up to `limit`."""
     steps = (m * 10**e for e in range(8) for m in (1, 2, 5))
     return [float(step) for step in steps if step <= limit]
+
+
+class TallyHistogram(Histogram):
+    """`prometheus_client`'s histogram, which takes a value several times at the cost of one."""
+
+    def observe_often(self, amount: float, count: int) -> None:
+        """The same as `count` calls of `observe(amount)`."""
+        self._raise_if_not_observable()
+        self._sum.inc(amount * count)
+        bucket = min(bisect_left(self._upper_bounds, amount), len(self._upper_bounds) - 1)
+        self._buckets[bucket].inc(count)
 
 
 class EngineMetrics:

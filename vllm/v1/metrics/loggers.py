@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
-from vllm.v1.metrics.replicas import registries_of_replicas
+from vllm.v1.metrics.merge import merged
 from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class StatLoggerManager:
     def __init__(
         self, configs: Sequence[VllmConfig], registry: CollectorRegistry, shows_log: bool = True
     ) -> None:
-        registries = registries_of_replicas(registry, len(configs))
+        registries = _registries_of_replicas(registry, len(configs))
         self._loggers: dict[int, list[StatLoggerBase]] = {}
         for config, own in zip(configs, registries, strict=True):
             rank = config.parallel_config.data_parallel_rank
@@ -177,3 +178,21 @@ class StatLoggerManager:
 
     def _all(self) -> Iterator[StatLoggerBase]:
         return chain.from_iterable(self._loggers.values())
+
+
+def _registries_of_replicas(registry: CollectorRegistry, count: int) -> list[CollectorRegistry]:
+    """A registry for each replica, which `registry` shows together; itself for one."""
+    if count == 1:
+        return [registry]
+    registries = [CollectorRegistry() for _ in range(count)]
+    registry.register(_Together(registries))
+    return registries
+
+
+class _Together(Collector):
+    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric once, with the samples of all."""
+        return iter(merged([list(registry.collect()) for registry in self._registries]))

@@ -11,22 +11,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.config.draft_methods.base import DraftSettings
 from vllm.kernels.step import Progress
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.block_tables import BlockTables
-    from vllm.v1.worker.graph_plan import GraphPlan
-    from vllm.v1.worker.graph_set import GraphSet, Prepare
-    from vllm.v1.worker.input_batch import RequestState, StepOrder
-    from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
-    from vllm.v1.worker.step_metadata import StepMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.graph_plan import GraphPlan
+from vllm.v1.worker.graph_set import GraphSet, Prepare
+from vllm.v1.worker.input_batch import RequestState, StepOrder
+from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
+from vllm.v1.worker.step_metadata import StepMetadata
 
 S = TypeVar("S", bound=DraftSettings)
 

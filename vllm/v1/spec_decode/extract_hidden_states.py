@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.kv_transfer.layer_hooks import (
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_transfer_state import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
 )
@@ -20,12 +20,9 @@ from vllm.model_executor.models.extract_hidden_states import (
     ExtractHiddenStatesModel,
     aux_layer_ids,
 )
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.residual_tap import ResidualTap
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.step_inputs import StepInputs
+from vllm.v1.worker.step_inputs import StepInputs
 
 
 class HiddenStateCapture:

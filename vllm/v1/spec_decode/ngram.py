@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.config.draft_methods.ngram import NgramSettings
 from vllm.kernels.ngram import LookupProblem, look_up
 from vllm.kernels.step import Progress
 from vllm.v1.spec_decode.drafter import Drafter, DraftStep
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.input_batch import RequestState
+from vllm.v1.worker.input_batch import RequestState
 
 
 class NgramDrafter(Drafter[NgramSettings]):

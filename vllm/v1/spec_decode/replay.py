@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.config import VllmConfig
 from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.config.speculative import DRAFTS_KEY
 from vllm.kernels.step import Progress
 from vllm.v1.spec_decode.drafter import Drafter, DraftStep
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.input_batch import RequestState
+from vllm.v1.worker.input_batch import RequestState
 
 _UNKNOWN = -1
 

@@ -333,8 +333,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
 
     def brief_steps(self) -> Callable[[], AbstractContextManager[None]]:
-        """For blocks in which steps launch every kernel, but not for every layer: what they compute
-        is nobody's. Holds for the model and the memory that there are now."""
+        """For blocks in which steps launch every kernel, but not for every layer, so that their
+        results mean nothing. Holds for the present model and memory."""
         if not isinstance(self.model, LeavesOutLayers):
             return nullcontext
         return partial(self.model.leaving_out, self.model.repeated_layers())

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.model_executor.models.extract_hidden_states import aux_layer_ids
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.v1.worker.step_inputs import StepInputs
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class ResidualReader(Protocol):
@@ -33,8 +31,8 @@ class ResidualReader(Protocol):
 
 
 class ResidualTap:
-    """Asks the target once for all layers that `readers` want, and hands each its own; a reader
-    that there is not is None.
+    """Asks the target once for all layers that `readers` want, and hands each its own; None among
+    the readers stands for one that is not configured.
 
     Raises ValueError where a target that cannot return its streams should, or has no such layer.
     """

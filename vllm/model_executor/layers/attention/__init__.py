@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
-from vllm.config import get_current_vllm_config
+from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name, get_kv_cache_torch_dtype
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
-
-if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.v1.attention.backend import AttentionBackend
 
 __all__ = ["Attention"]
 
@@ -137,9 +132,8 @@ class Attention(nn.Module, AttentionLayerBase):
 
     def _written_scales(self) -> tuple[float, float]:
         """Of keys and values."""
-        return (
-            (1.0, 1.0) if self.cache_scales is None else (self.cache_scales.k, self.cache_scales.v)
-        )
+        scales = self.cache_scales
+        return (1.0, 1.0) if scales is None else (scales.k, scales.v)
 
     def forward_qkv(
         self,

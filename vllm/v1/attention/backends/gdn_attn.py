@@ -4,26 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.config import VllmConfig
 from vllm.kernels.chunks import CHUNK, fill_chunks
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import ScanCuts, ScanSegments
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaAttentionBackendEnum, MambaSpec
 from vllm.v1.worker.staging import StagedArray, Uploads
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: more than the steps in flight
 _DEPTH = 3
@@ -54,9 +50,9 @@ class PrefillBatch:
         return self.state_indices.shape[0] == 0
 
 
-@dataclass
-class GDNAttentionMetadata(AttentionMetadata):
-    """One step of a recurrent group: its prefills. Its decodes are in
+@dataclass(kw_only=True)
+class GDNAttentionMetadata(CommonAttentionMetadata):
+    """One step of a recurrent group. `batch`: its prefills, as layers run them; its decodes are in
     `ForwardContext.decode_blocks`."""
 
     batch: PrefillBatch
@@ -128,7 +124,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder[GDNAttentionMetadata]
                 chunk_offsets,
                 self._cuts.of_batch(starts.tolist(), self.device) if self._cuts else None,
             )
-        return GDNAttentionMetadata(batch)
+        return GDNAttentionMetadata(**vars(common), batch=batch)
 
     def _fill_sequences(self, common: CommonAttentionMetadata, prefills: int) -> None:
         """Blocks and absolute starts of the prefills, then of sequences that are absent."""

@@ -10,32 +10,20 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from vllm.kernels import naive_journal
-from vllm.kernels.journal import Journal, JournalStack
+from vllm.kernels.journal import JournalStack
 from vllm.kernels.norm.naive import accumulation_dtype
-from vllm.model_executor.layers.mamba.ops.causal_conv1d.naive import causal_conv1d
 from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
     Mamba1Decode,
     Mamba1Gates,
     Mamba1Prefill,
     repeat_groups,
 )
+from vllm.model_executor.layers.mamba.ops.naive import MakeTokens, convolve, decode, prefill
 
 
 def mamba1_prefill(problem: Mamba1Prefill) -> None:
     """The scan over a ragged batch: fills `out`, and each sequence's block with its final state."""
-    starts = problem.query_start_loc.tolist()
-    carried = problem.has_initial_state.tolist()
-    for seq, index in enumerate(problem.state_indices.tolist()):
-        part = slice(starts[seq], starts[seq + 1])
-        if index < 0 or part.start == part.stop:
-            continue
-        tokens = _Tokens(problem.x[part], problem.gates, part, problem.state.shape[1:3])
-        stored = problem.state[index].to(tokens.x.dtype)
-        state = stored if carried[seq] else torch.zeros_like(stored)
-        for t in range(len(tokens.x)):
-            y, state = tokens.step(t, state)
-            problem.out[part.start + t] = y.to(problem.out.dtype)
-        problem.state[index] = state.to(problem.state.dtype)
+    prefill(problem, _tokens_of(problem), accumulation_dtype(problem.x))
 
 
 def mamba1_decode(problem: Mamba1Decode) -> None:
@@ -45,20 +33,8 @@ def mamba1_decode(problem: Mamba1Decode) -> None:
     Raises:
         ValueError: the journal has too few places for what is pending and these tokens.
     """
-    indices, journal, width = problem.state_indices, problem.journal, problem.width
-    conv = (problem.conv_weight, problem.conv_bias, problem.conv_state, indices)
-    channels, head_dim = problem.out.shape[1], problem.state.shape[2]
-    if journal is not None:
-        mixed = naive_journal.convolve_tokens(problem.x, *conv, journal, width)
-        _decode_with(journal, repeat_groups(mixed, channels, head_dim), problem)
-        return
-    carried = torch.ones(len(indices), dtype=torch.bool)
-    starts = torch.arange(len(indices) + 1)
-    mixed = torch.empty_like(problem.x)
-    causal_conv1d(problem.x, *conv, carried, starts, out=mixed)
-    mixed = repeat_groups(mixed, channels, head_dim)
-    sequences = (indices, carried, starts)
-    mamba1_prefill(Mamba1Prefill(mixed, problem.gates, problem.state, *sequences, problem.out))
+    mixed = repeat_groups(convolve(problem), problem.out.shape[1], problem.state.shape[2])
+    decode(problem, mixed, _tokens_of(problem), accumulation_dtype(mixed))
 
 
 def mamba1_commit(stack: JournalStack, entries: Tensor) -> None:
@@ -66,27 +42,8 @@ def mamba1_commit(stack: JournalStack, entries: Tensor) -> None:
     naive_journal.commit(stack, entries)
 
 
-def _decode_with(journal: Journal, mixed: Tensor, problem: Mamba1Decode) -> None:
-    width, group = problem.width, problem.gates.heads_per_group
-    for seq, index in enumerate(problem.state_indices.tolist()):
-        if index < 0:
-            continue
-        row, pending, commits, first = journal.steps[seq].tolist()
-        naive_journal.check_places(journal, row, pending + width - commits)
-        part = slice(seq * width, (seq + 1) * width)
-        tokens = _Tokens(mixed[part], problem.gates, part, problem.state.shape[1:3])
-        stored = naive_journal.replay(problem.state[index], journal, row, first, pending)
-        for t in range(width):
-            y, state = tokens.step(t, stored.to(tokens.x.dtype))
-            problem.out[part.start + t] = y.to(problem.out.dtype)
-            stored = state.to(problem.state.dtype)
-            if commits and t == 0:
-                problem.state[index] = stored
-                continue
-            place = (first + pending + t - commits) % journal.places
-            journal.keys[row, place] = tokens.B[t, ::group]
-            journal.errors[row, place] = tokens.dt[t] * tokens.x[t]
-            journal.decays[row, place] = tokens.dt[t]
+def _tokens_of(problem: Mamba1Prefill | Mamba1Decode) -> MakeTokens:
+    return lambda x, part: _Tokens(x, problem.gates, part, problem.state.shape[1:3])
 
 
 class _Tokens:
@@ -101,8 +58,15 @@ class _Tokens:
         B = gates.B[part].to(wide).unflatten(-1, (-1, size))
         self.B = B.repeat_interleave(gates.heads_per_group, dim=1)
         self.C = gates.C[part].to(wide).unflatten(-1, per_head)
+        self._per_group = gates.heads_per_group
         self._log_rates = gates.A_log
         self._D = gates.D.to(wide)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def update(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.B[t, :: self._per_group], self.dt[t] * self.x[t], self.dt[t]
 
     def step(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """Output `[channels]` and state `[heads, N, N]` after token `t`."""

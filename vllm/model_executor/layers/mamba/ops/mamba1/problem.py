@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm.kernels.journal import Journal
+from vllm.model_executor.layers.mamba.ops.problem import MambaDecode, MambaPrefill
 
 
 @dataclass(frozen=True)
@@ -32,50 +32,14 @@ class Mamba1Gates:
         return self.C.shape[1] // self.B.shape[1]
 
 
-@dataclass(frozen=True)
-class Mamba1Prefill:
-    """A ragged batch. `x [tokens, channels]` is the convolution's output; sequences and `state
-    [blocks, heads, N, N]` (head, channel in it, column) as in `GdnPrefill`, `out` like x."""
-
-    x: Tensor
-    gates: Mamba1Gates
-    state: Tensor
-    state_indices: Tensor
-    has_initial_state: Tensor
-    query_start_loc: Tensor
-    out: Tensor
+class Mamba1Prefill(MambaPrefill[Mamba1Gates]):
+    """`state [blocks, heads, N, N]` (head, channel in it, column), `out` like x."""
 
 
-@dataclass(frozen=True)
-class Mamba1Decode:
-    """Equally many tokens of each sequence. `x [tokens, conv channels]` is the raw projection,
-    `conv_weight [conv channels, taps]`, `conv_bias [conv channels]` or None, `conv_state [blocks,
-    taps - 1, conv channels]`. If there are fewer of these than channels, a group's are repeated for
-    its heads after the convolution. The rest as in `Mamba1Prefill`. A journal's keys are B, its
-    errors step sizes times x, and its log rates `gates.A_log`.
-
-    Raises:
-        ValueError: several tokens of a sequence, and no journal to keep those that may be rejected.
-    """
-
-    x: Tensor
-    gates: Mamba1Gates
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    conv_state: Tensor
-    state: Tensor
-    state_indices: Tensor
-    out: Tensor
-    journal: Journal | None = None
-
-    def __post_init__(self) -> None:
-        if self.journal is None and self.width > 1:
-            raise ValueError(f"a decode of {self.width} tokens per sequence needs a journal")
-
-    @property
-    def width(self) -> int:
-        """Tokens of a sequence."""
-        return len(self.x) // max(len(self.state_indices), 1)
+class Mamba1Decode(MambaDecode[Mamba1Gates]):
+    """If there are fewer channels of the convolution than of all heads, a group's are repeated for
+    its heads after it. A journal's keys are B, its errors step sizes times x, and its log rates
+    `gates.A_log`."""
 
 
 def repeat_groups(x: Tensor, channels: int, head_dim: int) -> Tensor:

@@ -102,7 +102,7 @@ def mamba2_prefill(problem: Mamba2Prefill) -> None:
         return
     block_p = min(_ROWS, max(16, next_power_of_2(sizes.head_dim)))
     _chunk_scan_kernel[(cdiv(sizes.head_dim, block_p), sizes.num_heads, seqs)](
-        problem.xbc,
+        problem.x,
         gates.dt,
         gates.A_log,
         gates.dt_bias,
@@ -113,7 +113,7 @@ def mamba2_prefill(problem: Mamba2Prefill) -> None:
         problem.query_start_loc,
         problem.out,
         *gates.dt_limit,
-        problem.xbc.stride(0),
+        problem.x.stride(0),
         gates.dt.stride(0),
         problem.state.stride(0),
         problem.out.stride(0),

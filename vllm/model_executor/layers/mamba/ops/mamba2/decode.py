@@ -224,7 +224,7 @@ def mamba2_decode(problem: Mamba2Decode) -> None:
     if seqs == 0:
         return
     mixed = convolve_decodes(
-        problem.xbc,
+        problem.x,
         problem.conv_weight,
         problem.conv_bias,
         problem.conv_state,

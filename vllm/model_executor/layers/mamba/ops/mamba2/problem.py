@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm.kernels.journal import Journal
+from vllm.model_executor.layers.mamba.ops.problem import MambaDecode, MambaPrefill
 
 
 @dataclass(frozen=True)
@@ -48,54 +48,18 @@ class Mamba2Sizes:
         return [self.num_heads * self.head_dim, shared, shared]
 
 
-@dataclass(frozen=True)
-class Mamba2Prefill:
-    """A ragged batch. `xbc [tokens, heads * P + 2 * groups * N]` is the convolution's output (x, B,
-    C, each head-major); sequences and `state [blocks, heads, P, N]` as in `GdnPrefill`,
-    `out [tokens, heads, P]`."""
-
-    xbc: Tensor
-    gates: Mamba2Gates
-    state: Tensor
-    state_indices: Tensor
-    has_initial_state: Tensor
-    query_start_loc: Tensor
-    out: Tensor
+class Mamba2Prefill(MambaPrefill[Mamba2Gates]):
+    """`x [tokens, heads * P + 2 * groups * N]` is x, B and C, each head-major; `state [blocks,
+    heads, P, N]`, `out [tokens, heads, P]`."""
 
     @property
     def sizes(self) -> Mamba2Sizes:
-        return Mamba2Sizes.of(self.xbc.shape[1], self.state)
+        return Mamba2Sizes.of(self.x.shape[1], self.state)
 
 
-@dataclass(frozen=True)
-class Mamba2Decode:
-    """Equally many tokens of each sequence. `xbc` is the raw projection, `conv_weight [channels,
-    taps]`, `conv_bias [channels]` or None, `conv_state [blocks, taps - 1, channels]`; the rest as
-    in `Mamba2Prefill`. A journal's keys are B, its errors step sizes times x.
-
-    Raises:
-        ValueError: several tokens of a sequence, and no journal to keep those that may be rejected.
-    """
-
-    xbc: Tensor
-    gates: Mamba2Gates
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    conv_state: Tensor
-    state: Tensor
-    state_indices: Tensor
-    out: Tensor
-    journal: Journal | None = None
-
-    def __post_init__(self) -> None:
-        if self.journal is None and self.width > 1:
-            raise ValueError(f"a decode of {self.width} tokens per sequence needs a journal")
+class Mamba2Decode(MambaDecode[Mamba2Gates]):
+    """A journal's keys are B, its errors step sizes times x."""
 
     @property
     def sizes(self) -> Mamba2Sizes:
-        return Mamba2Sizes.of(self.xbc.shape[1], self.state)
-
-    @property
-    def width(self) -> int:
-        """Tokens of a sequence."""
-        return len(self.xbc) // max(len(self.state_indices), 1)
+        return Mamba2Sizes.of(self.x.shape[1], self.state)
