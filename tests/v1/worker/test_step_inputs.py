@@ -103,7 +103,8 @@ def test_arrays_of_a_step_that_verifies_drafts() -> None:
     assert inputs.seq_lens.tolist() == [12, 11, 5]
     assert inputs.sample_indices.tolist() == [0, 1, 2, 3, 4, 5, 10]
     sampled = torch.tensor([7, 8, 9, three + 1, 5, 6, 4])
-    assert builder.accept(inputs, sampled).tolist() == [[1, 2, 1], [0, 2, 0]]
+    accepted = builder.accept_requests(inputs.sample_requests, sampled)
+    assert accepted.tolist() == [[1, 2, 1], [0, 2, 0]]
     assert progress.tokens[rows, 0].tolist() == [7, 5, 4]
     assert progress.computed[rows].tolist() == [10, 10, 5]
 
