@@ -22,7 +22,6 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "disaggregation.md",
     ROOT / "docs" / "models.md",
-    ROOT / "docs" / "offloading.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "state_memory.md",
 )
@@ -117,15 +116,6 @@ def http_rates_table() -> str:
         cells += [f"{p[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")]
         cells += [f"{p[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")]
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def offloading_table() -> str:
-    """A host tier behind the device's cache: one row per figure."""
-    rows = ["| figure | |", "|---|---|"]
-    for figures in load("h200_offloading.json").values():
-        rows += [f"| {what} | {value:,.3g} |" if value < 1000 else f"| {what} | {value:,.0f} |"
-                 for what, value in figures.items()]  # fmt: skip
     return "\n".join(rows)
 
 
@@ -229,7 +219,6 @@ TABLES = {
     "api": api_table,
     "http": http_table,
     "http_rates": http_rates_table,
-    "offloading": offloading_table,
     "disaggregation": disaggregation_table,
     "host": host_table,
     "prefix_cache": prefix_cache_table,

@@ -44,6 +44,8 @@ SMOKE: dict[str, list[str]] = {
     "python -m benchmarks.http_streams": ["--help"],
     # tests/distributed/kv_transfer/test_hidden_states_fp8.py measures a smaller model
     "python -m benchmarks.hidden_states_fp8": ["--help"],
+    # starts two servers; tests/benchmarks/test_disaggregation_rows.py has its parts
+    "python -m benchmarks.disaggregation": ["--help"],
     # starts a process per rank
     "python -m benchmarks.executor_step": ["--help"],
     "python -m benchmarks.pipeline_stages": ["--help"],

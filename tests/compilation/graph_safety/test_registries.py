@@ -36,7 +36,9 @@ WAITS = {
             ("ExampleConnector._block_index", 7),
             ("ExampleConnector.wait_for_save", 1),
             ("PrefixStore.save", 3),
-            ("digest", 1),
+            ("digests", 1),
+            ("digests", 3),
+            ("compare_digests", 5),
         },
     )
 }

@@ -172,9 +172,10 @@ def test_sharing_the_targets_noise_accepts_more() -> None:
     assert shared > own + 0.2
 
 
-@pytest.mark.parametrize("drafter", [fixed, *nightly(greedy, own_noise)])
+@pytest.mark.parametrize("drafter", [fixed, *nightly(greedy)])
 def test_a_bias_of_one_percent_is_noticed(drafter: Drafter) -> None:
-    """One draft in a hundred is taken for the sample it should have been compared with."""
+    """One draft in a hundred is taken for the sample it should have been compared with. (Drafts of
+    nearly the target's law would bias it too little for these numbers of tokens.)"""
     chain, table, _ = transitions(drafter, NUM_TOKENS if drafter is fixed else 1_000_000, bias=0.01)
     assert abs(deviation(chain.logits, table)) > BOUND
 

@@ -66,7 +66,7 @@ class RayActors:
                 f"{ray.cluster_resources().get(self._resource, 0):g}, of which "
                 f"{ray.available_resources().get(self._resource, 0):g} are free"
             )
-        kind = ray.remote(RayWorker)
+        kind: Any = ray.remote(RayWorker)
         amount: dict[str, Any] = {f"num_{self._resource.lower()}s": 1}
         if self._resource == "GPU":
             amount["num_cpus"] = 0
