@@ -15,14 +15,14 @@ import pytest
 from tests.nightly import nightly
 from tests.tiny_models import hf_reference_generate, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4, 1, 5]
 PLUGIN = """
 import os
 from pathlib import Path
 
 from vllm import ModelRegistry
-
-pytestmark = pytest.mark.slow
 
 
 def register():
