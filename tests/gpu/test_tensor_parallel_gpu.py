@@ -22,7 +22,7 @@ from tests.parity.parity_checks import (
 )
 from tests.tiny_models import tiny_model
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
-from vllm.v1.executor.multiproc import WorkerDiedError
+from vllm.v1.executor.station import WorkerDiedError
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.executor.multiproc import WorkerDiedError
+from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker.worker import Worker
 
 pytestmark = [
