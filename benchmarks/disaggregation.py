@@ -13,8 +13,9 @@ Two servers: one computes prompts, the other fetches their state and answers. Fo
 - computed: another prompt, which it computes itself;
 - hit: that one again, which its own prefix cache then has;
 
-and how many answers are those of the producer when it answers alone, from what it kept. With two
-GPUs each server has one, the model has the dimensions of Qwen3.5-4B and random weights.
+how many answers are those of the producer when it answers alone, from what it kept, and through
+which memory of the consumer the state passed, by its own decisions. With two GPUs each server has
+one, the model has the dimensions of Qwen3.5-4B and random weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +40,7 @@ from tqdm import tqdm
 
 from benchmarks.served_process import ServedProcess
 from benchmarks.token_source import servable
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p_connector import STAGED
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPUS = torch.cuda.device_count() >= 2
@@ -70,6 +72,7 @@ class Row:
     transfer_ms: float
     hit_ms: float
     computed_ms: float
+    through: str = "host memory"
 
     @property
     def after_transfer(self) -> float:
@@ -141,6 +144,12 @@ class Pair:
         assert first_ms is not None, "an answer without tokens"
         return first_ms, tokens
 
+    def through(self) -> str:
+        """The memory of the consumer that state passes through."""
+        records = _ok(self._consumer.get("/decisions")).json()
+        [chosen] = [one["chosen"] for one in records if one["what"] == STAGED]
+        return str(chosen)
+
     def _received(self) -> float:
         """Seconds that the consumer has spent on fetching so far."""
         lines = _ok(self._consumer.get("/metrics")).text.splitlines()
@@ -156,6 +165,8 @@ def _ok(reply: httpx.Response) -> httpx.Response:
 def serve_command(args: argparse.Namespace, model: Path, role: str) -> list[str]:
     """What starts a server of that role."""
     extra = {"host": "127.0.0.1", "port": 0, "staging_bytes": args.staging_mb * 10**6}
+    if args.staging_device is not None:
+        extra["staging_device"] = args.staging_device
     transfer = {
         "kv_connector": args.connector,
         "kv_role": role,
@@ -191,7 +202,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
                 pair.run(tokens(length), tokens(length))
                 for _ in range(args.repeats + 1)  # the first turn is a rehearsal
             ][1:]
-            rows.append(row_of(length, runs))
+            rows.append(replace(row_of(length, runs), through=pair.through()))
     return rows
 
 
@@ -214,7 +225,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lengths", type=_lengths, default=[512, 2048, 8192] if ON_GPUS else [64, 256, 900])
     add("--answer-tokens", type=int, default=32)
     add("--repeats", type=int, default=5)
-    add("--staging-mb", type=int, default=4_000 if ON_GPUS else 100, help="Host memory per side.")
+    add(
+        "--staging-mb", type=int, default=4_000 if ON_GPUS else 100, help="Staging memory per side."
+    )
+    add("--staging-device", choices=("auto", "cuda", "cpu"), help="Of NixlConnector.")
     add("--json", type=Path, help="file for the figures")
     return parser
 

@@ -42,12 +42,12 @@ from benchmarks.served_process import ServedProcess
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
 from vllm.benchmarks.client_usage import limited_warning, usage_figures
+from vllm.benchmarks.datasets import RandomPrompts
 from vllm.benchmarks.load import allow_many_connections
 from vllm.benchmarks.metrics import summarize
 from vllm.benchmarks.outcome import Sample
 from vllm.benchmarks.plot import require_matplotlib
 from vllm.benchmarks.processes import LoadPlan, LoadResult, decide_num_processes, run_load
-from vllm.benchmarks.random_text import RandomPrompts
 
 _START_S = 600.0
 _BLOCK_SIZE = 16
@@ -181,7 +181,7 @@ class Sweep:
         if summary_tokens(load) != streams * options.rounds * options.output:
             raise SystemExit(f"error: {summary_tokens(load)} tokens came")
         summary = summarize(load.outcomes, load.duration_s, [50, 99])
-        tokens = summary.output_tokens
+        tokens = summary.total_output_tokens
         usage = usage_figures(load.clients, tokens)
         if usage["client_limited"]:
             print(limited_warning(load.clients))

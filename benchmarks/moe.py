@@ -23,8 +23,6 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
-from vllm.kernels.moe.triton import block_rows
-from vllm.kernels.triton.configs import device_configs
 from vllm.platforms import current_platform
 
 EXPERTS, TOP_K, HIDDEN, INNER = 256, 8, 2048, 512
@@ -68,9 +66,7 @@ def measure(tokens: int, layers: list[Layer]) -> dict[str, float]:
     route = time_us(lambda _: kernels.route_experts(problem), layers)
     experts = time_us(run, layers)
     weights = 3 * INNER * HIDDEN
-    configs = device_configs(x.device)
     return {
-        "block_rows": block_rows(pairs, EXPERTS + 1, configs),
         "experts_hit": hit,
         "route_us": round(route, 2),
         "experts_us": round(experts, 2),

@@ -31,18 +31,19 @@ import torch
 
 from benchmarks.agent_trace import TraceConfig, TraceRequest, make_trace
 from benchmarks.prefix_cache_live import Replay, scaled
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arc import Arc
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
+    Arc,
+    EvictionPolicy,
+    Lru,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import StoredBlock, StoreJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import HostMemory, Transfers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.arena_plan import GroupPlan
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
@@ -50,7 +51,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan, KVCacheConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("copy", "serve", "reload", "trace", "policies")

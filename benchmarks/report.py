@@ -124,7 +124,7 @@ def disaggregation_table() -> str:
     parts = []
     for name, connector in (("p2p", "P2pConnector"), ("nixl", "NixlConnector")):
         rows = [Row(**row) for row in load(f"h200_disaggregation_{name}.json")]
-        parts.append(f"`{connector}`:\n\n{pairs(rows)}")
+        parts.append(f"`{connector}`, through {rows[0].through}:\n\n{pairs(rows)}")
     return "\n\n".join(parts)
 
 

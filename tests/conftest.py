@@ -8,17 +8,28 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests import triton_interpreter
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # Every HTTP client would read the machine's certificates, which takes longer than its requests. No
 # test needs them.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
+
+#: of variables that a test leaves as they were
+_SETTINGS = ("VLLM_", "OMP_", "MKL_")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only hands out tests to others imports no torch, for which they would wait:
+    nor do the conftest files that are read before this."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,15 +50,18 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
     """Commands set variables and the level of the log for their process, which here is that of the
-    tests after them too."""
-    level = logging.getLogger("vllm").level
-    before = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    tests after them too; so do libraries when they are imported."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    before = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     yield
-    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+    for name in [name for name in os.environ if name.startswith(_SETTINGS)]:
         if name not in before:
             del os.environ[name]
     os.environ.update(before)
-    logging.getLogger("vllm").setLevel(level)
+    if logger.level != level:
+        # Which makes every logger of the process forget what it knows.
+        logger.setLevel(level)
 
 
 @pytest.fixture

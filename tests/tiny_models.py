@@ -318,20 +318,33 @@ def hf_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrained
 def hf_reference_logits(
     path: str | Path, token_ids: list[int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Logits `[len(token_ids), vocab]` of one sequence in one pass."""
+    """Logits `[len(token_ids), vocab]` of one sequence in one pass. They are shared: each way to
+    run an engine is compared with the same ones."""
+    return _reference_logits(str(path), tuple(token_ids), dtype)
+
+
+@lru_cache(maxsize=256)
+def _reference_logits(path: str, token_ids: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     logits: Tensor = hf_model(path, dtype)(torch.tensor([token_ids])).logits[0]
     return logits
 
 
-@torch.no_grad()
 def hf_reference_generate(
     path: str | Path, token_ids: list[int], max_tokens: int, dtype: torch.dtype = torch.float32
 ) -> list[int]:
     """`max_tokens` greedy tokens, end-of-sequence ignored; each from a full pass."""
-    ids = list(token_ids)
+    return list(_reference_tokens(str(path), tuple(token_ids), max_tokens, dtype))
+
+
+@lru_cache(maxsize=256)
+@torch.no_grad()
+def _reference_tokens(
+    path: str, token_ids: tuple[int, ...], max_tokens: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    model, ids = hf_model(path, dtype), list(token_ids)
     for _ in range(max_tokens):
-        ids.append(int(hf_reference_logits(path, ids, dtype)[-1].argmax()))
-    return ids[len(token_ids) :]
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(token_ids) :])
 
 
 @torch.no_grad()

@@ -6,29 +6,26 @@ from typing import Any, TypeAlias, TypedDict
 from typing_extensions import NotRequired
 
 
-class TextPrompt(TypedDict):
+class _Prompt(TypedDict, total=False):
+    multi_modal_data: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    cache_salt: str
+    cache_checkpoints: list[int]
+    cache_pin_seconds: float
+    return_cache_report: bool
+
+
+class TextPrompt(_Prompt):
     """Text, to be tokenised."""
 
     prompt: str
-    multi_modal_data: NotRequired[dict[str, Any]]
-    mm_processor_kwargs: NotRequired[dict[str, Any]]
-    cache_salt: NotRequired[str]
-    cache_checkpoints: NotRequired[list[int]]
-    cache_pin_seconds: NotRequired[float]
-    return_cache_report: NotRequired[bool]
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(_Prompt):
     """Token ids, used unchanged; `prompt` is their text, if known."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
-    multi_modal_data: NotRequired[dict[str, Any]]
-    mm_processor_kwargs: NotRequired[dict[str, Any]]
-    cache_salt: NotRequired[str]
-    cache_checkpoints: NotRequired[list[int]]
-    cache_pin_seconds: NotRequired[float]
-    return_cache_report: NotRequired[bool]
 
 
 #: one prompt; a bare list of integers is token ids

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "../xxh3.h"
 #include "ops.h"
 #include "table.h"
 
 namespace vllm_cpu {
 
-namespace {
-// Shorter inputs have formulas of their own.
-constexpr int64_t kShort = 240;
-}  // namespace
+using vllm_xxh3::kShort;
 
 void xxh3_64(const Tensor& data, const Tensor& starts, const Tensor& sizes, const Tensor& out) {
   constexpr const char* op = "xxh3_64";

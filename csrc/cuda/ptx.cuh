@@ -36,9 +36,10 @@ struct Ring {
   __device__ Ring(uint64_t* words_, int stages_) : words(words_), stages(stages_) {}
   __device__ uint64_t* full() { return words + index; }
   __device__ uint64_t* empty() { return words + stages + index; }
-  __device__ void init(int consumers) {
+  __device__ void init(int consumers, int producers = 1) {
     for (int i = 0; i < stages; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(words + i)));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(words + i)),
+                   "r"(producers));
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(
                        shared_address(words + stages + i)),
                    "r"(consumers));

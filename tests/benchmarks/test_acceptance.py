@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.draft_models import TINY, Eagle3Reference, eagle3_tensors, gen, write_eagle3
 from tests.tiny_models import tiny_model
-from vllm.benchmarks.acceptance import HiddenStateDataset
+from vllm.benchmarks.acceptance import HiddenStateDataset, RoundCounts, count_rounds, replies
 from vllm.benchmarks.draft_chains import DraftChains
-from vllm.benchmarks.draft_rounds import RoundCounts, count_rounds, replies
 from vllm.config import ModelConfig
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.entrypoints.cli.main import main

@@ -14,8 +14,13 @@ from benchmarks import all_reduce
 def test_every_size_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     all_reduce.main(["--ranks", "2", "--kb", "8,64", "--repeats", "3"])
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["kB", "us", "GB/s"]
+    assert head.split() == ["kB", "gloo", "then", "norm"]
     assert [int(row.split()[0]) for row in rows] == [8, 64]
-    for kb, us, rate in (map(float, row.split()) for row in rows):
-        # Two ranks: each takes in and gives out as much as the message has. Printed rounded.
-        assert us > 0 and rate == pytest.approx(kb * 1024 / us / 1e3, abs=0.01, rel=0.01)
+    for _, once, with_norm in (map(float, row.split()) for row in rows):
+        assert 0 < once and 0 < with_norm
+
+
+def test_the_time_of_a_sum_is_the_slowest_rank_s() -> None:
+    """Repeat by repeat, before the median."""
+    ranks = [{"a": [1.0, 9.0, 2.0]}, {"a": [5.0, 1.0, 3.0]}]
+    assert all_reduce._slowest(ranks) == {"a": 5.0}

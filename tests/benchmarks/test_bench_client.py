@@ -10,9 +10,8 @@ import pytest
 
 from tests.benchmarks.scripted_server import events, text, usage
 from vllm.benchmarks.client import DIALECTS, Exchange, RequestOptions, encode_request
-from vllm.benchmarks.connection import Endpoint
+from vllm.benchmarks.connection import Endpoint, Reply
 from vllm.benchmarks.outcome import Outcome, Sample
-from vllm.benchmarks.reply import Reply
 from vllm.exceptions import VLLMValidationError
 
 SAMPLE = Sample("hello", 5, 7)

@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.entrypoints.fake_engine import byte_tokenizer
-from vllm.benchmarks.datasets import DatasetArgs, load_samples
-from vllm.benchmarks.random_text import RandomPrompts
+from vllm.benchmarks.datasets import DatasetArgs, RandomPrompts, load_samples
 from vllm.exceptions import VLLMValidationError
 
 #: a tokenizer with merges

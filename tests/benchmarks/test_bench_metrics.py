@@ -21,9 +21,9 @@ FAILED = Outcome(start=0.1, prompt_len=30, latency=0.3, error="no")
 def test_throughput_counts_what_succeeded() -> None:
     summary = summarize([THREE, ONE, FAILED], 2.0, [99])
     assert (summary.completed, summary.failed) == (2, 1)
-    assert (summary.input_tokens, summary.output_tokens) == (30, 4)
+    assert (summary.total_input_tokens, summary.total_output_tokens) == (30, 4)
     assert (summary.request_throughput, summary.output_throughput) == (1.0, 2.0)
-    assert summary.total_token_throughput == 17.0 and summary.goodput is None
+    assert summary.total_token_throughput == 17.0 and summary.request_goodput is None
 
 
 def test_latencies_in_milliseconds() -> None:
@@ -48,7 +48,7 @@ def test_latencies_in_milliseconds() -> None:
     ],
 )
 def test_goodput_needs_every_level(levels: dict[str, float], good: int) -> None:
-    assert summarize([THREE, ONE, FAILED], 2.0, [99], levels).goodput == good / 2
+    assert summarize([THREE, ONE, FAILED], 2.0, [99], levels).request_goodput == good / 2
 
 
 def test_peaks() -> None:

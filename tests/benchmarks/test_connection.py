@@ -15,9 +15,8 @@ import pytest
 from tests.benchmarks.scripted_server import END, HEAD, ScriptedServer, chunk
 from tests.ports import free_port
 from vllm.benchmarks import connection
-from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError
+from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError, Reply
 from vllm.benchmarks.load import tls_context
-from vllm.benchmarks.reply import Reply
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 2\r\n\r\nab"

@@ -17,7 +17,7 @@ from vllm import decisions
 from vllm.benchmarks import load as load_module
 from vllm.benchmarks.arrivals import Load, arrival_times
 from vllm.benchmarks.client import DIALECTS, RequestOptions
-from vllm.benchmarks.connection import ConnectionPool, Endpoint
+from vllm.benchmarks.connection import ConnectionPool, Endpoint, Reply
 from vllm.benchmarks.load import ShareSender, wait_until
 from vllm.benchmarks.metrics import summarize
 from vllm.benchmarks.outcome import Sample
@@ -29,7 +29,6 @@ from vllm.benchmarks.processes import (
     partition,
     run_load,
 )
-from vllm.benchmarks.reply import Reply
 from vllm.entrypoints.cli.types import CommandError
 
 #: how far two processes of a busy machine may be apart in seeing the same thing

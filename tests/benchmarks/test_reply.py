@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vllm.benchmarks.reply import Reply
+from vllm.benchmarks.connection import Reply
 
 
 def received(*reads: tuple[float, bytes]) -> Reply:

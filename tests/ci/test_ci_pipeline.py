@@ -169,6 +169,19 @@ def test_a_changed_test_runs_its_lane(pipeline: ModuleType) -> None:
             assert steps[target].touched_by([f"{path}/test_x.py"]), (target, path)
 
 
+def test_handing_out_tests_imports_no_torch() -> None:
+    """The workers start after pytest has read the conftest files of a lane's folders."""
+    folders = [Path(p) for paths, _ in lanes().values() for p in paths if not p.startswith("--")]
+    files = {parent / "conftest.py" for f in folders for parent in (f, *f.parents)}
+    names = [".".join(file.with_suffix("").parts) for file in files if (ROOT / file).exists()]
+    assert {"tests.conftest", "tests.e2e.conftest", "tests.parity.conftest"} <= set(names)
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    code += "print('torch' in sys.modules)\n"
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_suite_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes would compile the package again."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

@@ -13,8 +13,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import cuda
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.placements import PlacementChange
-from vllm.v1.engine.replica_calls import combined, forgets_prefixes, undo
-from vllm.v1.engine.replica_config import adopt_starts, replica_configs
+from vllm.v1.engine.replicas import (
+    adopt_starts,
+    combined,
+    forgets_prefixes,
+    replica_configs,
+    undo,
+)
 from vllm.v1.metrics.expert_metrics import total_counts
 
 #: what is said of four replicas, and which of them run here

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.config.draft_methods import ALIASES, DRAFT_METHODS
+from vllm.config.draft_methods import ALIASES, DRAFT_METHODS, NOT_SERVED
 from vllm.config.draft_methods.base import DraftSettings
-from vllm.config.draft_methods.not_served import NOT_SERVED
 from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.class_registry import resolve_class

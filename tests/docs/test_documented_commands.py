@@ -94,6 +94,7 @@ ELSEWHERE = {
     "python -m benchmarks.offloading": "needs a GPU",
     "python -m benchmarks.starts": "needs a GPU",
     "python -m benchmarks.gpu_kernels": "needs a GPU",
+    "python -m benchmarks.forced_acceptance": "tests/benchmarks/test_forced_acceptance.py",
     "python -m benchmarks.step_profile": "needs a GPU",
     "python benchmarks/swiglu.py": "needs a GPU",
     "python benchmarks/skinny.py": "needs a GPU",

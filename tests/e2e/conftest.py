@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.remote_server import RemoteServer
-from tests.tiny_models import tiny_model
+if TYPE_CHECKING:
+    from tests.e2e.remote_server import RemoteServer
 
 #: context of the shared servers, in tokens
 MAX_MODEL_LEN = 4096
@@ -42,6 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", _THREE_PROCESSES])
 def server(request: pytest.FixtureRequest) -> Iterator[RemoteServer]:
     """A server of a tiny model in float32: one per family, and one of several API processes."""
+    from tests.e2e.remote_server import RemoteServer
+    from tests.tiny_models import tiny_model
+
     flags = ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
     flags += ["--served-model-name", "tiny", "alias"]
     family = request.param

@@ -33,7 +33,8 @@ class RemoteServer:
     """`vllm serve MODEL FLAGS`, ready on entering the context and gone, children too, on leaving.
 
     `http` is a client for its paths, one connection per request. A `fresh` one imports everything
-    itself, which takes seconds. Raises `RuntimeError` with the server's log when it does not start.
+    itself, which takes seconds, and spawns its processes, as users' servers do. Raises
+    `RuntimeError` with the server's log when it does not start.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class RemoteServer:
         self.http = httpx.Client(base_url=self.url, verify=False, timeout=120, limits=one_request)
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-server-", suffix=".log")  # noqa: SIM115
         arguments = ["serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *flags]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "0.05", **os.environ, **(env or {})}
+        defaults = {"VLLM_CPU_KVCACHE_SPACE": "0.05"}
+        if not fresh:
+            # A spawned API process or worker would import everything again, for four seconds.
+            defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        env = {**defaults, **os.environ, **(env or {})}
         self.process: subprocess.Popen[bytes] | ForkedPython
         if fresh:
             self.process = subprocess.Popen(

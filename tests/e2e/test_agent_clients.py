@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import agents
-import anthropic
 import openai
 import pytest
 
 from tests.e2e.remote_server import RemoteServer
+
+if TYPE_CHECKING:
+    # It takes seconds to import, as `agents` does.
+    import anthropic
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -61,6 +63,8 @@ def chat(server: RemoteServer) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def claude(server: RemoteServer) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0)
 
 
@@ -169,6 +173,8 @@ def test_thinking_and_calls_of_messages(claude: anthropic.Anthropic) -> None:
 
 
 def test_an_agent_calls_its_tool_and_answers(server: RemoteServer) -> None:
+    import agents
+
     asked: list[str] = []
 
     @agents.function_tool

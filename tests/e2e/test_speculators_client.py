@@ -181,7 +181,10 @@ def test_client_that_goes_away(server: RemoteServer, family: str, storage: Path)
 
 def test_fp8_transfer(tmp_path: Path) -> None:
     """hs_connectors' subclass stores rows in eight bits; its reader undoes it."""
-    with RemoteServer(tiny_model("llama"), *launch_flags(tmp_path, "fp8")) as server:
+    flags = launch_flags(tmp_path, "fp8")
+    # With processes that are spawned, as they are for users.
+    spawn = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    with RemoteServer(tiny_model("llama"), *flags, env=spawn) as server:
         token_ids = [11] * 50
         handle, params = vllm_client().generate_hidden_states(
             server.client(), server.model, {"input_ids": token_ids}, max_retries=0

@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.kernels.step import Progress
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.state_layers import collect_layers
-from vllm.v1.spec_decode.create import attach_drafter, create_drafter
+from vllm.v1.spec_decode.drafter import attach_drafter, create_drafter
 
 PROMPT = [(7 * i) % 251 for i in range(20)]
 

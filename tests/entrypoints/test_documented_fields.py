@@ -12,7 +12,7 @@ from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import FakeAsyncLLM
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from vllm.entrypoints.openai.protocol.token_generate import DetokenizeRequest, TokenizeRequest
 
 pytestmark = pytest.mark.asyncio
 

@@ -152,6 +152,7 @@ def runner() -> Iterator[asyncio.Runner]:
         yield running
 
 
+@pytest.mark.usefixtures("forking")
 def test_no_callback_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: asyncio.Runner
 ) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vllm.entrypoints.openai.reasoned_output import constrain_after_reasoning
+from vllm.entrypoints.openai.serving_chat import constrain_after_reasoning
 from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import reasoning_parsers
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams

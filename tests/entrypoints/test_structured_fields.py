@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vllm.entrypoints.openai.protocol.structured import structured_outputs
+from vllm.entrypoints.openai.protocol.sampling import structured_outputs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm.entrypoints.access_log import WithoutPaths, log_config
+from vllm.entrypoints.launcher import refresh_certificates
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.sampling import resolve_max_tokens
-from vllm.entrypoints.ssl_refresh import refresh_certificates
 from vllm.entrypoints.utils import merge, safe_id
 from vllm.exceptions import VLLMValidationError
 

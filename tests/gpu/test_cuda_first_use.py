@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm.platforms.cuda_first_use import use_on_a_thread
+from vllm.platforms.cuda import use_on_a_thread
 
 pytestmark = pytest.mark.gpu
 

@@ -15,13 +15,13 @@ from tests.kernels.test_triton_gdn_stages import as_problem, exact_factors
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda_library import HOPPER
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import OPS
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_factors import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import (
+    OPS,
     chunk_factors,
     takes_factors,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import gdn_gates
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import gdn_gates
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 
 pytestmark = pytest.mark.gpu

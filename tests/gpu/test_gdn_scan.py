@@ -14,8 +14,8 @@ from tests.kernels.test_triton_gdn_stages import as_problem, rows_of
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper, hopper_scan
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_scan import takes_scan
+from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import takes_scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inter import inter_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
@@ -34,7 +34,7 @@ def scan() -> Scan:
         pytest.skip("the kernel needs compute capability 9.0")
     assert CUDA_LIBRARY.exists(), "build the CUDA ops first"
     assert hopper.OPS.choose((9, 0))
-    return hopper_scan.scan
+    return hopper.scan
 
 
 @pytest.fixture(autouse=True)

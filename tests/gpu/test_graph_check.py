@@ -10,8 +10,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from vllm.compilation.graph_safety.device.allocations import allocations_noted
-from vllm.compilation.graph_safety.device.checks import check_devices, empty_graphs_raise
+from vllm.compilation.graph_safety.device.checks import (
+    allocations_noted,
+    check_devices,
+    empty_graphs_raise,
+)
 from vllm.compilation.graph_safety.device.sync_trap import (
     CurrentStream,
     torch_waits_raise,

@@ -43,7 +43,7 @@ def test_no_id_leaves_its_row(dtype, temperature, filters, logprobs):
     )
     assert adjusted is not None
     counts = torch.ones(2, dtype=torch.int32, device=device)
-    masks = TokenMasks.dummy(torch.zeros(ROWS, VOCAB, device=device))
+    masks = TokenMasks.dummy(torch.zeros(ROWS, VOCAB, device=device), VOCAB)
     masks.words[5] = 0
     logits = torch.randn(ROWS, VOCAB, device=device).to(dtype)
     logits[4] = float("-inf")

@@ -50,7 +50,7 @@ def test_masked_sampling_never_waits_for_the_device(temperature):
     metadata = SamplingMetadata.build([params] * 16, vocab, device)
     logits = torch.randn(16, vocab, device=device)
     positions = torch.arange(16, device=device)
-    sample(logits.clone(), metadata, positions, None, TokenMasks.dummy(logits))
+    sample(logits.clone(), metadata, positions, None, TokenMasks.dummy(logits, logits.shape[1]))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -12,7 +12,7 @@ from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
 from step_driver import MAX_MODEL_LEN, Driver, EagerSteps, Outcome, engine, observed, on_worker
 
 from tests.extraction_options import extraction
-from vllm.compilation.memory_alias import alias_memory
+from vllm.compilation.piecewise import alias_memory
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay
 

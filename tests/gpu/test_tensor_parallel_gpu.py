@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -51,7 +53,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
             "kv_cache_memory_bytes": 64 * 2**20,
             "tensor_parallel_size": 2,
         }
-        model = str(tiny_model(family, torch.float32))
+        model = settings.pop("model", None) or str(tiny_model(family, torch.float32))
         engines.append(LLM(model, **{**defaults, **settings}))
         return engines[-1]
 
@@ -100,6 +102,43 @@ def test_two_gpus_give_the_tokens_of_one(
         if again == 1:
             two.sleep(1)
             two.wake_up()
+
+
+def wide_model(folder: Path) -> str:
+    """A `llama` with rows wide enough for sums with a norm, its weights made up at the load."""
+    shutil.copytree(tiny_model("llama"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "config.json"
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    return str(folder)
+
+
+def test_shared_memory_gives_the_bits_of_nccl(make: MakeEngine, tmp_path: Path) -> None:
+    """Two ranks have one order to add in; the norm is rounded as by its own kernel. Prompts of 300
+    tokens travel with NCCL either way."""
+    found = []
+    for disabled in (True, False):
+        llm = make(
+            model=wide_model(tmp_path / str(disabled)),
+            dtype="bfloat16",
+            load_format="dummy",
+            max_num_batched_tokens=512,
+            disable_custom_all_reduce=disabled,
+        )
+        outputs = generate(llm, prompts((1, 17, 63, 300)), 32)
+        found.append([(list(one.outputs[0].token_ids), logprobs_of(one)) for one in outputs])
+        choices = {
+            one["what"]: one["chosen"] for one in llm.llm_engine.vllm_config.decisions.as_dicts()
+        }
+        shared = choices.get("all-reduce of small messages", "NCCL")
+        assert shared.startswith("NCCL" if disabled else "peer memory")
+    assert found[0] == found[1]
+
+
+def logprobs_of(output: RequestOutput) -> list[float]:
+    one = output.outputs[0]
+    assert one.logprobs is not None
+    return [entry[t].logprob for entry, t in zip(one.logprobs, one.token_ids, strict=True)]
 
 
 def test_state_memory_is_what_the_gpus_have_left(make: MakeEngine) -> None:

@@ -106,19 +106,68 @@ def test_a_launcher_is_loaded_again_only_when_no_other_thread_loads_one(
 ) -> None:
     """Python would put it into the module of whichever launcher was loaded last."""
     kernels = _kernels(monkeypatch)
-    wanted = ["a*fp32", "b*fp32", "c*bf16", "d*fp32", "e*fp64", "f*bf16"]
+    wanted = ["a*fp32", "b*bf16", "ci1", "di8", "efp64", "f*i32"]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     variants = [Variant("kernel", what, kernels.compile) for what in wanted]
     ParallelCompilation(variants, torch.device("cuda")).wait()
     assert sorted(kernels.loaded) == wanted
     together, alone = kernels.loaded[:3], kernels.loaded[3:]
-    assert sorted(what[1:] for what in together) == ["*bf16", "*fp32", "*fp64"]
-    assert sorted(what[1:] for what in alone) == ["*bf16", "*fp32", "*fp32"]
+    assert sorted(what[1:2] for what in together) == ["*", "f", "i"]
+    assert sorted(what[1:2] for what in alone) == ["*", "*", "i"], "a launcher is written in C"
     main = threading.main_thread().name
     assert kernels.threads[3:] == [main] * 3 and main not in kernels.threads[:3]
     kernels.loaded.clear()
     ParallelCompilation(variants[:1], torch.device("cuda")).settle()
     assert kernels.loaded == [], "by its first launch"
+
+
+def _launched(signature: dict[str, str]) -> threading.Thread:
+    """A thread on which Triton compiles a kernel because it is launched."""
+    source = SimpleNamespace(name="kernel", signature=signature)
+    listener: Any = knobs.compilation.listener
+    arguments = {"src": source, "times": SimpleNamespace(total=1), "cache_hit": True}
+    thread = threading.Thread(target=listener, kwargs=arguments)
+    thread.start()
+    return thread
+
+
+def test_a_launch_that_loads_a_launcher_again_waits_for_what_is_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = _kernels(monkeypatch)
+    monkeypatch.setattr(compile_log, "_compilations", [])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    go = threading.Event()
+
+    def compiled_late(what: str) -> Any:
+        assert go.wait(20)
+        return kernels.compile(what)
+
+    late = [Variant("kernel", what, compiled_late) for what in ("afp32", "bfp64")]
+    ahead = ParallelCompilation(late, torch.device("cuda"))
+    first, again = _launched({"x": "i64"}), _launched({"y": "i64"})
+    first.join(20)
+    again.join(0.05)
+    assert not first.is_alive() and again.is_alive()
+    go.set()
+    again.join(20)
+    assert not again.is_alive()
+    ahead.wait()
+
+
+def test_a_compilation_that_fails_keeps_no_launch_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    _kernels(monkeypatch)
+    monkeypatch.setattr(compile_log, "_compilations", [])
+
+    def refused(what: str) -> Any:
+        raise ValueError("no such function")
+
+    with pytest.raises(ValueError, match="no such function"):
+        ParallelCompilation([Variant("kernel", "a*fp32", refused)] * 3, torch.device("cpu")).wait()
+    for _ in range(2):
+        thread = _launched({"x": "*fp32"})
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

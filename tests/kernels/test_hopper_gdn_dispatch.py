@@ -14,7 +14,7 @@ from tests.kernels.cases import gdn_case
 from tests.kernels.test_triton_gdn_stages import as_problem
 from vllm.kernels.cuda import CudaKernels
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper, triton
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_factors import takes_factors
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import takes_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors, empty_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.cases import gdn_case, strided
 from tests.kernels.test_triton_gdn_stages import as_problem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_scan import takes_scan
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import takes_scan
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import ChunkFactors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import ChunkedProblem, GdnPrefill
 

@@ -173,7 +173,8 @@ def test_rules_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize(
-    ("tokens", "slots", "experts"), [(2, 2, 3), (40, 3, 17), (171, 3, 8), (700, 3, 20)]
+    ("tokens", "slots", "experts"),
+    [(2, 2, 3), (40, 3, 17), (171, 3, 8), (700, 3, 20), (1400, 3, 9)],
 )
 def test_blocks_hold_every_pair_once(
     tokens: int, slots: int, experts: int, rows: int, device: str

@@ -8,7 +8,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.kernels.cases import conv_case, error_ratio, gdn_case, gdn_decode_case
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     l2_normalise,
     naive_chunk_gated_delta_rule,
     naive_recurrent_gated_delta_rule,

@@ -16,9 +16,9 @@ from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper import takes_factors
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode import takes_decode
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_factors import takes_factors
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import gdn_gates
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import gdn_gates
 
 HEADS = (2, 4, 12, 24)
 

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fla.ops import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     l2_normalise,
     naive_recurrent_gated_delta_rule,
 )

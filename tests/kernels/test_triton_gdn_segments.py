@@ -15,7 +15,7 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.chunk import run_chunked
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     gdn_gates,
     l2_normalise,
     naive_chunk_gated_delta_rule,

@@ -13,7 +13,7 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.intra import intra_chunk
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.inverse import invert_unit_lower
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive_recurrence import (
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.naive import (
     gdn_gates,
     l2_normalise,
 )

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.kernels.sampling.draw import LANE, argmax_rows, gumbel_sample
+from vllm.kernels.sampling import DrawProblem
+from vllm.kernels.sampling.draw import (
+    LANE,
+    argmax_rows,
+    best_draws,
+    best_rows,
+    first_best,
+    gumbel_sample,
+)
 from vllm.kernels.sampling.filter import kept_tokens
 from vllm.v1.outputs import NO_TOKEN
 
@@ -114,3 +122,29 @@ def test_frequencies_follow_the_softmax(device):
     expected = (logits[0].cpu() / 2.0).softmax(-1) * count
     chi = ((drawn.bincount(minlength=4) - expected).square() / expected).sum()
     assert chi < 16.3
+
+
+@pytest.mark.parametrize("vocab", [9001, 4096])
+@pytest.mark.parametrize("width", [192, 3008])
+def test_parts_of_the_vocabulary_tell_what_the_whole_has(vocab, width, dtype, device):
+    """Parts begin anywhere within a tile; ties go to the first token, also between parts."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, vocab).to(dtype).to(device)
+    logits[0, [17, 3500]] = logits[0, vocab - 1] = 99.0
+    logits[1] = float("-inf")
+    logits[2] = float("nan")
+    logits[3, : vocab - 1] = float("-inf")
+    temperature = torch.tensor([1.0, 1.0, 0.7, 0.0, 1.3], device=device)
+    seeds, positions = torch.arange(5, device=device), torch.arange(5, device=device) + 2**33
+    starts = range(0, vocab, width)
+    told = [best_rows(logits[:, i : i + width], i, vocab) for i in starts]
+    found = first_best(torch.stack(told), vocab)
+    assert torch.equal(found, argmax_rows(logits))
+    assert found[:3].tolist() == [17, NO_TOKEN, NO_TOKEN]
+    told = [
+        best_draws(DrawProblem(logits[:, i : i + width], temperature, seeds, positions), i, vocab)
+        for i in starts
+    ]
+    drawn = gumbel_sample(logits, temperature, seeds, positions)
+    assert torch.equal(first_best(torch.stack(told), vocab), drawn)
+    assert first_best(torch.stack(told)[:, :0], vocab).shape == (0,)

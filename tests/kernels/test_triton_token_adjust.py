@@ -73,3 +73,26 @@ def test_words_of_any_lengths_cost_their_tokens(device):
     resumed = Adjustments(params, tokens[:-1], 1, VOCAB, torch.device(device))
     rows = DeviceRows.upload([AdjustedRow(0, resumed, len(long))], torch.device(device))
     assert barred(rows.change(logits, positions, True)[0]) == [7]
+
+
+@pytest.mark.parametrize("bounds", [(0, 1024), (1024, 1088), (4992, 5000)])
+def test_a_part_of_the_vocabulary_changes_as_in_the_whole(device, bounds):
+    """Penalties, biases, drafts, minimum length and words; nothing beside the part is touched."""
+    first, last = bounds
+    vocab, output = 5000, np.array([3, 1030, 4995, 1030])
+    params = SamplingParams(
+        repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.2, min_tokens=9,
+        logit_bias={5: 2.0, 1040: -3.0, 4999: 4.0}, stop_token_ids=[7, 1050, 4994],
+    )  # fmt: skip
+    params.bad_words_token_ids = [[1030, 9], [1030, 1060], [1030, 4993], [8]]
+    tokens = np.concatenate([np.array([1, 1025, 4996]), output])
+    on = torch.device(device)
+    made = Adjustments(params, tokens, 3, vocab, on)
+    rows = DeviceRows.upload([AdjustedRow(1, made, len(output))], on)
+    torch.manual_seed(0)
+    logits = torch.randn(3, vocab).to(on)
+    positions = torch.full((3,), len(tokens), device=on)
+    whole = rows.change(logits, positions, True)
+    assert sorted(barred(whole[1])) == [7, 8, 9, 1050, 1060, 4993, 4994]
+    part = rows.change(logits[:, first:last], positions, True, first)
+    assert torch.equal(part, whole[:, first:last])

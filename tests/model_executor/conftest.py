@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.model_executor.harness import naive_kernels
-
 
 @pytest.fixture(autouse=True)
 def reference_kernels() -> Iterator[None]:
+    from tests.model_executor.harness import naive_kernels
+
     with naive_kernels():
         yield

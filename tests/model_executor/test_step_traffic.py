@@ -13,11 +13,14 @@ from torch import Tensor
 from tests.model_executor.harness import Chunk, Harness, make_config
 from tests.tiny_models import tiny_model
 from vllm.distributed.collective import Collective
-from vllm.distributed.parallel_state import GroupCoordinator, as_first_rank_of
+from vllm.distributed.parallel_state import GroupCoordinator, as_first_rank_of, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.decode_work import num_layers
+from vllm.model_executor.decode_work import num_layers, step_collectives
 from vllm.model_executor.model_outline import models_on_meta
-from vllm.model_executor.step_traffic import step_collectives
+from vllm.model_executor.models.interfaces import SharesVocabulary
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sharded_sampler import draw_sharded
+from vllm.v1.sample.vocab_shard import VocabShard
 
 FAMILIES = (
     "llama", "qwen3_5", "qwen3_5_tied", "mixtral", "qwen3_5_moe", "kimi_linear", "nemotron_h_moe",
@@ -48,6 +51,20 @@ def told(collectives: list[Collective], tokens: int) -> Counter[tuple[str, float
     return Counter((one.kind, one.token_bytes * tokens) for one in collectives)
 
 
+@torch.inference_mode()
+def sample(harness: Harness, token_ids: list[int]) -> None:
+    """A greedy step, as workers sample where they share the vocabulary."""
+    hidden = harness.step([Chunk(0, 0, token_ids)])
+    hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    model = harness.model
+    assert isinstance(model, SharesVocabulary)
+    shard = VocabShard.of_head(model.output_head, get_tp_group())
+    if shard is not None:
+        greedy = SamplingMetadata(None, None, None, None, None, None)
+        own = shard.own(model.own_logits(hidden))
+        draw_sharded(own, greedy, torch.arange(len(own)), shard)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_exchanges_what_layers_say(
@@ -56,7 +73,7 @@ def test_a_forward_pass_exchanges_what_layers_say(
     with as_first_rank_of(ranks):
         harness = Harness(tiny_model(family), num_seqs=1)
         # As in decode steps, all tokens are sampled from.
-        harness.logits([Chunk(0, 0, list(range(40, 40 + TOKENS)))])
+        sample(harness, list(range(40, 40 + TOKENS)))
         found = step_collectives(harness.model, torch.float32.itemsize)
     assert +seen == told(found, TOKENS)
     assert bool(found) == (ranks > 1)
@@ -70,7 +87,7 @@ def test_spread_experts_exchange_one_sum(seen: Counter[tuple[str, float]]) -> No
     config.parallel_config.enable_expert_parallel = True
     with as_first_rank_of(2):
         harness = Harness(tiny_model("mixtral"), num_seqs=1, config=config)
-        harness.logits([Chunk(0, 0, [40, 41, 42])])
+        sample(harness, [40, 41, 42])
         found = step_collectives(harness.model, torch.float32.itemsize)
     assert +seen == told(found, 3)
     experts = [one for one in found if one.what == "experts"]

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from parity_checks import TP_SIZE, MakeEngine
-from tiny_models import tiny_model
 
-from vllm import LLM
+if TYPE_CHECKING:
+    import torch
+    from parity_checks import MakeEngine
+
+    from vllm import LLM
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With a GPU these tests run on it, and count as GPU tests."""
+    import torch
+
     if torch.cuda.is_available():
         for item in items:
             if "parity" in item.path.parts:
@@ -25,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _forked_workers(request: pytest.FixtureRequest) -> None:
     """Workers see what a test has patched, and start at once."""
+    from parity_checks import TP_SIZE
+
     if TP_SIZE > 1:
         request.getfixturevalue("forking")
 
@@ -32,10 +37,17 @@ def _forked_workers(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     """`make_engine(family, dtype=..., **llm_kwargs)`; engines are shut down at the end."""
+    import torch
+    from parity_checks import TP_SIZE
+    from tiny_models import tiny_model
+
+    from vllm import LLM
+
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engines: list[LLM] = []
 
-    def make(family: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -> LLM:
+    def make(family: str, dtype: torch.dtype | None = None, **kwargs: Any) -> LLM:
+        dtype = dtype or torch.float32
         settings: dict[str, Any] = {
             "model": str(tiny_model(family, dtype)),
             "dtype": str(dtype).removeprefix("torch."),

@@ -176,6 +176,22 @@ def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
                     assert abs(entry.logprob - theirs[token].logprob) < BOUND
 
 
+#: what scenarios gave without drafts, by the scenario and its engine's settings
+_plain: dict[Any, tuple[list[RequestOutput], Told]] = {}
+
+
+def _without_drafts(
+    make_engine: MakeEngine, scenario: Callable[[Run], None], settings: dict[str, Any]
+) -> tuple[list[RequestOutput], Told]:
+    """Outputs and drafts for other engines; computed once for all that are compared with it."""
+    key = (scenario, *sorted(settings.items()))
+    if key not in _plain:
+        plain = Run(engine(make_engine, 0, **settings))
+        scenario(plain)
+        _plain[key] = plain.outputs, plain.tokens()
+    return _plain[key]
+
+
 def with_drafts(
     make_engine: MakeEngine,
     scenario: Callable[[Run], None],
@@ -184,10 +200,9 @@ def with_drafts(
     **settings: Any,
 ) -> Run:
     """Compares the scenario's outputs with and without `width - 1` drafts; the run with them."""
-    plain = Run(engine(make_engine, 0, **settings))
-    scenario(plain)
-    told = plain.tokens() if method == "replay" else None
+    expected, tokens = _without_drafts(make_engine, scenario, settings)
+    told = tokens if method == "replay" else None
     drafted = Run(engine(make_engine, width - 1, method=method, **settings), told)
     scenario(drafted)
-    compare(drafted.outputs, plain.outputs)
+    compare(drafted.outputs, expected)
     return drafted

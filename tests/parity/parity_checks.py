@@ -33,7 +33,7 @@ in_this_process = pytest.mark.skipif(
 )
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 
 
 def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:

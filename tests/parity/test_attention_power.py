@@ -18,8 +18,8 @@ from vllm.model_executor.layers import mlp, rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.whole_norm_attention import WholeNormAttention
 from vllm.model_executor.models import gemma3, gpt_oss, olmo_hybrid
+from vllm.model_executor.models.olmo_hybrid import WholeNormAttention
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner

@@ -10,6 +10,7 @@ verification alone. `VLLM_TEST_LAW_TOKENS` replaces the tokens of every night.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from tests.chi_square import BOUND, deviation
 from vllm import SamplingParams, TokensPrompt
+from vllm.kernels.step import AcceptProblem, accept
 from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.worker import step_inputs
 
 pytestmark = [
     pytest.mark.parity,
@@ -35,7 +38,7 @@ pytestmark = [
 ]
 
 VOCAB, LENGTH, ROWS, DRAFTS = 8, 125, 256, 3
-NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "200000"))
+NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "1000000"))
 SHAPE = Shape(intermediate=96, head_dim=32, vocab=VOCAB, draft_vocab=VOCAB // 2)
 METHODS = ("none", "ngram", "mtp", "eagle3", "dflash", "dspark", "draft_model")
 
@@ -92,10 +95,10 @@ def settings_of(method: str, target: Path, root: Path) -> dict[str, Any] | None:
 
 
 def transitions(
-    method: str, root: Path, make_engine: MakeEngine, num_tokens: int
+    method: str, root: Path, make_engine: MakeEngine, num_tokens: int, first_seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
     """The chain's logits, `[vocab, vocab]` counts of what was sampled, and the share of the tokens
-    that were accepted drafts."""
+    that were accepted drafts. Parts with seeds of their own can be added up."""
     target = chain(root)
     llm = make_engine(
         "qwen3_5",
@@ -110,7 +113,9 @@ def transitions(
     count = num_tokens // LENGTH
     prompts = [TokensPrompt(prompt_token_ids=[i % VOCAB]) for i in range(count)]
     params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+        SamplingParams(
+            temperature=1, seed=first_seed + i, max_tokens=LENGTH, ignore_eos=True, detokenize=False
+        )
         for i in range(count)
     ]
     for output in llm.generate(prompts, params, use_tqdm=False):
@@ -129,6 +134,23 @@ def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: policy.num_drafts)
 
 
+@dataclass
+class Biased:
+    """Verifies as ever, but takes one draft in a hundred for the sample it is compared with. (What
+    `ngram` looks up has nearly the model's law, so that it would bias these tokens too little.)"""
+
+    source: torch.Generator
+
+    def __call__(self, problem: AcceptProblem) -> None:
+        tokens, sampled = problem.progress.tokens.long(), problem.sampled
+        for row, first, count, _ in problem.requests.tolist():
+            wrong = torch.rand(max(count - 1, 0), generator=self.source) < 0.01
+            drafts = tokens[row, 1:count]
+            part = sampled[first : first + len(wrong)]
+            part.copy_(torch.where(wrong, drafts, part))
+        accept(problem)
+
+
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("law")
@@ -140,3 +162,13 @@ def test_tokens_have_the_models_law(method: str, root: Path, make_engine: MakeEn
     logits, table, accepted = transitions(method, root, make_engine, NUM_TOKENS)
     assert abs(deviation(logits, table)) < BOUND
     assert (accepted > 0.03) == (method != "none")
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.usefixtures("always_drafting")
+def test_a_bias_of_one_percent_is_noticed(
+    method: str, root: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_inputs, "accept", Biased(torch.Generator().manual_seed(5)))
+    logits, table, _ = transitions(method, root, make_engine, NUM_TOKENS)
+    assert abs(deviation(logits, table)) > BOUND

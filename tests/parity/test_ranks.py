@@ -83,9 +83,9 @@ def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -
 
     scheduler.schedule = preempt_and_schedule
     for _ in range(2):
-        outputs = generate(llm, prompts((1, 17, 63, 300)), 32)
+        outputs = generate(llm, prompts((1, 17, 63, 300)), 24)
         for output in outputs:
-            assert_equals_reference(output, tiny_model(family), 32)
+            assert_equals_reference(output, tiny_model(family), 24)
     assert sum(output.num_cached_tokens or 0 for output in outputs) > 0
     assert preempted == 3
 
@@ -93,8 +93,8 @@ def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
 def test_ranks_with_whole_experts(family: str, make_engine: MakeEngine) -> None:
     llm = make_engine(family, tensor_parallel_size=2, enable_expert_parallel=True)
-    for output in generate(llm, prompts((1, 17, 63)), 32):
-        assert_equals_reference(output, tiny_model(family), 32)
+    for output in generate(llm, prompts((1, 17, 63)), 24):
+        assert_equals_reference(output, tiny_model(family), 24)
 
 
 def test_a_model_without_experts_has_none_to_spread(make_engine: MakeEngine) -> None:

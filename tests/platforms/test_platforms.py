@@ -17,8 +17,13 @@ import torch
 from vllm import decisions, platforms
 from vllm.platforms import DeviceCapability, Platform, cpu, cuda, current_platform
 from vllm.platforms.cpu import CpuPlatform
-from vllm.platforms.cuda import CudaPlatform, GpuFacts, parse_gpu_facts, select_visible
-from vllm.platforms.nccl import prepare_nccl
+from vllm.platforms.cuda import (
+    CudaPlatform,
+    GpuFacts,
+    parse_gpu_facts,
+    prepare_nccl,
+    select_visible,
+)
 
 GIB = 2**30
 GPUS = (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_python import run_python
 from tests.nightly import nightly
 from tests.tiny_models import hf_reference_generate, tiny_model
 
@@ -40,6 +41,9 @@ class GuestForCausalLM(LlamaForCausalLM):
 MAIN = """
 import json
 import sys
+
+if len(sys.argv) > 3:
+    sys.path.insert(0, sys.argv[3])
 
 from vllm import LLM, ModelRegistry, SamplingParams
 
@@ -115,7 +119,10 @@ def test_it_serves_its_model_in_every_process(
 
 
 def test_without_it_the_model_is_unknown(installed: Path, checkpoint: Path) -> None:
-    done = run(installed, checkpoint, "fork", VLLM_PLUGINS="another")
+    script = installed.parent / "main.py"
+    script.write_text(MAIN)
+    env = {**os.environ, "PLUGIN_LOG": str(installed.parent / "pids"), "VLLM_PLUGINS": "another"}
+    done = run_python(str(script), str(checkpoint), json.dumps(PROMPT), str(installed), env=env)
     assert done.returncode != 0
     assert "GuestForCausalLM" in done.stderr.splitlines()[-1]
     assert not (installed.parent / "pids").exists()

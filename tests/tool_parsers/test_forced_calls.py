@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 
 from tests.tool_parsers.splitting import CUTS, MESSY, pieces, streamed, whole
+from vllm.entrypoints.openai.chat_reply import NamedCallParser
 from vllm.tool_parsers import CallDelta, ToolParser
 from vllm.tool_parsers.json_list import JsonListParser
-from vllm.tool_parsers.named_call import NamedCallParser
 
 
 def listed() -> ToolParser:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm.tool_parsers.schema_types import ANY_TYPE, json_type, parameter_types
+from vllm.tool_parsers.qwen3_coder import ANY_TYPE, json_type, parameter_types
 
 
 @pytest.mark.parametrize(

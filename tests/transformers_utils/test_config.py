@@ -18,13 +18,17 @@ from tests.config.checkpoints import LLAMA, write_config
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils import config as config_module
-from vllm.transformers_utils.config import get_config, get_generation_config, get_hf_text_config
+from vllm.transformers_utils.config import (
+    get_config,
+    get_generation_config,
+    get_hf_text_config,
+    merged,
+)
 from vllm.transformers_utils.model_arch_config_convertor import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
     convert,
 )
-from vllm.transformers_utils.overrides import merged
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError
+from vllm.benchmarks.connection import ConnectionPool, Endpoint, ExchangeError, Reply
 from vllm.benchmarks.outcome import Outcome, Sample
-from vllm.benchmarks.reply import Reply
 
 _ERROR_CHARS = 500
 

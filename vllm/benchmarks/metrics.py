@@ -42,17 +42,18 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a whole run; throughputs per second, `goodput` None when no level was set."""
+    """Figures of a whole run, under the names that readers of result files expect; throughputs per
+    second, `request_goodput` None when no level was set."""
 
+    duration: float
     completed: int
     failed: int
-    duration: float
-    input_tokens: int
-    output_tokens: int
+    total_input_tokens: int
+    total_output_tokens: int
     request_throughput: float
+    request_goodput: float | None
     output_throughput: float
     total_token_throughput: float
-    goodput: float | None
     max_output_tokens_per_s: float
     max_concurrent_requests: int
     latencies: dict[str, Distribution]
@@ -78,12 +79,12 @@ def summarize(
         completed=len(done),
         failed=len(outcomes) - len(done),
         duration=duration,
-        input_tokens=tokens_in,
-        output_tokens=tokens_out,
+        total_input_tokens=tokens_in,
+        total_output_tokens=tokens_out,
         request_throughput=len(done) / duration,
         output_throughput=tokens_out / duration,
         total_token_throughput=(tokens_in + tokens_out) / duration,
-        goodput=_goodput(done, duration, levels_ms) if levels_ms else None,
+        request_goodput=_goodput(done, duration, levels_ms) if levels_ms else None,
         max_output_tokens_per_s=max(output_rate(done), default=0.0),
         max_concurrent_requests=_max_concurrent(outcomes),
         latencies={

@@ -20,20 +20,9 @@ def percentile_name(percentile: float) -> str:
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """The summary under the keys that readers of result files expect."""
-    result: dict[str, Any] = {
-        "duration": summary.duration,
-        "completed": summary.completed,
-        "failed": summary.failed,
-        "total_input_tokens": summary.input_tokens,
-        "total_output_tokens": summary.output_tokens,
-        "request_throughput": summary.request_throughput,
-        "request_goodput": summary.goodput,
-        "output_throughput": summary.output_throughput,
-        "total_token_throughput": summary.total_token_throughput,
-        "max_output_tokens_per_s": summary.max_output_tokens_per_s,
-        "max_concurrent_requests": summary.max_concurrent_requests,
-    }
+    """The summary as entries of a result file."""
+    result = dict(vars(summary))
+    del result["latencies"]
     for name, values in summary.latencies.items():
         result |= {
             f"mean_{name}_ms": values.mean,
@@ -67,10 +56,10 @@ def table(result: dict[str, Any], summary: Summary, shown: Sequence[str]) -> str
         ("Maximum request concurrency:", result.get("max_concurrency")),
         ("Request rate configured (RPS):", result.get("request_rate")),
         ("Benchmark duration (s):", summary.duration),
-        ("Total input tokens:", summary.input_tokens),
-        ("Total generated tokens:", summary.output_tokens),
+        ("Total input tokens:", summary.total_input_tokens),
+        ("Total generated tokens:", summary.total_output_tokens),
         ("Request throughput (req/s):", summary.request_throughput),
-        ("Request goodput (req/s):", summary.goodput),
+        ("Request goodput (req/s):", summary.request_goodput),
         ("Output token throughput (tok/s):", summary.output_throughput),
         ("Peak output token throughput (tok/s):", summary.max_output_tokens_per_s),
         ("Peak concurrent requests:", summary.max_concurrent_requests),

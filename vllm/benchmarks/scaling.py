@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from vllm.benchmarks.offline import (
     save_json,
 )
 from vllm.benchmarks.plot import require_matplotlib
-from vllm.benchmarks.scaling_plot import plot
 from vllm.entrypoints.cli.explain_layout_text import rates_line
 from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
@@ -29,6 +29,8 @@ from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from vllm import LLM
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -49,6 +51,8 @@ _COLUMNS = (
     "layout", "devices", "batch tok/s", "ratio", "predicted", "1 request tok/s", "ratio",
     "predicted",
 )  # fmt: skip
+#: measured and predicted, times the first layout's; nothing is predicted for unknown devices
+Ratios = Sequence[tuple[float, float | None]]
 
 
 @config
@@ -201,7 +205,7 @@ def _report(
 ) -> LayoutReport:
     """Also without rates: ValueError for a layout that an engine would refuse."""
     from vllm.v1.core.explain_layout import Rates, explain_layout
-    from vllm.v1.core.explain_memory import Budget
+    from vllm.v1.core.layout_plan import Budget
     from vllm.v1.core.link_speed import LINKS
 
     per_replica = -(-args.batch_size // layout.dp)
@@ -320,3 +324,34 @@ def _row(run: Run) -> list[str]:
         cells += [f"{speed.tokens_per_s:,.1f}", f"{speed.ratio:.2f}x"]
         cells.append("" if guess is None else f"{guess:.2f}x")
     return cells
+
+
+def plot(path: str, title: str, layouts: Sequence[str], panels: Mapping[str, Ratios]) -> None:
+    """A panel of bars for each entry of `panels`, which has a pair per layout."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.5 + 1.6 * len(layouts), 4), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, ratios) in zip(axes, panels.items(), strict=True):
+        _bars(axis, layouts, ratios)
+        axis.set(title=name, ylabel=f"times {layouts[0]}'s")
+    figure.savefig(path, dpi=120)
+
+
+def _bars(axis: Axes, layouts: Sequence[str], ratios: Ratios) -> None:
+    series = {"measured": [measured for measured, _ in ratios]}
+    predicted = [guess for _, guess in ratios if guess is not None]
+    if predicted:
+        series["predicted"] = predicted
+    width = 0.8 / len(series)
+    for i, (label, values) in enumerate(series.items()):
+        places = [place + i * width for place in range(len(layouts))]
+        bars = axis.bar(places, values, width, label=label)
+        axis.bar_label(bars, [f"{value:.2f}" for value in values], fontsize="small")
+    middle = (len(series) - 1) * width / 2
+    axis.set_xticks([place + middle for place in range(len(layouts))], layouts)
+    axis.margins(y=0.15)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.grid(alpha=0.3, axis="y")
+    axis.legend(fontsize="small", loc="lower left")

@@ -234,7 +234,7 @@ def _report(
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
         **results.figures(summary),
-        **usage_figures(load.clients, summary.output_tokens),
+        **usage_figures(load.clients, summary.total_output_tokens),
         **speculation,
     }
     if args.ramp_up_strategy is not None:

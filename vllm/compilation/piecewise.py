@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -12,10 +12,37 @@ import torch
 from torch import Tensor
 
 from vllm.compilation.graph_break import set_recorder
-from vllm.compilation.memory_alias import alias_memory
 from vllm.compilation.monitor import capturing
 
 R = TypeVar("R")
+
+
+class _DeviceBytes:
+    """A byte range as the CUDA array interface (version 3) describes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def alias_memory(tensor: Tensor) -> Tensor:
+    """The same elements at the same address, with the same strides; owns nothing.
+
+    What a graph computes lies in its memory pool at a fixed address for as long as the graph
+    lives. Holding on to such a tensor would keep later captures from reusing its bytes; an alias
+    does not. The caller sees to it that the memory outlives it.
+    """
+    if tensor.numel() == 0 or not tensor.is_cuda:
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    source = _DeviceBytes(tensor.data_ptr(), extent * tensor.element_size())
+    raw = torch.as_tensor(source, device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class Graph(Protocol):
@@ -132,7 +159,12 @@ def capture(
     previous = set_recorder(recorder if split else None)
     try:
         result = run()
+    except BaseException:
+        # Ending a capture that has failed fails, too; what failed first says why.
+        with suppress(RuntimeError):
+            recorder.end()
+        raise
     finally:
         set_recorder(previous)
-        recorder.end()
+    recorder.end()
     return Pieces(recorder.pieces), result

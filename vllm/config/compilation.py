@@ -58,23 +58,22 @@ PIECEWISE_LIMIT = 2048
 
 
 def _parse_mode(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(value, CompilationMode):
-        names = [mode.name for mode in CompilationMode]
-        if value.isdigit():
-            return CompilationMode(int(value))
-        if value.upper() not in names:
-            raise ValueError(f"mode must be 0-3 or one of {', '.join(names)}; got {value!r}")
-        return CompilationMode[value.upper()]
-    return value
+    if isinstance(value, str) and value.isdigit():
+        return CompilationMode(int(value))
+    return _named(value, CompilationMode, "mode must be 0-3 or")
 
 
 def _parse_graph_mode(value: Any) -> Any:
+    return _named(value, CUDAGraphMode, "cudagraph_mode must be")
+
+
+def _named(value: Any, modes: type[enum.Enum], wanted: str) -> Any:
     if not isinstance(value, str):
         return value
-    names = [mode.name for mode in CUDAGraphMode]
+    names = [mode.name for mode in modes]
     if value.upper() not in names:
-        raise ValueError(f"cudagraph_mode must be one of {', '.join(names)}; got {value!r}")
-    return CUDAGraphMode[value.upper()]
+        raise ValueError(f"{wanted} one of {', '.join(names)}; got {value!r}")
+    return modes[value.upper()]
 
 
 @config

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the model is spread over devices."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from vllm.config.data_parallel import ReplicaFlags
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
 
@@ -16,6 +16,87 @@ _SIZES: dict[str, tuple[str, str]] = {
 }
 #: of `--distributed-timeout-seconds`, for hosts that wait for each other
 _HOSTS_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class ReplicaFlags:
+    """What the `--data-parallel-...` flags say; None is a flag that is absent.
+
+    Replicas of a dense model compute nothing together, so servers that share them need not know of
+    each other. Experts that are spread over replicas would: every replica would have to join every
+    step, with or without requests of its own.
+    """
+
+    size: int
+    size_local: int | None
+    rank: int | None
+    start_rank: int | None
+    external_lb: bool
+    hybrid_lb: bool
+
+    def local_ranks(self) -> range:
+        """The ranks of this server's replicas; `VLLMValidationError` for flags that contradict
+        each other, or that ask for replicas elsewhere."""
+        if self.rank is not None or self.external_lb:
+            return self._external()
+        if self.hybrid_lb or self.start_rank is not None:
+            return self._hybrid()
+        if self.size_local not in (None, self.size):
+            raise VLLMValidationError(
+                f"--data-parallel-size-local {self.size_local} of --data-parallel-size {self.size}:"
+                " one server cannot reach replicas on other hosts; start a server for each part "
+                "with --data-parallel-hybrid-lb and --data-parallel-start-rank, behind a load "
+                "balancer",
+                "data_parallel_size_local",
+                self.size_local,
+            )
+        return range(self.size)
+
+    def _external(self) -> range:
+        """One replica per server."""
+        if self.hybrid_lb or self.start_rank is not None:
+            raise VLLMValidationError(
+                "--data-parallel-rank and --data-parallel-external-lb are for servers with one "
+                "replica, --data-parallel-hybrid-lb and --data-parallel-start-rank for servers "
+                "with several; use one of them",
+                "data_parallel_rank",
+                self.rank,
+            )
+        if self.rank is None:
+            raise VLLMValidationError(
+                "--data-parallel-external-lb needs --data-parallel-rank: which replica this "
+                "server is",
+                "data_parallel_external_lb",
+            )
+        if self.size_local not in (None, 1):
+            raise VLLMValidationError(
+                f"--data-parallel-rank is for one replica, --data-parallel-size-local "
+                f"{self.size_local} for several; use --data-parallel-start-rank",
+                "data_parallel_size_local",
+                self.size_local,
+            )
+        return self._within("rank", self.rank, 1)
+
+    def _hybrid(self) -> range:
+        """Some of the replicas."""
+        if self.size_local is None:
+            raise VLLMValidationError(
+                "--data-parallel-hybrid-lb and --data-parallel-start-rank need "
+                "--data-parallel-size-local: how many of the replicas this server runs",
+                "data_parallel_size_local",
+            )
+        return self._within("start_rank", self.start_rank or 0, self.size_local)
+
+    def _within(self, field: str, first: int, count: int) -> range:
+        if first < 0 or first + count > self.size:
+            flag = f"--data-parallel-{field.replace('_', '-')} {first}"
+            raise VLLMValidationError(
+                f"{flag} with {count} replicas here: ranks are 0 to --data-parallel-size less 1, "
+                f"{self.size - 1}",
+                f"data_parallel_{field}",
+                first,
+            )
+        return range(first, first + count)
 
 
 @config
@@ -86,7 +167,7 @@ class ParallelConfig:
     )
     disable_custom_all_reduce: bool = option(
         default=False,
-        help="Use NCCL's all-reduce. There is no other so far, so both values are the same.",
+        help="Use NCCL's all-reduce for small sums, too, where GPUs of a host share memory.",
     )
     worker_extension_cls: str = option(
         default="",

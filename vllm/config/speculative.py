@@ -97,17 +97,20 @@ class SpeculativeConfig:
             return
         if self.drafter is not None:
             refuse("drafter", f"goes with method {EXTRACT}", self.drafter)
-        settings = settings_of(self.method, self._given())
+        settings = settings_of(self.method, self.as_given(_NOT_SETTINGS))
         if self.target_model_config is not None:
             settings = settings.resolved(self.target_model_config, self.target_parallel_config)
         self.draft_settings = settings
         self.num_speculative_tokens = settings.num_speculative_tokens
 
-    def _given(self) -> dict[str, Any]:
-        """The keys of the method's settings that have a value."""
-        names = (field.name for field in dataclasses.fields(self))
-        values = {name: getattr(self, name) for name in names if name not in _NOT_SETTINGS}
-        return {name: value for name, value in values.items() if value is not None}
+    def as_given(self, hidden: tuple[str, ...] = FILLED_BY_ENGINE) -> dict[str, Any]:
+        """What says all of it again: the keys that have a value, without the `hidden` ones."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in hidden and value is not None and value is not False
+        }
 
     def _settings_beside_extraction(self) -> DraftSettings | None:
         if self.drafter is None:
@@ -145,7 +148,7 @@ class SpeculativeConfig:
                 self.draft_tensor_parallel_size,
             )
         used = ("num_speculative_tokens", "draft_model_config", "draft_tensor_parallel_size")
-        for key, value in self._given().items():
+        for key, value in self.as_given(_NOT_SETTINGS).items():
             if key not in used:
                 refuse(key, f"does not go with method {EXTRACT}; write it into drafter", value)
 

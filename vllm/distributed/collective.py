@@ -6,8 +6,6 @@ part once (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for c
 workstations", 2009).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal

@@ -5,18 +5,17 @@ Until `initialize_model_parallel` runs, every group holds this process alone, so
 outside an engine is an unsharded layer.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vllm.distributed.device_communicators.peer_sums import PeerSums, connect_peers
 from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
 
@@ -25,12 +24,13 @@ from vllm.distributed.utils import ensure_divisibility
 class GroupCoordinator:
     """Processes that share collectives: global `ranks`, this process's `rank_in_group`.
 
-    `device_group` is torch's handle, None for a group of one.
+    `device_group` is torch's handle, None for a group of one; `peer_sums`: see `share_memory`.
     """
 
     ranks: tuple[int, ...]
     rank_in_group: int
     device_group: dist.ProcessGroup | None = field(default=None, compare=False)
+    peer_sums: PeerSums | None = field(default=None, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -54,11 +54,14 @@ class GroupCoordinator:
         sum may be in `x`.
 
         On a CPU more than two are added in rank order, so that an element's bits do not depend on
-        what else the tensor holds: the library's order follows its size. On GPUs it is NCCL's, the
-        same on all ranks; two have only one.
+        what else the tensor holds: the library's order follows its size. On GPUs small sums have
+        that order, too, where ranks share memory; else it is NCCL's, the same on all ranks; two
+        have only one.
         """
         if self.world_size == 1 or _groups.communicates_not:
             return x
+        if self.peer_sums is not None and self.peer_sums.takes(x):
+            return self.peer_sums.sum(x)
         if self.world_size == 2 or x.device.type != "cpu":
             reuse = in_place and x.is_contiguous()
             total = x if reuse else x.clone(memory_format=torch.contiguous_format)
@@ -69,10 +72,20 @@ class GroupCoordinator:
             first += other
         return first
 
+    def sums_before_norm(self, x: Tensor, residual: Tensor) -> PeerSums | None:
+        """What adds up a part like `x` together with the residual stream and the norm after it;
+        None where `all_reduce` has to come first."""
+        peers = None if _groups.communicates_not else self.peer_sums
+        return peers if peers is not None and peers.takes_norm(x, residual) else None
+
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The group's tensors concatenated along `dim` in rank order."""
         if self.world_size == 1:
             return x
+        if dim == 0 and not _groups.communicates_not:
+            whole = x.new_empty(self.world_size * len(x), *x.shape[1:])
+            dist.all_gather_into_tensor(whole, x.contiguous(), group=self.device_group)
+            return whole
         return torch.cat(self._gathered(x), dim=dim)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
@@ -194,6 +207,19 @@ def initialize_model_parallel(
     _groups.initialized = True
 
 
+def share_memory(timeout_s: int | None = None) -> None:
+    """Let small sums of the tensor-parallel group travel through memory that its GPUs share, if
+    they can. `timeout_s`: longest wait of such a sum, NCCL's own for None. All ranks of the group
+    call this, before any graph is captured."""
+    group = _groups.tp
+    if _groups.device.type != "cuda" or group.device_group is None:
+        return
+    peers = connect_peers(
+        group.rank_in_group, group.world_size, group.device_group, _groups.device, timeout_s
+    )
+    _groups.tp = replace(group, peer_sums=peers)
+
+
 def _bound_device() -> torch.device | None:
     """What groups with collectives are bound to: this process's GPU, if that is where they run."""
     return _groups.device if _groups.device.type == "cuda" else None
@@ -256,7 +282,9 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the tensor- and pipeline-parallel groups."""
+    """Forget the tensor- and pipeline-parallel groups. No graph that uses them may run again."""
+    if _groups.tp.peer_sums is not None:
+        _groups.tp.peer_sums.close()
     _groups.tp = _groups.pp = _groups.pp_back = _SOLO
     _groups.initialized = False
 

@@ -4,8 +4,6 @@
 The slowest stage sets the pace of all, and the one with the least memory left bounds the requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm import decisions, envs

@@ -4,8 +4,6 @@
 torch's own `tcp://` listens at every address of the host, at a port that is free or not.
 """
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 

@@ -136,7 +136,7 @@ class EngineArgs(_Fields):
         If the model is a draft checkpoint of the speculators library, its target becomes the model,
         here and for what is created later.
         """
-        from vllm.engine.draft_as_model import target_of_draft
+        from vllm.engine.arg_utils import target_of_draft
         from vllm.engine.resolve import check_architecture
 
         for name, value in target_of_draft(self).items():
@@ -302,3 +302,47 @@ def _joined(
             )
         joined[key] = value
     return joined
+
+
+def target_of_draft(args: EngineArgs) -> dict[str, Any]:
+    """The arguments that change if `args.model` is a speculators checkpoint that can draft: its
+    verifier (a name or a local directory) is served, and it drafts. Nothing for other models.
+
+    What `speculative_config` says is stronger than the checkpoint. `VLLMValidationError` for a
+    checkpoint that names no verifier.
+    """
+    from vllm.transformers_utils.config import read_config_dict
+    from vllm.transformers_utils.speculators import METHODS, parse_speculators
+
+    draft = str(args.model)
+    raw = read_config_dict(draft, revision=args.revision)
+    if raw.get("speculators_model_type") not in METHODS:
+        return {}
+    found = parse_speculators(draft, raw)
+    assert found is not None
+    if found.verifier is None:
+        raise VLLMValidationError(
+            f"{draft!r} is a draft checkpoint ({found.method}) that names no verifier; serve the "
+            f'target with --speculative-config \'{{"model": "{draft}"}}\'',
+            parameter="model",
+            value=draft,
+        )
+    decisions.record(
+        "model", found.verifier, f"{draft} is a draft checkpoint ({found.method}) of it", draft
+    )
+    settings = {"num_speculative_tokens": found.num_speculative_tokens}
+    given = args.speculative_config
+    if isinstance(given, SpeculativeConfig):
+        given = given.as_given()
+    settings |= given if isinstance(given, Mapping) else {}
+    if args.spec_tokens is not None:
+        del settings["num_speculative_tokens"]
+    return {
+        "model": found.verifier,
+        "revision": None,
+        "tokenizer": args.tokenizer or found.verifier,
+        "served_model_name": args.served_model_name or [draft, found.verifier],
+        "speculative_config": settings | {"method": found.method, "model": draft},
+        "spec_method": None,
+        "spec_model": None,
+    }

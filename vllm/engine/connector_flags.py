@@ -4,12 +4,11 @@ extraction."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from vllm import decisions
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
-from vllm.config.speculative import EXTRACT, FILLED_BY_ENGINE, LAYER_IDS_KEY, SpeculativeConfig
+from vllm.config.speculative import EXTRACT, LAYER_IDS_KEY, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 
 _OFFLOADING = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
@@ -116,17 +115,10 @@ def capture_extraction(
         method=EXTRACT,
         num_speculative_tokens=1,
         draft_model_config=given,
-        drafter=None if speculative is None else _given(speculative),
+        drafter=None if speculative is None else speculative.as_given(),
         target_model_config=model,
         target_parallel_config=parallel,
     )
-
-
-def _given(speculative: SpeculativeConfig) -> dict[str, Any]:
-    """What says all of it again."""
-    names = [f.name for f in dataclasses.fields(speculative) if f.name not in FILLED_BY_ENGINE]
-    values = {name: getattr(speculative, name) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, False)}
 
 
 def _error(message: str, value: float) -> VLLMValidationError:

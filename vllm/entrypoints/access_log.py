@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logging of the HTTP server: uvicorn's loggers in our format, some paths left out."""
 
-from __future__ import annotations
-
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import DATE_FORMAT, FORMAT, RecordFormatter
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.cli_args import FrontEndArgs
 
 _ACCESS = "uvicorn.access"
 
@@ -34,8 +30,7 @@ def log_config(args: FrontEndArgs) -> dict[str, Any]:
     if args.log_config_file:
         try:
             with open(args.log_config_file, encoding="utf-8") as file:
-                loaded: dict[str, Any] = json.load(file)
-                return loaded
+                return json.load(file)
         except (OSError, ValueError) as error:
             raise VLLMValidationError(
                 f"--log-config-file {args.log_config_file}: {error}", "log_config_file"

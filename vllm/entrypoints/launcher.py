@@ -14,15 +14,16 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Generator
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.shutdown_gate import ShutdownGate
-from vllm.entrypoints.ssl_refresh import refresh_certificates
+from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.tally import Counted, Tallies
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
 
 logger = init_logger(__name__)
 
@@ -244,8 +246,7 @@ async def _serve(
 
 
 def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvicorn.Config:
-    from vllm.entrypoints.connection_limit import limited_protocol
-    from vllm.entrypoints.http_protocol import StreamingProtocol
+    from vllm.entrypoints.http_protocol import StreamingProtocol, limited_protocol
 
     open_ones = tallies.of(Counted.CONNECTIONS)
     most = args.max_connections
@@ -295,3 +296,75 @@ async def _watch(server: uvicorn.Server, engine: AsyncLLM) -> None:
     logger.error("the engine died, stopping the server: %s", engine.dead_error)
     server.config.timeout_graceful_shutdown = _DEATH_GRACE_S
     server.should_exit = True
+
+
+#: seconds between looks at the certificate
+_RENEWED_S = 5.0
+
+
+async def refresh_certificates(config: uvicorn.Config, interval_s: float = _RENEWED_S) -> None:
+    """Load key and certificate again whenever a file changes; a bad pair keeps the old one."""
+    certificate, key = str(config.ssl_certfile), str(config.ssl_keyfile)
+    seen = _stamp(certificate, key)
+    while True:
+        await asyncio.sleep(interval_s)
+        stamp = _stamp(certificate, key)
+        if stamp == seen or config.ssl is None:
+            continue
+        try:
+            config.ssl.load_cert_chain(certificate, key, config.ssl_keyfile_password)
+        except (OSError, ssl.SSLError) as error:
+            logger.warning("the changed certificate cannot be loaded yet: %s", error)
+            continue
+        seen = stamp
+        logger.info("loaded the changed certificate %s", certificate)
+
+
+def _stamp(*paths: str) -> tuple[float | None, ...]:
+    """Modification times; None for a file that is just being replaced."""
+    return tuple(os.stat(p).st_mtime if os.path.exists(p) else None for p in paths)
+
+
+_REFUSAL = ErrorInfo(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "ServiceUnavailable",
+    "The server is shutting down and takes no new requests.",
+)
+
+
+class ShutdownGate:
+    """Open, it counts the requests in `app`; closed, it answers 503 to every new one, probes of
+    health among them, so that balancers send the rest elsewhere."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._closed = False
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def close(self) -> None:
+        """From now on refuse."""
+        self._closed = True
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until no request runs, or for `timeout_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._closed:
+            # The body is unread, so the connection cannot carry another request.
+            await _REFUSAL.response({"connection": "close"})(scope, receive, send)
+            return
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()

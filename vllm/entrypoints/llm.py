@@ -7,14 +7,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
 from vllm import envs
 from vllm.beam_search import BeamSearchOutput
 from vllm.entrypoints.chat_utils import load_chat_template
-from vllm.entrypoints.llm_refusals import LLMRefusals
 from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.entrypoints.shared_engine import SharedEngine
 from vllm.exceptions import VLLMValidationError
@@ -34,6 +33,33 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.explain import Explanation
     from vllm.v1.metrics.reader import Metric
+
+
+def _no_pooling(method: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"LLM.{method} needs a pooling model; only text generation is served: use generate, "
+            "chat or beam_search (prompt_logprobs scores a given text)"
+        )
+
+    return refuse
+
+
+class LLMRefusals:
+    """Base of `LLM`. Every method raises `NotImplementedError`."""
+
+    encode = _no_pooling("encode")
+    embed = _no_pooling("embed")
+    classify = _no_pooling("classify")
+    score = _no_pooling("score")
+    reward = _no_pooling("reward")
+
+    def start_profile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("profiling is not supported; use an external profiler")
+
+    def stop_profile(self) -> NoReturn:
+        self.start_profile()
+
 
 R = TypeVar("R")
 Messages = list[dict[str, Any]]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many of something there are in a server: in its one process, or in all of them together."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -89,8 +87,7 @@ class TallyFile:
 
     def get(self, process: int, kind: Counted) -> int:
         """The number of one process."""
-        number: int = _NUMBER.unpack_from(self._map, self._offset(process, kind))[0]
-        return number
+        return _NUMBER.unpack_from(self._map, self._offset(process, kind))[0]
 
     def set(self, process: int, kind: Counted, number: int) -> None:
         """Only for one's own row, or that of a process that is gone."""

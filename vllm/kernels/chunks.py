@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunks in which prefills run the gated delta rule, listed on the host once per step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

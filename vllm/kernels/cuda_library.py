@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether ops of `vllm_cuda` stand in for a library's or Triton's on a device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -62,7 +62,7 @@ class Kernels(Registry):
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
 
     route_experts = Op(moe.route_experts)
-    run_experts = Op(moe.run_experts)
+    run_experts = Op(moe.run_experts, cuda=("hopper", "triton"))
 
     causal_conv1d = Op(conv.causal_conv1d)
     gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))
@@ -80,6 +80,9 @@ class Kernels(Registry):
     mamba2_commit = Op(mamba2.mamba2_commit)
 
     argmax_rows = Op(sampling.argmax_rows, cpu=("naive",), cuda=("draw",))
+    best_rows = Op(sampling.best_rows, cpu=("naive",), cuda=("draw",))
+    best_draws = Op(sampling.best_draws, cpu=("naive",), cuda=("draw",))
+    first_best = Op(sampling.first_best, cpu=("naive",), cuda=("draw",))
     draw_tokens = Op(sampling.draw_tokens, cpu=("naive",), cuda=("draw",))
     mask_tokens = Op(sampling.mask_tokens, cpu=("naive",), cuda=("mask",))
     ranked_logprobs = Op(sampling.ranked_logprobs, cpu=("naive",), cuda=("logprobs", "naive"))
@@ -106,6 +109,8 @@ class Kernels(Registry):
         x, branch = stream.residual, stream.branch
         if branch is None:
             return self.rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus), x
+        if stream.sums is not None:
+            return stream.sums.sum_add_norm(branch, x, norm)
         return self.fused_add_rms_norm(branch, x, norm.weight, norm.eps, one_plus=norm.one_plus)
 
     @composed("linear", cuda=("skinny",))

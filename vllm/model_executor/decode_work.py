@@ -5,13 +5,12 @@ The modules say it: parameters by their sizes, layers with state by their specs.
 `meta` device will do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.distributed.collective import Collective, Communicates
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
@@ -152,3 +151,28 @@ class _Part:
             tuple(self.states),
             tuple(self.experts),
         )
+
+
+def step_collectives(
+    model: nn.Module, element_bytes: int, *, is_first: bool = True, is_last: bool = True
+) -> list[Collective]:
+    """Every collective of a step, in the order of the modules; of a pipeline stage, whether it is
+    the first one, which embeds, and the last one, which makes logits, by the embedding if it has
+    no head. An element of the activations takes `element_bytes`."""
+    unused: set[int] = set()
+    if isinstance(model, HasPlacements):
+        unused = {id(part) for mixer in model.unused_mixers() for part in mixer.modules()}
+    has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+    found: list[Collective] = []
+    for module in model.modules():
+        if id(module) in unused:
+            continue
+        if isinstance(module, VocabParallelEmbedding):
+            is_head = isinstance(module, ParallelLMHead)
+            if is_first and not is_head:
+                found += module.collectives(element_bytes)
+            if is_last and (is_head or not has_head):
+                found += module.logits_collectives(element_bytes)
+        elif isinstance(module, Communicates):
+            found += module.collectives(element_bytes)
+    return found

@@ -5,8 +5,6 @@ A step that only makes kernels and libraries ready needs one layer of each kind;
 dummy steps would be spent on the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model without its weights: what its layers keep and how many bytes its parameters take."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from vllm.model_executor.model_loader.base import initialize_model, set_default_
 from vllm.model_executor.models.interfaces import as_stage
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-from vllm.v1.spec_decode.create import attach_drafter, create_drafter
+from vllm.v1.spec_decode.drafter import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 

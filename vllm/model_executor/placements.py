@@ -6,16 +6,11 @@ in layers N - 1, 2N - 1, ..., attention elsewhere); `bookend-attn-X` (attention 
 the last two layers, X between); or names joined by commas.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
 _EVERY = re.compile(r"every(\d+)(?:st|nd|rd|th)-(.+)")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model that keep state: found once it is built, then shown to clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from weakref import WeakValueDictionary
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from vllm import decisions
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms.cuda_first_use import use_on_a_thread
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
-from vllm.platforms.nccl import prepare_nccl
 
 if TYPE_CHECKING:
     from vllm.kernels.interface import Kernels
@@ -173,3 +175,54 @@ class CudaPlatform(Platform):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+
+#: rows, columns: any will do
+_SHAPE = (64, 64)
+
+
+def use_on_a_thread(device: torch.device) -> threading.Thread:
+    """Begin to use `device` with what every model uses.
+
+    torch loads a kernel's code when it first launches it, and cuBLAS what it needs of itself, for
+    tens of milliseconds each and outside of Python: here beside the process's imports.
+    """
+    thread = threading.Thread(target=_use, args=(device,), name="first-use", daemon=True)
+    thread.start()
+    return thread
+
+
+@torch.inference_mode()
+def _use(device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    weight = torch.zeros(_SHAPE, dtype=torch.bfloat16, device=device)
+    places = torch.arange(_SHAPE[0], device=device)
+    nn.functional.linear(nn.functional.embedding(places, weight), weight)
+    torch.cuda.synchronize(device)
+
+
+#: makes a collective wait on the host: steps would, and no graph could be captured
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_MULTICAST = "NCCL_NVLS_ENABLE"
+
+
+def prepare_nccl(environment: MutableMapping[str, str]) -> None:
+    """Set what the user has not, before the first communicator.
+
+    Raises `VLLMValidationError` for a variable that makes collectives wait on the host.
+    """
+    for name in _BLOCKING:
+        if environment.get(name, "0").strip().lower() not in ("", "0", "false", "n", "no"):
+            raise VLLMValidationError(
+                f"{name}={environment[name]} makes the host wait in every collective, so steps "
+                "over several GPUs can be neither asynchronous nor graphs; unset it",
+                name,
+            )
+    if _MULTICAST not in environment:
+        environment[_MULTICAST] = "0"
+        decisions.record(
+            "NVLink multicast",
+            "off",
+            "a program that ends badly while it uses multicast can leave the GPUs of the host "
+            f"unusable; {_MULTICAST}=1 turns it on",
+        )

@@ -5,8 +5,6 @@ The driver needs half a second to initialise a device. It leaves Python meanwhil
 it beside the imports of a process that is going to use the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

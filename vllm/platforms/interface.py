@@ -83,11 +83,7 @@ class Platform(ABC):
     def is_rocm(self) -> bool:
         return False
 
-    def is_tpu(self) -> bool:
-        return False
-
-    def is_xpu(self) -> bool:
-        return False
+    is_tpu = is_xpu = is_rocm
 
     def is_out_of_tree(self) -> bool:
         """Whether a plug-in brought the platform: they cannot."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every reasoning parser does: text in, reasoning and content out."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning in the channel `analysis` of the harmony format: gpt-oss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.reasoning.base import ReasoningDelta, ReasoningParser

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning between `<think>` and `</think>`."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any, ClassVar
 

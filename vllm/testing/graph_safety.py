@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from vllm.compilation.graph_safety.device.functions import check_graphs
 from vllm.compilation.graph_safety.report import Report, as_table
 from vllm.compilation.graph_safety.simulator.functions import check_replays
 from vllm.compilation.graph_safety.targets import check_object
@@ -37,12 +38,16 @@ def assert_replays(
     split: bool = False,
     between: Callable[[int], None] = lambda step: None,
 ) -> Report:
-    """Capture a module or function on the CPU with the inputs of the first step, replay it for
-    every step, and compare with eager runs bit for bit; see `check_replays` for the arguments.
+    """Capture a module or function with the inputs of the first step, on the CPU or on the GPU
+    where they lie; replay it for every step, and compare with eager runs bit for bit. See
+    `check_replays` for the arguments, `check_graphs` for GPUs.
 
     Raises AssertionError that lists the hazards with file, line and replacement.
     """
-    report = check_replays(function, steps, split=split, between=between)
+    if any(tensor.is_cuda for step in steps[:1] for tensor in step):
+        report = check_graphs(function, steps, split=split, between=between).as_report()
+    else:
+        report = check_replays(function, steps, split=split, between=between)
     if not report.is_clean:
         raise AssertionError("replays are not what eager runs are:\n" + as_table([report]))
     return report

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as messages to a recipient `functions.NAME` of the harmony format: gpt-oss."""
 
-from __future__ import annotations
-
 from vllm.tool_parsers.base import ToolParser, ToolSchemas
 from vllm.utils.harmony import TAGS, HarmonyReader, MessagePiece
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as JSON between `<tool_call>` tags: Hermes, Qwen2.5, Qwen3."""
 
-from __future__ import annotations
-
 from vllm.tool_parsers.stepwise import JsonCallParser
 
 OPEN = "<tool_call>"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as a JSON array: what `tool_choice: "required"` makes every model write."""
 
-from __future__ import annotations
-
 from vllm.tool_parsers.base import ToolSchemas
 from vllm.tool_parsers.stepwise import JsonCallParser
 

@@ -4,7 +4,7 @@
 import enum
 from dataclasses import dataclass
 
-from vllm.tool_parsers.json_text import decode_string
+from vllm.tool_parsers.base import decode_string
 
 _SPACE = " \t\r\n"
 

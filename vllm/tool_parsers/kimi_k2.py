@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in a section of their own, behind the content: Kimi-K2."""
 
-from __future__ import annotations
-
 import re
 
 from vllm.tool_parsers.stepwise import StepwiseParser

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as a JSON array between `<TOOLCALL>` tags: Nemotron Nano v2."""
 
-from __future__ import annotations
-
 from vllm.tool_parsers.json_list import JsonArrayParser
 
 OPEN = "<TOOLCALL>"

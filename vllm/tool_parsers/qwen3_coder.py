@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as nested tags with plain-text values: Qwen3-Coder, Qwen3.5."""
 
-from __future__ import annotations
+from collections.abc import Mapping
+from typing import Any
 
-from vllm.tool_parsers.base import ToolSchemas
-from vllm.tool_parsers.json_text import encode_string
-from vllm.tool_parsers.parameter_value import ParameterValue
-from vllm.tool_parsers.schema_types import parameter_types
+from vllm.tool_parsers.base import ToolSchemas, encode_piece, encode_string, parse_json
 from vllm.tool_parsers.stepwise import StepwiseParser
 from vllm.utils.text_tags import find_first, skip_tag, split_held
 
@@ -140,3 +138,116 @@ class Qwen3CoderToolParser(StepwiseParser):
             self.reply.say(self._raw + self._pending)
         elif self._read == self._read_value:
             self.reply.add_arguments(self._value.feed(self._pending))
+
+
+class ParameterValue:
+    """Text to JSON, piece by piece for strings and at the end for anything else.
+
+    One line break at each end belongs to the layout. If the schema allows only strings, the text
+    is one. Otherwise text that is JSON of an allowed type goes out as written (`True`, `None` and
+    the like in lower case, as JSON spells them), and anything else as a string.
+    """
+
+    def __init__(self, types: frozenset[str]) -> None:
+        self._types = types
+        self._streams = types <= {"string"}
+        self._begun = False
+        self._trailing = ""
+        self._text = ""
+
+    def feed(self, text: str) -> str:
+        """The JSON that became certain with `text`."""
+        text = self._trailing + text
+        if not text:
+            return ""
+        opening = ""
+        if not self._begun:
+            self._begun = True
+            text = text.removeprefix("\n")
+            opening = '"' if self._streams else ""
+        self._trailing = "\n" if text.endswith("\n") else ""
+        text = text.removesuffix("\n")
+        if self._streams:
+            return opening + encode_piece(text)
+        self._text += text
+        return ""
+
+    def finish(self) -> str:
+        """The rest, when the value is complete."""
+        if self._streams:
+            return '"' if self._begun else '""'
+        written = self._text.strip()
+        if written.lower() in ("true", "false", "null", "none"):
+            written = "null" if written.lower() == "none" else written.lower()
+        try:
+            kind = json_type(parse_json(written))
+        except ValueError:
+            kind = "string"
+        if kind != "string" and kind in self._types:
+            return written
+        return encode_string(self._text)
+
+
+#: nesting of references and alternatives that is followed; recursive schemas exist
+_MAX_DEPTH = 16
+
+#: every type, for a schema that says nothing
+ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+
+
+def json_type(value: Any) -> str:
+    """The JSON type of a parsed value; whole numbers are `integer`, also as 2.0."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def parameter_types(schema: Mapping[str, Any], parameter: str) -> frozenset[str]:
+    """The types that the object schema `schema` allows for `parameter`.
+
+    A parameter it does not declare is a string.
+    """
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or parameter not in properties:
+        return frozenset({"string"})
+    return _types(properties[parameter], schema, 0)
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ANY_TYPE
+    allowed = ANY_TYPE
+    if isinstance(reference := schema.get("$ref"), str):
+        allowed &= _types(_resolve(reference, root), root, depth + 1)
+    if "type" in schema:
+        named = schema["type"]
+        names = frozenset(named if isinstance(named, list) else [named])
+        allowed &= names | ({"integer"} if "number" in names else frozenset())
+    if isinstance(values := schema.get("enum"), list):
+        allowed &= frozenset(map(json_type, values))
+    if "const" in schema:
+        allowed &= {json_type(schema["const"])}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list):
+            allowed &= frozenset().union(*(_types(one, root, depth + 1) for one in options))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            allowed &= _types(part, root, depth + 1)
+    return allowed
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """The target of a local reference; None, which allows anything, if it is missing."""
+    target: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target

@@ -5,8 +5,6 @@ Releases before 5.23 import what every model class needs (compiler, distributed 
 seconds, to write a config class's docstring; where that import fails, they leave the part out.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

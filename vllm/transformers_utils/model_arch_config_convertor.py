@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few numbers the engine needs from a model config, whatever the family calls them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from vllm.exceptions import VLLMValidationError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 #: entries of `layer_types` (or of older spellings of it) that keep a recurrent state
 RECURRENT_LAYER_TYPES = frozenset(

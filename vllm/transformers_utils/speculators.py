@@ -2,8 +2,6 @@
 """Draft checkpoints in the format of the speculators library: `speculators_model_type` in
 config.json says what they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -27,8 +27,7 @@ class SamplerOutput:
     verified: Tensor | None = None
 
 
-@dataclass
-class LogprobsTensors:
+class LogprobsTensors(NamedTuple):
     """Device tensors, one row per token: ids `[n, k + 1]` (column 0: the chosen or actual token,
     then the top k), `logprobs [n, k + 1]` fp32, `ranks [n]` (1 = most likely) of the chosen."""
 
@@ -37,8 +36,7 @@ class LogprobsTensors:
     ranks: Tensor
 
 
-@dataclass
-class LogprobsLists:
+class LogprobsLists(NamedTuple):
     """`LogprobsTensors` on the host, as numpy arrays of the same shapes."""
 
     token_ids: np.ndarray
@@ -46,9 +44,7 @@ class LogprobsLists:
     ranks: np.ndarray
 
     def row(self, i: int) -> LogprobsLists:
-        return LogprobsLists(
-            self.token_ids[i : i + 1], self.logprobs[i : i + 1], self.ranks[i : i + 1]
-        )
+        return LogprobsLists(*(part[i : i + 1] for part in self))
 
 
 @dataclass

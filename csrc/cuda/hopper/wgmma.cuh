@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Asynchronous products of a warpgroup on bf16: d [64, N] (+)= a [64, 16] @ b [16, N] in fp32
 // (sm_90a). `b`, and `a` where it has a descriptor, lie in shared memory in tiles of 64 elements
-// (128 bytes) a row, swizzled by 128 bytes and aligned to 1,024.
+// (128 bytes) a row, swizzled by 128 bytes and aligned to 1,024. Products of e4m3 have 32 columns
+// of a and tiles of 128 elements: as many bytes.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,14 @@ __device__ inline void products_wait() {
 #define VLLM_R32                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                         \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define VLLM_R16                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define VLLM_R40 VLLM_R32                                                                        \
   ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define VLLM_R48 VLLM_R40                                                                        \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define VLLM_R56 VLLM_R48                                                                        \
+  ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define VLLM_R64 VLLM_R40                                                                        \
   ", %40, %41, %42, %43, %44, %45, %46, %47"                                                     \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -74,8 +81,11 @@ __device__ inline void products_wait() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define VLLM_F32(d, i) VLLM_F8(d, i), VLLM_F8(d, i + 8), VLLM_F8(d, i + 16), VLLM_F8(d, i + 24)
+#define VLLM_O16 VLLM_F8(d, 0), VLLM_F8(d, 8)
 #define VLLM_O32 VLLM_F32(d, 0)
 #define VLLM_O40 VLLM_F32(d, 0), VLLM_F8(d, 32)
+#define VLLM_O48 VLLM_O40, VLLM_F8(d, 40)
+#define VLLM_O56 VLLM_O48, VLLM_F8(d, 48)
 #define VLLM_O64 VLLM_F32(d, 0), VLLM_F32(d, 32)
 #define VLLM_O72 VLLM_F32(d, 0), VLLM_F32(d, 32), VLLM_F8(d, 64)
 #define VLLM_O80 VLLM_O72, VLLM_F8(d, 72)
@@ -124,24 +134,45 @@ __device__ inline void product(float (&d)[128], const uint32_t (&a)[4], uint64_t
                  : VLLM_O##RESULTS                                                           \
                  : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));          \
   }
+VLLM_PRODUCT(32, 16, 16, 17, 18, 19, 20)
 VLLM_PRODUCT(64, 32, 32, 33, 34, 35, 36)
 VLLM_PRODUCT(80, 40, 40, 41, 42, 43, 44)
+VLLM_PRODUCT(96, 48, 48, 49, 50, 51, 52)
+VLLM_PRODUCT(112, 56, 56, 57, 58, 59, 60)
 VLLM_PRODUCT(128, 64, 64, 65, 66, 67, 68)
 VLLM_PRODUCT(144, 72, 72, 73, 74, 75, 76)
 VLLM_PRODUCT(160, 80, 80, 81, 82, 83, 84)
 VLLM_PRODUCT(256, 128, 128, 129, 130, 131, 132)
 #undef VLLM_PRODUCT
 
+#define VLLM_PRODUCT_E4M3(N, RESULTS, A, B, ADD)                                              \
+  __device__ inline void product_e4m3(float (&d)[RESULTS], uint64_t a, uint64_t b, int add) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD                                    \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {"           \
+                 VLLM_R##RESULTS "}, %" #A ", %" #B ", p, 1, 1;\n}"                           \
+                 : VLLM_O##RESULTS                                                            \
+                 : "l"(a), "l"(b), "r"(add));                                                 \
+  }
+VLLM_PRODUCT_E4M3(32, 16, 16, 17, 18)
+VLLM_PRODUCT_E4M3(64, 32, 32, 33, 34)
+#undef VLLM_PRODUCT_E4M3
+
 #undef VLLM_F8
 #undef VLLM_F32
+#undef VLLM_R16
 #undef VLLM_R32
 #undef VLLM_R40
+#undef VLLM_R48
+#undef VLLM_R56
 #undef VLLM_R64
 #undef VLLM_R72
 #undef VLLM_R80
 #undef VLLM_R128
+#undef VLLM_O16
 #undef VLLM_O32
 #undef VLLM_O40
+#undef VLLM_O48
+#undef VLLM_O56
 #undef VLLM_O64
 #undef VLLM_O72
 #undef VLLM_O80

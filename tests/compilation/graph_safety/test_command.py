@@ -16,11 +16,10 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from vllm.compilation.graph_safety import model_steps
-from vllm.compilation.graph_safety import smaller_model as smaller_model_module
 from vllm.compilation.graph_safety.hazards import HAZARDS
+from vllm.compilation.graph_safety.model_steps import smaller_model
 from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report, join_report
 from vllm.compilation.graph_safety.simulator.models import StepsReport
-from vllm.compilation.graph_safety.smaller_model import smaller_model
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
@@ -137,8 +136,8 @@ def test_a_smaller_copy_of_a_large_model_runs(monkeypatch: pytest.MonkeyPatch) -
     args = EngineArgs(model=str(tiny_model("qwen3_5")), hf_overrides={"intermediate_size": 96})
     config = args.create_engine_config()
     assert smaller_model(config) is None, "the tiny model is small already"
-    monkeypatch.setattr(smaller_model_module, "_WIDTHS", {"vocab_size": 64})
-    monkeypatch.setattr(smaller_model_module, "_HIDDEN", 32)
+    monkeypatch.setattr(model_steps, "_WIDTHS", {"vocab_size": 64})
+    monkeypatch.setattr(model_steps, "_HIDDEN", 32)
     whole = replace(args, dtype="float32", max_model_len=128).create_engine_config()
     monkeypatch.setattr(model_steps, "_MOST_BYTES", outline_model(whole).weight_bytes - 1)
     report = model_steps.with_steps(join_report("m", {}), args, 4)

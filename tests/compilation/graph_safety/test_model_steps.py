@@ -5,8 +5,6 @@ in them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,20 @@ from apriel2_models import MAMBA, MIXERS, make_tensors, pattern, save
 from dflash_models import Block, write_dflash
 from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
-from torch import Tensor
 
+from tests.compilation.graph_safety.samples.replayed_steps import BRANCH, PLANTS, Plant
 from tests.nightly import nightly
-from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.driver import Driver
-from vllm.compilation.graph_safety.simulator.models import StepsReport, check_runner, check_steps
+from vllm.compilation.graph_safety.simulator.models import (
+    StepsReport,
+    check_runner,
+    check_steps,
+    size_problems,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.engine.arg_utils import EngineArgs
-from vllm.kernels.rotary import RotaryProblem
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import paged
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -148,91 +145,17 @@ def runner() -> Iterator[ModelRunner]:
         yield runner
 
 
-def _places(report: StepsReport) -> set[tuple[int, str]]:
-    return {(finding.hazard, finding.code) for finding in report.findings}
+@pytest.mark.parametrize("plant", [*PLANTS, BRANCH], ids=lambda plant: plant.apply.__name__)
+def test_planted_hazards(runner: ModelRunner, plant: Plant) -> None:
+    with plant.apply(runner) as between:
+        report = check_runner(runner, plant.steps, between)
+    assert {finding.hazard for finding in report.findings} == {plant.hazard, *plant.also}
+    (found, *_) = (f for f in report.findings if plant.message in f.message)
+    assert found.hazard == plant.hazard and plant.code in (found.code, None)
 
 
-def test_padding_that_reaches_a_cache(runner: ModelRunner) -> None:
-    """A kernel that takes the slot of padding for the first one."""
-
-    def launch(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if name == "qk_norm_rope_cache":
-            (problem,) = args
-            assert isinstance(problem, RotaryProblem)
-            args = (replace(problem, slot_mapping=problem.slot_mapping.clamp(min=0)),)
-        return run(*args, **kwargs)
-
-    with current_platform.kernels.launched_through(launch):
-        report = check_runner(runner, 2)
-    assert (21, "current_platform.kernels.qk_norm_rope_cache(problem)") in _places(report)
-    (found,) = (f for f in report.findings if f.hazard == 21)
-    assert "writes to the state memory in a step of padding" in found.message
-    assert found.path.endswith("layers/attention/__init__.py")
-
-
-class CopiesTables(paged.PagedAttentionMetadataBuilder):
-    def build(self, common: CommonAttentionMetadata) -> paged.PagedAttentionMetadata:
-        return super().build(replace(common, block_table=common.block_table.clone()))
-
-
-class CopyingBackend(paged.PagedAttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[paged.PagedAttentionMetadataBuilder]:
-        return CopiesTables
-
-
-@contextmanager
-def backend_of_all(
-    runner: ModelRunner, backend: type[paged.PagedAttentionBackend]
-) -> Iterator[None]:
-    layers = [layer for layer in runner.layers.values() if isinstance(layer, Attention)]
-    before = layers[0].attn_backend
-    for layer in layers:
-        layer.attn_backend = backend
-    yield
-    for layer in layers:
-        layer.attn_backend = before
-
-
-def test_metadata_in_new_tensors(runner: ModelRunner) -> None:
-    with backend_of_all(runner, CopyingBackend):
-        report = check_runner(runner, 3)
-    assert (22, "metadata.block_table[:decodes]") in _places(report)
-
-
-class Counting(torch.nn.Module):
-    """Multiplies by how often it ran, which Python counts."""
-
-    def __init__(self, embedding: torch.nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.count = embedding, 0
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.count += 1
-        hidden: Tensor = self.embedding(input_ids)
-        return hidden * self.count
-
-
-def test_a_number_of_python(runner: ModelRunner) -> None:
-    model = runner.model
-    assert isinstance(model, DecoderForCausalLM)
-    embedding = model.model.embed_tokens
-    model.model.embed_tokens = Counting(embedding)  # type: ignore[assignment]
-    try:
-        report = check_runner(runner, 3)
-    finally:
-        model.model.embed_tokens = embedding
-    assert _places(report) == {(7, "hidden * self.count")}
-
-
-def test_an_address_that_changes(runner: ModelRunner) -> None:
-    def move(step: str) -> None:
-        tables = runner.block_tables.groups[0]
-        tables.slots = tables.slots.clone()
-
-    report = check_runner(runner, 2, move)
-    (found,) = (f for f in report.findings if "was replaced" in f.message)
-    assert found.hazard == 17 and "block_tables.groups[0].slots" in found.message
+def test_nothing_stays_planted(runner: ModelRunner) -> None:
+    assert check_runner(runner, 3).findings == ()
 
 
 @pytest.mark.parametrize(

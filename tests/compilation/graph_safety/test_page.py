@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm.compilation.graph_safety.hazards import HAZARDS, table
+from tests.compilation.graph_safety.samples.replayed_steps import PLANTS
+from tests.compilation.graph_safety.test_planted import SAMPLES, expected
+from vllm.compilation.graph_safety.hazards import BY_CALLS, HAZARDS, OF_ONE_SIDE, table
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "graph-safety.md").read_text()
@@ -17,6 +19,16 @@ PAGE = (ROOT / "docs" / "graph-safety.md").read_text()
 def test_the_page_has_the_list() -> None:
     assert table() in PAGE
     assert list(HAZARDS) == list(range(1, 28))
+
+
+def test_each_item_is_planted_for_both_sides_or_has_a_reason() -> None:
+    """Those that are, `tests/gpu/test_planted_verdicts.py` runs on a GPU."""
+    planted = {hazard for _, hazard in expected(SAMPLES / "replayed.py")}
+    planted |= {plant.hazard for plant in PLANTS}
+    assert planted.isdisjoint(OF_ONE_SIDE) and set(BY_CALLS) <= planted
+    assert planted | set(OF_ONE_SIDE) == set(HAZARDS)
+    for number, reason in (OF_ONE_SIDE | BY_CALLS).items():
+        assert f"- {number}: {reason}" in PAGE
 
 
 @pytest.mark.parametrize("file", sorted({h.gpu_test for h in HAZARDS.values()} - {""}))

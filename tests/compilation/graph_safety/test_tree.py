@@ -11,9 +11,8 @@ import pytest
 from tiny_models import FAMILIES, tiny_model
 
 from tests.nightly import nightly
-from vllm.compilation.graph_safety import allow_list
-from vllm.compilation.graph_safety.allow_list import Allowance, allowances
-from vllm.compilation.graph_safety.report import Report, as_table
+from vllm.compilation.graph_safety import report as report_module
+from vllm.compilation.graph_safety.report import Allowance, Report, allowances, as_table
 from vllm.compilation.graph_safety.targets import check_model
 from vllm.compilation.graph_safety.walker import Finding
 
@@ -71,7 +70,7 @@ def test_the_allow_list_has_no_entry_too_many() -> None:
 def test_an_entry_needs_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "allowed.json"
     file.write_text(json.dumps([{"function": "m.f", "hazard": 1, "reason": " "}]))
-    monkeypatch.setattr(allow_list, "_FILE", file)
+    monkeypatch.setattr(report_module, "_FILE", file)
     with pytest.raises(ValueError, match="without a reason: m.f"):
         allowances.__wrapped__()
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from tests.distributed.kv_transfer.loopback_connector import (
     LoopbackConnector,
     NixlLoopbackConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.identity import store_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore, store_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Handler
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p_connector import P2pConnector
@@ -194,8 +194,11 @@ def spoil_storage(engine: SimulatedEngine, faults: Faults) -> None:
 
 
 def spoil_memory(engine: SimulatedEngine) -> None:
-    """Damage all that is in host memory."""
-    engine.worker._transfers._host.buffer.bitwise_xor_(1)  # type: ignore[attr-defined]
+    """Damage all that is in host memory, once what is there has its digest."""
+    transfers: Any = engine.worker._transfers  # type: ignore[attr-defined]
+    transfers._threads.shutdown(wait=True)
+    transfers._threads = ThreadPoolExecutor(2, "kv-offload")
+    transfers._host.buffer.bitwise_xor_(1)
 
 
 def tiers_hold_nothing(engine: SimulatedEngine) -> None:

@@ -21,7 +21,7 @@ from tests.distributed.kv_transfer.test_p2p_faults import (
     sender_of,
 )
 from vllm.config.kv_transfer import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.allowed_peers import AllowedPeers
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.settings import AllowedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Deadline, PeerLost, ask
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p_connector import P2pConnector
 from vllm.testing.connectors.checks import running

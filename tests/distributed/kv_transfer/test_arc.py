@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.kv_transfer.test_offloading_parts import ATTENTION, cache_of, key
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arc import Arc
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
+    Arc,
+    EvictionPolicy,
+    Lru,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import MambaSpec

@@ -23,7 +23,10 @@ from tests.distributed.kv_transfer.extraction_harness import (
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_files import PrefixStore, aligned_length
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    PrefixStore,
+    aligned_length,
+)
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput

@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as module
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import connector
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.group import (
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
     find_hidden_states_group,
 )
 from vllm.v1.kv_cache_interface import (

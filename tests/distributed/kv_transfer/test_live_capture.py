@@ -26,13 +26,13 @@ from tests.distributed.kv_transfer.extraction_harness import (
 from tests.tiny_models import hf_residual_streams, tiny_model
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_sampling import is_sampled
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_stats import (
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving import (
     LiveCapturePromMetrics,
     LiveCaptureStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.live_capture_connector import (
     LiveCaptureConnector,
+    is_sampled,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError

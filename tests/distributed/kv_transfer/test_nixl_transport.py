@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
+import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.nixl_transport import NixlTransport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Range
@@ -29,10 +29,10 @@ pytestmark = [
 
 SIZE = 64 * 2**20
 PEER = textwrap.dedent(f"""
-    import signal, numpy as np
+    import signal, torch
     from vllm.distributed.kv_transfer.kv_connector.v1.p2p.nixl_transport import NixlTransport
     transport = NixlTransport("peer")
-    memory = np.arange({SIZE} // 8, dtype=np.uint64).view(np.uint8)
+    memory = torch.arange({SIZE} // 8).view(torch.uint8)
     transport.register(memory, None)
     print("described", transport.describe().hex(), flush=True)
     signal.pause()
@@ -61,14 +61,14 @@ def peer() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
 
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
 def test_bytes_arrive_until_the_peer_goes_away(fate: signal.Signals) -> None:
-    target = np.zeros(SIZE, dtype=np.uint8)
+    target = torch.zeros(SIZE, dtype=torch.uint8)
     with peer() as (process, description):
         transport = NixlTransport("reader")
         transport.register(None, target)
         try:
             name = transport.connect(("127.0.0.1", 0), description)
             transport.read(name, [Range(800, 16, 80), Range(0, 400, 8)], Deadline(20))
-            assert target[16:96].view(np.uint64).tolist() == list(range(100, 110))
+            assert target[16:96].view(torch.int64).tolist() == list(range(100, 110))
             assert not target[400:408].any() and not target[96:400].any()
             os.kill(process.pid, fate)
             began = time.monotonic()

@@ -18,15 +18,15 @@ from tests.distributed.kv_transfer.toy_connectors import HybridConnector, plain
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import seal
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, StateMemory
-from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import (
     FileStore,
     file_name,
     parse_name,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import OffloadingStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import OffloadingSettings
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from tests.distributed.kv_transfer.offload_engines import (
+    core_of,
     drain,
     engine,
     prompt,
@@ -71,6 +73,34 @@ def test_the_rest_of_a_conversation_comes(alone: LLM, pair: tuple[LLM, LLM]) -> 
     drain(first)
     drain(second)
     assert not worker_connector_of(first)._sender._held, "the producer heard that it may forget it"
+
+
+def test_what_arrived_is_used_in_the_next_step(
+    pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While state is on its way the core pauses between steps, and not once it has come."""
+    first, second = pair
+    core: Any = core_of(second)
+    step, result, waits = core.step, core._result, []
+
+    def seen(launched: Any) -> Any:
+        output = result(launched)
+        report = output.kv_connector_output
+        waits.append([report is not None and bool(report.finished_recving)])
+        return output
+
+    def stepped() -> Any:
+        produced = step()
+        if waits and len(waits[-1]) == 1:
+            waits[-1].append(core.only_waits)
+        return produced
+
+    monkeypatch.setattr(core, "_result", seen)
+    monkeypatch.setattr(core, "step", stepped)
+    tokens(second, prompt(70, 70), **hand_on(first, prompt(70, 70)))
+    drain(second)
+    assert [True, False] in waits, "the state came, and the next step is not put off"
+    assert [True, True] not in waits
 
 
 def test_a_prompt_of_one_token_has_nothing_to_hand_on(pair: tuple[LLM, LLM]) -> None:

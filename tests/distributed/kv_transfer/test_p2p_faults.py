@@ -238,20 +238,25 @@ def test_the_handshake_names_what_differs(changed: dict[str, Any], field: str) -
         compare(IDENTITY, {**IDENTITY, **changed}, "peer")
 
 
-@pytest.mark.parametrize("what", ["dtype", "ranks"])
+@pytest.mark.parametrize("what", ["dtype", "staging", "ranks"])
 def test_a_peer_that_differs_is_refused(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    differing = {"dtype": {"dtype": "float16"}, "staging": {"staging_device": "cuda"}}
     with running(loopback(), "attention", tmp_path) as engine:
         turn = left_behind(engine)
-        if what == "dtype":
-            sender_of(engine)._identity = {**sender_of(engine)._identity, "dtype": "float16"}
+        if what in differing:
+            sender_of(engine)._identity = sender_of(engine)._identity | differing[what]
         else:
             [params] = engine.connector.stored.values()  # type: ignore[attr-defined]
             params["remote_ports"] = params["remote_ports"] * 2
         expect_recomputed(engine, turn)
-    named = "dtype is 'torch.float32'" if what == "dtype" else "tensor_parallel_size is 1"
-    assert f"{named} here and" in caplog.text
+    named = {
+        "dtype": "dtype is 'torch.float32'",
+        "staging": "staging_device is 'cpu'",
+        "ranks": "tensor_parallel_size is 1",
+    }
+    assert f"{named[what]} here and" in caplog.text
 
 
 # ---- parts --------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from tests.distributed.kv_transfer.extraction_harness import strided_cache
 from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    choose_reservation,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import tensor_file
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     RowCopier,
     extract_from_kv_cache,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.space_reservation import (
-    choose_reservation,
 )
 
 
@@ -114,9 +114,7 @@ def test_reservation_is_a_recorded_decision(tmp_path: Path) -> None:
 
 
 def test_slow_reservation_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import space_reservation
-
-    monkeypatch.setattr(space_reservation, "_probe", lambda directory: 0.5)
+    monkeypatch.setattr(f"{choose_reservation.__module__}._probe", lambda directory: 0.5)
     assert choose_reservation(str(tmp_path)) is False
     [record] = [d for d in decisions.decisions() if d.what == "hidden-state file space"]
     assert record.instead_of == "reserved at a request's start"

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
-from vllm.model_executor.model_loader.dummy_loader import initialize_dummy_weights
+from vllm.model_executor.model_loader.base import initialize_dummy_weights
 from vllm.model_executor.parameter import ShardId, WeightDtypeError, WeightShapeError
 from vllm.model_executor.utils import AfterLoading
 

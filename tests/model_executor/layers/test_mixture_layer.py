@@ -17,7 +17,7 @@ from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers import moe
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
-from vllm.model_executor.model_loader.dummy_loader import initialize_dummy_weights
+from vllm.model_executor.model_loader.base import initialize_dummy_weights
 from vllm.model_executor.parameter import SHARED_EXPERT, WeightDtypeError, WeightShapeError
 from vllm.model_executor.utils import get_weight_attr
 

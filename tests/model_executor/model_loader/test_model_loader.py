@@ -14,7 +14,7 @@ from tests.model_executor.harness import make_config
 from tests.tiny_models import tiny_model
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import get_model, get_model_loader
-from vllm.model_executor.model_loader.dummy_loader import initialize_dummy_weights
+from vllm.model_executor.model_loader.base import initialize_dummy_weights
 from vllm.model_executor.model_loader.weight_utils import (
     safetensors_files,
     safetensors_weights_iterator,

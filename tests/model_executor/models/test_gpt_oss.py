@@ -15,7 +15,7 @@ from tests.model_executor.harness import Chunk, Harness, make_config
 from tests.tiny_models import hf_reference_logits, make_tiny
 from vllm import decisions
 from vllm.model_executor.layers.quantization.mxfp4 import dequantised
-from vllm.model_executor.models.gpt_oss_weights import experts_apart
+from vllm.model_executor.models.gpt_oss import experts_apart
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.parameter import WeightDtypeError, WeightShapeError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm import decisions
 from vllm.kernels.fp8 import FP8
-from vllm.model_executor.models.widened_weights import widened
+from vllm.model_executor.models.weights import widened
 from vllm.model_executor.parameter import WeightShapeError
 
 VALUES = torch.randn(200, 130).to(FP8)

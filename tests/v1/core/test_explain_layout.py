@@ -23,8 +23,8 @@ from vllm.v1.core.explain_layout import (
     compare_layouts,
     explain_layout,
 )
-from vllm.v1.core.explain_memory import Budget
 from vllm.v1.core.layout_cost import Layout
+from vllm.v1.core.layout_plan import Budget
 from vllm.v1.core.link_speed import LINKS
 
 MIB = 1 << 20

@@ -15,10 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.prompt_chain import PromptChains
 from vllm.v1.engine.replica_board import ReplicaBoard
 from vllm.v1.engine.replica_choice import ReplicaChooser
-from vllm.v1.engine.replica_router import ReplicaRouter
+from vllm.v1.engine.replica_router import PromptChains, ReplicaRouter
 from vllm.v1.outputs import ModelRunnerOutput
 
 _MAX_LEN = 2048

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.forked_python import run_python
 from tests.nightly import nightly
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens, make_vllm_config
 from vllm import decisions
@@ -190,10 +189,7 @@ def test_core_ends_with_its_parent(tmp_path, monkeypatch, method, end):
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    done = subprocess.run(
-        [sys.executable, str(script), end], capture_output=True, text=True, timeout=120
-    )
+    done = run_python(str(script), end, timeout=120)
     assert done.returncode == (3 if end == "crash" else 0), done.stderr
     pid, tokens = done.stdout.split(" ", 1)
     assert tokens.strip() == str(expected_tokens([5, 6, 7], SamplingParams(max_tokens=5)))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.v1.engine.tokenizer_fixture import make_tokenizer
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.detokenizer import Detokenizer, StreamDecoder, WindowDecoder
-from vllm.v1.engine.whole_texts import whole_texts
+from vllm.v1.engine.detokenizer import Detokenizer, StreamDecoder, WindowDecoder, whole_texts
 
 TOKENIZER = make_tokenizer()
 

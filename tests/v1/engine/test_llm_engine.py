@@ -192,7 +192,7 @@ def test_killed_core_fails_a_waiting_utility():
     os.kill(client.process_id, signal.SIGKILL)
     with pytest.raises((EngineDeadError, EngineGenerateError)):
         future.result(timeout=60)
-        client.reset_prefix_cache()
+        client.call_utility("reset_prefix_cache")
     engine.shutdown()
 
 
@@ -224,7 +224,7 @@ def test_terminate_signal_ends_the_core_cleanly():
     process.join(60)
     assert process.exitcode == 0
     with pytest.raises(EngineDeadError):
-        engine.engine_core.reset_prefix_cache()
+        engine.engine_core.call_utility("reset_prefix_cache")
     engine.shutdown()
 
 
@@ -237,7 +237,7 @@ def test_sending_before_the_death_is_known_does_not_hang():
     death, link.dead = link.dead, None
     threading.Timer(0.2, lambda: setattr(link, "dead", death)).start()
     with pytest.raises(EngineDeadError):
-        engine.engine_core.reset_prefix_cache()
+        engine.engine_core.call_utility("reset_prefix_cache")
     link.dead = None
     engine.shutdown()
 

@@ -18,9 +18,9 @@ from tests.nightly import nightly
 from tests.v1.engine.replica_traffic import Replicas, conversations
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.prompt_chain import PromptChains
 from vllm.v1.engine.replica_board import ReplicaBoard
 from vllm.v1.engine.replica_choice import Choice, ReplicaChooser, Work
+from vllm.v1.engine.replica_router import PromptChains
 
 BLOCK = 16
 CHAINS = PromptChains(BLOCK)
@@ -106,7 +106,7 @@ def test_prefixes_age_as_the_replica_takes_others() -> None:
         engine.run(work_of(tokens_of(seed, 200)), pinned=1)
     assert engine.chooser.choose(work_of(prompt), pinned=1).hit_tokens == 0
     engine.run(work_of(prompt), pinned=1)
-    engine.chooser.forget_prefixes()
+    engine.chooser.board.forget()
     assert engine.chooser.choose(work_of(prompt), pinned=1).hit_tokens == 0
 
 
@@ -121,7 +121,7 @@ def test_keys_are_the_same_in_all_processes() -> None:
     code = (
         "from vllm.sampling_params import SamplingParams\n"
         "from vllm.v1.engine import EngineCoreRequest\n"
-        "from vllm.v1.engine.prompt_chain import PromptChains\n"
+        "from vllm.v1.engine.replica_router import PromptChains\n"
         "tokens = list(range(64))\n"
         "request = EngineCoreRequest('r', tokens, SamplingParams(), 0.0, cache_salt='a')\n"
         "print(PromptChains(16).of(request).tolist())\n"

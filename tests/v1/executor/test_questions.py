@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm.v1.executor.questions import Question
+from vllm.v1.executor.stationed import Question
 from vllm.v1.executor.worker_process import Answer
 
 

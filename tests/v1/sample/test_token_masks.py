@@ -39,7 +39,7 @@ def test_apply(vocab: int, dtype: torch.dtype) -> None:
 def test_dummy_allows_all() -> None:
     logits = torch.randn(3, 70)
     before = logits.clone()
-    TokenMasks.dummy(logits).apply(logits)
+    TokenMasks.dummy(logits, logits.shape[1]).apply(logits)
     assert torch.equal(logits, before)
 
 

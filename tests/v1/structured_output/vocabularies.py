@@ -16,7 +16,7 @@ from vllm.v1.structured_output.grammar import CompiledConstraint, RequestGrammar
 from vllm.v1.structured_output.mask_words import pack_tokens
 from vllm.v1.structured_output.reasoning_limit import TokenTexts
 from vllm.v1.structured_output.spec import GrammarSpec
-from vllm.v1.structured_output.utf8 import Utf8Guard
+from vllm.v1.structured_output.vocabulary import Utf8Guard
 
 #: token FIRST_BYTE + b is the byte b; tokens from FIRST_PAIR on are pairs of characters
 FIRST_BYTE = 20

@@ -209,7 +209,7 @@ def test_memory_that_slept_is_new(bench: Bench) -> None:
     for g, own in enumerate(ids):
         bench.log.append(BlocksFreed(g, own))
     bench.arena.buffer.zero_()
-    bench.sanitizer.reset_memory()
+    bench.sanitizer.memory.reset()
     for g, own in enumerate(ids):
         bench.take(g, *own, generation=2)
     bench.batch.remove("a")
@@ -389,7 +389,7 @@ def test_a_write_to_the_null_page(bench: Bench) -> None:
     bench.arena.buffer[10] = 1
     with pytest.raises(SanitizerError, match="null page was written to in a step of requests a"):
         bench.run(a=1)
-    bench.sanitizer.clear_null_page()
+    bench.sanitizer.memory.clear_null_page()
     bench.run(a=1)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from vllm.compilation.graph_safety.annotations import annotated
-from vllm.compilation.graph_safety.module_kinds import distinct
 from vllm.compilation.graph_safety.torch_calls import (
     call_launch,
     call_tensor_method,
@@ -39,6 +38,7 @@ from vllm.compilation.graph_safety.values import (
     SuperOf,
     Value,
     analysed_kernels,
+    distinct,
     is_array,
     join_all,
     of_object,

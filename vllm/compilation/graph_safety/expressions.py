@@ -15,7 +15,6 @@ from triton.runtime.jit import KernelInterface
 from vllm.compilation.graph_safety import calls
 from vllm.compilation.graph_safety.annotations import import_name
 from vllm.compilation.graph_safety.members import attribute
-from vllm.compilation.graph_safety.module_kinds import distinct
 from vllm.compilation.graph_safety.sources import imported_names, rebound_names
 from vllm.compilation.graph_safety.values import (
     NO_TAGS,
@@ -29,6 +28,7 @@ from vllm.compilation.graph_safety.values import (
     Launch,
     Local,
     Value,
+    distinct,
     is_array,
     join,
     join_all,
@@ -36,7 +36,7 @@ from vllm.compilation.graph_safety.values import (
     options,
     tags_of,
 )
-from vllm.compilation.graph_safety.walker import Arguments, Body, Finding, Mode, Walker
+from vllm.compilation.graph_safety.walker import Body, Finding, Mode, Walker
 from vllm.kernels.triton.launcher import Launcher
 
 _MASK_NAMES = ("mask", "_mask")
@@ -355,9 +355,6 @@ class Expressions(Body):
         return grid
 
     # ---- calls ---------------------------------------------------------------------------------
-
-    def call_value(self, callee: Value, args: Arguments, node: ast.Call) -> Value:
-        return calls.call_value(self, callee, args, node)
 
     def call_local(self, function: Value, args: Sequence[Value]) -> Value:
         """Of a lambda or function inside this one."""

@@ -15,9 +15,9 @@ class Hazard:
     number: int
     title: str
     replacement: str
-    static: bool
     gpu_test: str = ""
-    replayed: bool = False
+    static: bool = True
+    replayed: bool = True
 
 
 _STEADY = "tests/gpu/test_steady_steps.py"
@@ -33,216 +33,185 @@ HAZARDS: dict[int, Hazard] = {
             1,
             "the host reads a device value",
             "drop it, or keep the value on the device; print outside the step",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             2,
             "a shape depends on data",
             "fixed shapes and a mask: torch.where with three arguments, masked_fill, or "
             "scatter_add_ of ones into a preallocated tensor of counts",
-            True,
             _EXPERTS,
-            replayed=True,
         ),
         Hazard(
             3,
             "the host launches work per element of a tensor",
             "one launch with a worst-case grid that reads the elements on the device",
-            True,
             _EXPERTS,
-            replayed=True,
         ),
         Hazard(
             4,
             "Python writes a number into a tensor's element",
             "compute it on the device, or fill_ a fixed part with a constant",
-            True,
             _REPLAY,
-            replayed=True,
         ),
         Hazard(
             5,
             "the host branches on a device value",
             "do it unconditionally and select with torch.where",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             6,
             "an eager part between graphs allocates",
             "write into the tensors that the break is given; allocate before it",
-            True,
             _PIECES,
-            replayed=True,
         ),
         Hazard(
             7,
             "an input is made anew, or copied from pageable memory",
             "a pinned host buffer and copy_(..., non_blocking=True) into a fixed device tensor, "
             "before the replay",
-            True,
             "tests/gpu/test_staged_uploads.py",
-            replayed=True,
         ),
         Hazard(
             8,
             "the host leaves early for a device value",
             "run always, with fixed shapes; skip rows on the device, by slot -1",
-            True,
             _REPLAY,
-            replayed=True,
         ),
         Hazard(
             9,
             "a cache grows by being replaced",
             "a paged cache of fixed size, a block table, and kernels that loop to a device length",
-            True,
             _REPLAY,
-            replayed=True,
         ),
         Hazard(
             10,
             "a gather is sized by a device value",
             "gather the most there may be, fill up with -1, and mask",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             11,
             "a loop ends by a test of convergence",
             "a fixed number of iterations",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             12,
             "the host takes the sampled token",
             "sample on the device into the next step's ids; copy them out beside the step",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             13,
             "capture relies on the current device or stream",
             "torch.cuda.Stream(device=...) for each device, torch.cuda.graph(..., stream=...), and "
             "replay on the same stream",
-            True,
             _DEVICES,
-            replayed=True,
         ),
         Hazard(
             14,
             "the host waits for the device",
             "events: record on the producer's stream, wait_event on the consumer's",
-            True,
             _STEADY,
-            replayed=True,
         ),
         Hazard(
             15,
             "a tensor that a graph reads is freed",
             "hold a reference on the module for as long as the graph",
-            False,
-            replayed=True,
+            static=False,
         ),
         Hazard(
             16,
             "a buffer is too narrow for what is written to it",
             "check shape and strides where the buffer is made",
-            False,
-            replayed=True,
+            static=False,
         ),
         Hazard(
             17,
             "a preallocated tensor is replaced",
             "copy_ into it: a graph reads the address of its capture",
-            True,
             _PIECES,
-            replayed=True,
         ),
         Hazard(
             18,
             "a kernel is given a broadcast view, with stride 0",
             "make it contiguous once, where it is made",
-            True,
-            replayed=True,
         ),
         Hazard(
             19,
             "a weight is converted in every step",
             "convert it when it is loaded",
-            True,
-            replayed=True,
         ),
         Hazard(
             20,
             "routing by token id reads ids of the capture",
             "gather from a table with the fixed tensor of input ids",
-            False,
-            replayed=True,
+            static=False,
         ),
         Hazard(
             21,
             "padded rows touch a cache",
             "slot and state index -1, which kernels skip",
-            False,
             _REPLAY,
-            replayed=True,
+            static=False,
         ),
         Hazard(
             22,
             "metadata lies in new tensors in every step",
             "fixed tensors, filled from pinned memory once per kind of layer",
-            False,
             "tests/gpu/test_staged_uploads.py",
-            replayed=True,
+            static=False,
         ),
         Hazard(
             23,
             "a library plans inside the step",
             "plan before the replay, from lengths that the host knows",
-            True,
             "tests/gpu/test_flashinfer.py",
-            replayed=True,
         ),
         Hazard(
             24,
             "overlapping launches race",
             "a kernel that starts early waits (gdc_wait) before it reads what the last ones wrote, "
             "writes or ends; streams wait for each other: wait_stream, wait_event",
-            True,
             "tests/gpu/test_dependent_launch.py",
+            replayed=False,
         ),
         Hazard(
             25,
             "something compiles or tunes in a step",
             "constants that follow from the model alone; warm up every size before capture",
-            True,
             "tests/gpu/test_compiled_ahead.py",
-            replayed=True,
         ),
         Hazard(
             26,
             "a tensor is handed to the next step by reference",
             "copy_ into a fixed tensor, inside the graph",
-            True,
             "tests/gpu/test_drafters.py",
-            replayed=True,
         ),
         Hazard(
             27,
             "mutable state of a module is imported by value",
             "import the module, or a function that answers, and ask in the step",
-            True,
-            replayed=True,
         ),
     )
+}
+
+#: items that replays show on one side only, with or without a GPU, and why
+OF_ONE_SIDE = {
+    24: "launches do not overlap on a CPU; on a GPU two runs of the same replays are compared",
+}
+#: items that a right result may hide on a GPU, too, where the notes of the recorder tell them; why
+BY_CALLS = {
+    6: "the allocator often hands out the address that the graph reads",
+    13: "on one GPU the current device is always the right one",
+    16: "torch makes room, and the capture keeps it",
+    18: "some kernels read such views rightly",
+    19: "the result is right, and late",
+    20: "a replay copies the ids again, an eager step reads what it left",
+    22: "the tables of the capture may still hold the same",
+    27: "which value was meant the result does not say",
 }
 
 

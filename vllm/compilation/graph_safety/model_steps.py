@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from vllm.compilation.graph_safety.device.checks import DevicesReport, check_devices
 from vllm.compilation.graph_safety.report import Report, join_report
@@ -17,11 +19,11 @@ from vllm.compilation.graph_safety.simulator.models import (
     StepsReport,
     check_steps,
 )
-from vllm.compilation.graph_safety.smaller_model import smaller_model
+from vllm.compilation.graph_safety.values import kind_of
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.model_outline import outline_model
+from vllm.model_executor.model_outline import models_on_meta, outline_model
 from vllm.platforms import current_platform
 
 #: weights in float32 that a check still makes up
@@ -29,6 +31,10 @@ _MOST_BYTES = 2 * 2**30
 #: rows of a smaller copy, whose state is still as large as the model's
 _COPYS_ROWS = 4
 _NOT_RUN = "steps were not run: "
+#: sizes that no state has, and the most of them
+_WIDTHS = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 256}
+#: of a model whose heads do not follow from it
+_HIDDEN = 512
 
 
 def with_steps(
@@ -94,3 +100,43 @@ def _that_fits(
         "kind do, and a smaller vocabulary: "
         '--hf-overrides \'{"num_hidden_layers": 4, "vocab_size": 4096}\''
     )
+
+
+@dataclass(frozen=True)
+class SmallerModel:
+    """`overrides`: for `hf_overrides`; `summary`: what is smaller, in words."""
+
+    overrides: dict[str, Any]
+    summary: str
+
+
+def smaller_model(config: VllmConfig) -> SmallerModel | None:
+    """The first layers of a model up to the last new kind, a small vocabulary, narrow MLPs and
+    residual stream; None for one that drafts, whose drafter is made for these sizes, and where
+    nothing can be smaller."""
+    assert config.model_config is not None
+    if config.speculative_config is not None:
+        return None
+    overrides: dict[str, Any] = {}
+    known = config.model_config.hf_text_config.to_dict()
+    layers, needed = known.get("num_hidden_layers", 0), _layers_needed(config)
+    if 0 < needed < layers:
+        overrides["num_hidden_layers"] = needed
+    widths = dict(_WIDTHS)
+    if known.get("head_dim") and not any("expand" in name for name in known):
+        widths["hidden_size"] = _HIDDEN
+    for name, most in widths.items():
+        if isinstance(known.get(name), int) and known[name] > most:
+            overrides[name] = most
+    if not overrides:
+        return None
+    parts = (f"{name} {value} of {known[name]}" for name, value in overrides.items())
+    return SmallerModel(overrides, ", ".join(parts))
+
+
+def _layers_needed(config: VllmConfig) -> int:
+    """How many of the first decoder layers have all kinds; 0 without a list of layers."""
+    _, (model, *_) = models_on_meta(config)
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    kinds = [kind_of(layer) for layer in max(lists, key=len, default=[])]
+    return max((kinds.index(kind) for kind in kinds), default=-1) + 1

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllm.compilation.graph_safety.allow_list import Allowance, allowances
 from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.scan import Scan
 from vllm.compilation.graph_safety.walker import Finding
@@ -21,6 +23,7 @@ CHECKS_LEFT = (
     "the tests of the tree are `pytest tests/gpu`"
 )
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_FILE = Path(__file__).with_name("allowed.json")
 
 
 @dataclass(frozen=True)
@@ -94,24 +97,19 @@ def as_table(reports: list[Report]) -> str:
         if report.cut:
             lines.append(f"not followed, too deep: {', '.join(report.cut)}")
         lines.append(f"{report.target}: {found}; {len(report.allowed)} allowed; {walked}")
-    return "\n".join([*lines, *_checks_run(reports), *_checks_left(reports)])
+    return "\n".join([*lines, *_once(r.checks for r in reports), *_once(r.left for r in reports)])
 
 
-def _checks_run(reports: list[Report]) -> list[str]:
-    """Each once, in order."""
-    return list(dict.fromkeys(check for report in reports for check in report.checks))
-
-
-def _checks_left(reports: list[Report]) -> list[str]:
-    return list(dict.fromkeys(check for report in reports for check in report.left))
+def _once(checks: Iterable[tuple[str, ...]]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(checks)))
 
 
 def as_json(reports: list[Report]) -> dict[str, Any]:
     """`targets`, each with `findings` and `allowed`; what was checked and what was not."""
     return {
         "version": __version__,
-        "checks_run": _checks_run(reports),
-        "checks_left": _checks_left(reports),
+        "checks_run": _once(r.checks for r in reports),
+        "checks_left": _once(r.left for r in reports),
         "targets": [
             {
                 "target": report.target,
@@ -179,3 +177,30 @@ def _result(finding: Finding, reason: str | None) -> dict[str, Any]:
     if reason is not None:
         result["suppressions"] = [{"kind": "external", "justification": reason}]
     return result
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Lets findings of one hazard pass in one function, or in all of a module (`module.*`), which
+    is for modes that exist to look at the device; `reason` says why it does no harm there."""
+
+    function: str
+    hazard: int
+    reason: str
+
+    def covers(self, finding: Finding) -> bool:
+        if self.function.endswith(".*"):
+            inside = finding.function.startswith(self.function[:-1])
+        else:
+            inside = finding.function == self.function
+        return inside and self.hazard == finding.hazard
+
+
+@lru_cache(maxsize=1)
+def allowances() -> tuple[Allowance, ...]:
+    """The list. Raises ValueError for an entry without a reason."""
+    found = tuple(Allowance(**entry) for entry in json.loads(_FILE.read_text(encoding="utf-8")))
+    silent = [one.function for one in found if not one.reason.strip()]
+    if silent:
+        raise ValueError(f"{_FILE.name}: entries without a reason: {', '.join(silent)}")
+    return found

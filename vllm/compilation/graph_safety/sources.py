@@ -10,26 +10,22 @@ from types import CodeType, FunctionType, ModuleType
 
 
 @cache
-def _parsed(path: str) -> ast.Module | None:
-    text = "".join(linecache.getlines(path))
-    return ast.parse(text) if text else None
-
-
 def parsed(path: str) -> ast.Module | None:
     """The tree of a file; None where there is none to read."""
-    return _parsed(path)
+    text = "".join(linecache.getlines(path))
+    return ast.parse(text) if text else None
 
 
 def parsed_module(module: ModuleType | None) -> ast.Module | None:
     """None where a module has no source."""
     path = None if module is None else module.__file__ if "__file__" in vars(module) else None
-    return None if path is None or not path.endswith(".py") else _parsed(path)
+    return None if path is None or not path.endswith(".py") else parsed(path)
 
 
 @cache
 def _definitions(path: str) -> dict[tuple[str, int], ast.FunctionDef]:
     """By name and first line, a decorator's if there are any."""
-    tree = _parsed(path)
+    tree = parsed(path)
     found = {}
     for node in ast.walk(tree) if tree is not None else []:
         if isinstance(node, ast.FunctionDef):
@@ -51,7 +47,7 @@ def definition_of_code(code: CodeType) -> ast.FunctionDef | None:
 @cache
 def rebound_names(path: str) -> frozenset[str]:
     """Names that functions of a file declare `global`: the module's mutable state."""
-    tree = _parsed(path)
+    tree = parsed(path)
     nodes = ast.walk(tree) if tree is not None else iter(())
     return frozenset(n for node in nodes if isinstance(node, ast.Global) for n in node.names)
 
@@ -59,7 +55,7 @@ def rebound_names(path: str) -> frozenset[str]:
 @cache
 def imported_names(path: str) -> dict[str, tuple[str, str]]:
     """Names a module takes from others at its top: name -> (module, name there)."""
-    tree = _parsed(path)
+    tree = parsed(path)
     return {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in (tree.body if tree is not None else [])

@@ -84,13 +84,9 @@ def check_object(target: object, progress: Progress = _quiet) -> Report:
         scan = Scan(_packages(target), progress)
         _walk_built(scan, target)
         return make_report(type(target).__qualname__, scan)
-    if isinstance(target, type) and issubclass(target, nn.Module):
+    if inspect.isfunction(target) or (isinstance(target, type) and issubclass(target, nn.Module)):
         scan = Scan((_PACKAGE, _package(target)), progress)
-        _walk_class(scan, target)
-        return make_report(target.__qualname__, scan)
-    if inspect.isfunction(target):
-        scan = Scan((_PACKAGE, _package(target)), progress)
-        scan.run(target, None, Arguments(), Mode.CAPTURED)
+        _walk_target(scan, target)
         return make_report(target.__qualname__, scan)
     raise VLLMValidationError(
         f"{target!r} is neither a module, a class of modules nor a function", "graph-check"
@@ -119,10 +115,7 @@ def check_file(path: Path, progress: Progress = _quiet) -> Report:
             "graph-check",
         )
     for target in [targets[name]] if name else targets.values():
-        if isinstance(target, type):
-            _walk_class(scan, target)
-        else:
-            scan.run(target, None, Arguments(), Mode.CAPTURED)
+        _walk_target(scan, target)
     return make_report(str(path), scan)
 
 
@@ -197,8 +190,12 @@ def _walk_connector(scan: Scan, cls: type[KVConnectorBase_V1]) -> None:
             scan.run(inspect.unwrap(function), Instance(cls, exact=True), Arguments(), mode)
 
 
-def _walk_class(scan: Scan, cls: type) -> None:
-    function = inspect.getattr_static(cls, "forward", None)
+def _walk_target(scan: Scan, target: type | FunctionType) -> None:
+    """A class of modules, or a function."""
+    if isinstance(target, FunctionType):
+        scan.run(target, None, Arguments(), Mode.CAPTURED)
+        return
+    function = inspect.getattr_static(target, "forward", None)
     if not isinstance(function, FunctionType) or function is nn.Module.forward:
-        raise VLLMValidationError(f"{cls.__qualname__} has no forward()", "graph-check")
-    scan.run(function, Instance(cls, exact=True), Arguments(), Mode.CAPTURED)
+        raise VLLMValidationError(f"{target.__qualname__} has no forward()", "graph-check")
+    scan.run(function, Instance(target, exact=True), Arguments(), Mode.CAPTURED)

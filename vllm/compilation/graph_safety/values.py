@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -193,10 +193,6 @@ def tags_of(value: Value) -> Tags:
     return found
 
 
-def without(value: Array, *tags: str) -> Array:
-    return replace(value, tags=value.tags - set(tags))
-
-
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, torch.device, torch.Size)
 
 
@@ -225,3 +221,26 @@ def analysed_platform() -> Platform:
 def analysed_kernels() -> Kernels:
     """CUDA's, of every GPU: `Op.implementations` names them all."""
     return CudaKernels()
+
+
+def distinct(thing: Any) -> list[Value]:
+    """What iterating over an object gives, one of each kind; nothing for what is no list."""
+    if isinstance(thing, nn.ModuleDict | Mapping):
+        return []
+    if isinstance(thing, nn.ModuleList | nn.Sequential | list | tuple):
+        return [Known(one) for one in {kind_of(item): item for item in thing}.values()]
+    return []
+
+
+def kind_of(thing: Any) -> Hashable:
+    """Equal for modules of the same classes with the same functions and the same absences."""
+    if not isinstance(thing, nn.Module):
+        return id(thing)
+    own = {
+        name: type(value)
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and not isinstance(value, str | int | float)
+    }
+    parameters = tuple((name, p is None) for name, p in thing._parameters.items())
+    children = tuple((name, kind_of(child)) for name, child in thing._modules.items())
+    return (type(thing), tuple(own.items()), parameters, children)

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from typing_extensions import Self
 
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 from vllm.exceptions import VLLMValidationError
-
-if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
-    from vllm.config.parallel import ParallelConfig
 
 #: what one step verifies per request
 MOST_DRAFTS = 15

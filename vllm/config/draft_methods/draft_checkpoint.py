@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config.draft_methods.base import refuse
-
-if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
-    from vllm.config.parallel import ParallelConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 
 #: rotations for which a longer table of angles is all that longer sequences need
 _ENDLESS_ROPES = ("default", "linear", "llama3", "proportional", "mrope")

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
 from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
-
-if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
-    from vllm.config.parallel import ParallelConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from typing_extensions import Self
 
 from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.draft_methods.draft_checkpoint import check_ranks
-
-if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
-    from vllm.config.parallel import ParallelConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 
 #: `model_type` of the text config of targets whose head is known
 _KNOWN = ("qwen3_5_text",)
@@ -50,7 +48,7 @@ class MtpSettings(DraftSettings):
                 self.method,
             )
         num_tokens = self.num_speculative_tokens
-        if self.model is not None and not _same_path(self.model, target.model):
+        if self.model is not None and Path(self.model).resolve() != Path(target.model).resolve():
             num_tokens = num_tokens or self._tokens_of(self.model)
         else:
             num_layers = getattr(text, "mtp_num_hidden_layers", 0)
@@ -83,7 +81,3 @@ class MtpSettings(DraftSettings):
         if found.config.get("num_nextn_predict_layers", 1) != 1:
             refuse("model", "must have num_nextn_predict_layers 1 with method mtp", model)
         return found.num_speculative_tokens
-
-
-def _same_path(one: str, other: str) -> bool:
-    return one == other or Path(one).resolve() == Path(other).resolve()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the prefix cache holds, told to whoever subscribes: messages and their publisher."""
 
-from vllm.distributed.kv_events.aggregator import KVConnectorKVEvents, KVEventAggregator
 from vllm.distributed.kv_events.messages import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -9,6 +8,8 @@ from vllm.distributed.kv_events.messages import (
     BlockStored,
     EventBatch,
     KVCacheEvent,
+    KVConnectorKVEvents,
+    KVEventAggregator,
     KVEventBatch,
 )
 from vllm.distributed.kv_events.publisher import (

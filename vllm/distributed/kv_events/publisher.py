@@ -5,8 +5,6 @@ A message has three frames: topic, sequence number (8 bytes, big-endian, from 0)
 subscriber that sees a number skipped asks the replay socket for everything from there on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

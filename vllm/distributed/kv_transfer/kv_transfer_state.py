@@ -6,21 +6,17 @@ the current one while it is called; the functions here ask the current slot. Cod
 a worker's calls finds a slot of its own, which is empty unless it fills it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass
@@ -98,6 +94,17 @@ def ensure_kv_transfer_initialized(
     slot.connector = KVConnectorFactory.create_connector(
         config=vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
     )
+
+
+def connector_device_bytes(vllm_config: VllmConfig) -> int:
+    """Device memory that a worker's connector will allocate itself."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return 0
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector_class = KVConnectorFactory.get_connector_class(transfer)
+    return connector_class.device_bytes(transfer, vllm_config.device_config.device_type)
 
 
 def ensure_kv_transfer_shutdown() -> None:

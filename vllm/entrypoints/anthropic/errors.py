@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in the form that Anthropic's clients know."""
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any
 

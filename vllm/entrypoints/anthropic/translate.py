@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A message request as the chat request that means the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.entrypoints.anthropic.protocol import CountTokensRequest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls between an API process and its supervisor, in both directions, over one pipe."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

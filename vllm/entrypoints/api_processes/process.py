@@ -67,8 +67,7 @@ class ServedTogether(Siblings):
         await self._port.call("abort", reply_ids)
 
     async def metrics_text(self) -> bytes:
-        text: bytes = await self._port.call("metrics_text")
-        return text
+        return await self._port.call("metrics_text")
 
     async def sleep(self, level: int, mode: str) -> None:
         check_sleep(self._engine.vllm_config, level)

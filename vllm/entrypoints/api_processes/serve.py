@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving one engine with several API processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.supervisor import Supervisor
 from vllm.entrypoints.launcher import bind, remove_unix_socket
-from vllm.entrypoints.openai.cli_args import AUTO
+from vllm.entrypoints.openai.cli_args import AUTO, FrontEndArgs
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.entrypoints.openai.cli_args import FrontEndArgs
-    from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 

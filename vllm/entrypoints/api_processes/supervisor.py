@@ -2,8 +2,6 @@
 """Starts, watches and ends the API processes of one engine, whose cores are this process's
 children."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -16,13 +14,15 @@ from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.control import ControlPort, Handlers, PeerGoneError
 from vllm.entrypoints.api_processes.process import ApiSetup, import_application, run_api_process
 from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
 from vllm.entrypoints.launcher import stop_start_at_signals
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.tally import TallyFile, make_tally_file
 from vllm.logger import init_logger
 from vllm.utils.start_method import start_method
@@ -30,12 +30,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import pickle_setup
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.entrypoints.openai.cli_args import FrontEndArgs
-    from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several API processes do as one server: metrics, aborts, sleep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
 
+from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
 from vllm.v1.metrics.prometheus import REGISTRY
 from vllm.v1.metrics.stats import IterationStats
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.engine.core_client import AsyncMPClient
 
 logger = init_logger(__name__)
 

@@ -20,5 +20,4 @@ class BenchCommand(CLISubcommand):
         self._module.add_cli_args(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        status: int = self._module.main(args)
-        return status
+        return self._module.main(args)

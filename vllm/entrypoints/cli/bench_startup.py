@@ -2,16 +2,13 @@
 """`vllm bench startup`: its own flags, and those of `vllm serve`, which go to the servers."""
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from vllm.benchmarks import startup
 from vllm.entrypoints.cli.serve import ServeCommand
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import add_dataclass_flags, flag_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class StartupCommand(CLISubcommand):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
@@ -14,6 +14,7 @@ from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import human_int
+from vllm.v1.core.explain import Explanation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,7 +133,7 @@ class ExplainCommand(CLISubcommand):
 
 def _report(args: argparse.Namespace, config: "VllmConfig") -> str:
     """Of the configuration."""
-    from vllm.entrypoints.cli.explain_plot import plot
+    from vllm.entrypoints.cli.explain import plot
     from vllm.entrypoints.cli.explain_text import render
     from vllm.v1.core.decode_cost import device_speed
     from vllm.v1.core.explain import Budget, explain
@@ -157,7 +158,7 @@ def _comparison(args: argparse.Namespace, config: "VllmConfig") -> str:
     from vllm.entrypoints.cli.explain_layout_text import render_comparison
     from vllm.v1.core.decode_cost import device_speed
     from vllm.v1.core.explain_layout import Rates, compare_layouts
-    from vllm.v1.core.explain_memory import Budget
+    from vllm.v1.core.layout_plan import Budget
     from vllm.v1.core.link_speed import link_speed
 
     if args.plot is not None:
@@ -174,3 +175,63 @@ def _comparison(args: argparse.Namespace, config: "VllmConfig") -> str:
     if args.json:
         return json.dumps(dataclasses.asdict(report), indent=2)
     return render_comparison(report)
+
+
+def plot(report: Explanation, file: Path) -> None:
+    """Draw `report` into `file`, in the format its name says.
+
+    Raises `VLLMValidationError` without matplotlib and for a format it does not write.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise VLLMValidationError("--plot needs matplotlib: pip install 'vllm[plot]'") from None
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    uses, changes = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    figure.suptitle(f"{report.architecture}, {report.memory.arena_bytes / 1e9:,.4g} GB of state")
+    _draw_uses(uses, report)
+    _draw_changes(changes, report)
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:
+        raise VLLMValidationError(f"--plot {file}: {error}") from None
+
+
+def _draw_uses(axes: Any, report: Explanation) -> None:
+    parts = [
+        (group.kind, [use.state_bytes[i] for use in report.uses])
+        for i, group in enumerate(report.groups)
+    ]
+    parts += [
+        (waste.what, [use.wastes[i].num_bytes for use in report.uses])
+        for i, waste in enumerate(report.uses[0].wastes)
+    ]
+    parts.append(("too little for one more", [use.left_bytes for use in report.uses]))
+    labels = [f"{use.num_tokens:,}" for use in report.uses]
+    bottom = [0.0] * len(labels)
+    for what, sizes in parts:
+        if any(sizes):
+            heights = [size / 1e9 for size in sizes]
+            axes.bar(labels, heights, bottom=bottom, label=what)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_title("A full arena")
+    axes.set_xlabel("tokens per request")
+    axes.set_ylabel("GB")
+    axes.figure.legend(fontsize="small", loc="outside lower left", ncols=4)
+
+
+def _draw_changes(axes: Any, report: Explanation) -> None:
+    changes = [c for c in report.what_ifs if c.sequences and c.note != "as configured"]
+    names = ["as configured", *(change.flag for change in changes)]
+    offset = 0.8 / len(report.requests)
+    for i, cost in enumerate(report.requests):
+        ratios = [1.0, *(c.sequences[i] / max(cost.sequences, 1) for c in changes)]
+        places = [row + i * offset for row in range(len(names))]
+        axes.barh(places, ratios, height=offset, label=f"{cost.num_tokens:,} tokens")
+    axes.set_yticks([row + 0.4 - offset / 2 for row in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_title("Requests at once, relative to this configuration")
+    axes.legend(fontsize="small")

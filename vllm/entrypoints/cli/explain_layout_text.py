@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vllm.entrypoints.cli.text_table import amount, decision_lines, table

@@ -73,8 +73,7 @@ def load_command(name: str) -> "CLISubcommand":
     """The subcommand object."""
     module, _, kind = SUBCOMMANDS[name][0].partition(":")
     made = getattr(importlib.import_module(f"vllm.entrypoints.cli.{module}"), kind)
-    command: CLISubcommand = made(name)
-    return command
+    return made(name)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm proxy`: one address before engines for prompts and engines for answers."""
 
-from __future__ import annotations
-
 import argparse
 
 from vllm.entrypoints.cli.types import CLISubcommand

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables, amounts and decisions for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.decisions import Decision

@@ -67,7 +67,7 @@ class TuneCommand(CLISubcommand):
 
         if not current_platform.is_cuda():
             raise CommandError("launch parameters belong to a GPU, and none is visible")
-        from vllm.kernels.tuning.tune import tune
+        from vllm.kernels.tuning.sweep import tune
 
         output = None if args.output is None else Path(args.output)
         path = tune(chosen, output, lambda result: print(describe(result), flush=True))

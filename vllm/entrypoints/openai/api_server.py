@@ -4,12 +4,9 @@
 `python -m vllm.entrypoints.openai.api_server --model M` is `vllm serve M`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -17,35 +14,29 @@ from starlette.middleware.cors import CORSMiddleware
 from vllm import envs
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
 from vllm.entrypoints.openai.compression import CompressedBodies, CompressedReplies
-from vllm.entrypoints.openai.direct_send import DirectSend
 from vllm.entrypoints.openai.errors import install_handlers
-from vllm.entrypoints.openai.http_metrics import HttpMetrics
 from vllm.entrypoints.openai.middleware import (
     Authentication,
     BodySizeLimit,
+    DirectSend,
     HeadRequests,
+    HttpMetrics,
+    QueueLimit,
     RequestIdHeader,
 )
-from vllm.entrypoints.openai.queue_limit import QueueLimit
 from vllm.entrypoints.openai.routes import (
-    abort,
     dev,
-    experts,
     generate,
     health,
     models,
-    placements,
-    tokenize,
     unsupported,
 )
+from vllm.entrypoints.openai.siblings import Siblings
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.entrypoints.tally import Counted, Tallies
 from vllm.logger import init_logger
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.siblings import Siblings
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
 
@@ -88,10 +79,10 @@ def build_app(
 
 
 def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    for module in (health, experts, models, generate, abort, tokenize, unsupported, placements):
+    for module in (health, models, generate, unsupported):
         app.include_router(module.router)
     with_info = args.enable_tokenizer_info_endpoint
-    app.include_router(tokenize.info_router if with_info else unsupported.no_tokenizer_info)
+    app.include_router(generate.info_router if with_info else unsupported.no_tokenizer_info)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning("VLLM_SERVER_DEV_MODE=1: development routes are open to every client")
         app.include_router(dev.router)

@@ -5,19 +5,48 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
 from vllm.reasoning import ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
+from vllm.tool_parsers.base import ToolSchemas
 from vllm.tool_parsers.json_list import JsonListParser
-from vllm.tool_parsers.named_call import NamedCallParser
 
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.cli_args import FrontEndArgs
+
+class NamedCallParser(ToolParser):
+    """One call of the tool `name` with the whole reply as its arguments.
+
+    A reply that does not begin as an object, cut off before its arguments for instance, is content.
+    """
+
+    def __init__(self, tools: ToolSchemas, name: str) -> None:
+        super().__init__(tools)
+        self._name = name
+        self._begun = False
+
+    def _consume(self, text: str) -> None:
+        if not self._begun:
+            if not text.strip():
+                self.reply.say(text)
+                return
+            self._begun = True
+            if text.lstrip().startswith("{"):
+                self.reply.open_call("")
+                self.reply.start_call(self._name)
+                text = text.lstrip()
+        if self.reply.num_calls:
+            self.reply.wrote(text)
+            self.reply.add_arguments(text)
+        else:
+            self.reply.say(text)
+
+    def _flush(self) -> None:
+        """Nothing is kept back."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of a streamed chat completion."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.entrypoints.openai.chat_reply import ReplySplitter
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.serving_engine import now
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import Outlet, TextEvents, event
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.chat_reply import ReplySplitter
-    from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 Build = Callable[[Sequence["RequestOutput"], Callable[[], bytes]], Awaitable[bytes]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ssl
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -21,12 +21,10 @@ from vllm.plugins import load_general_plugins
 from vllm.plugins.parser_file import import_parser_file
 from vllm.reasoning import reasoning_parsers
 from vllm.tool_parsers import tool_parsers
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import FlagKind, config, flag_name, option
-
-if TYPE_CHECKING:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: `api_server_count`: as many as are of use
 AUTO = -1

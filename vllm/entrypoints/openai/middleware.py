@@ -3,15 +3,20 @@
 
 import hashlib
 import secrets
+import time
 import uuid
+from dataclasses import dataclass
 from http import HTTPStatus
 
+from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.entrypoints.http_protocol import PieceWriter, take_piece_writer
 from vllm.entrypoints.openai.asgi import HttpMiddleware, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.tally import OwnTally, Tally
+from vllm.v1.metrics.prometheus import REGISTRY
 
 _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests", "/placements")
 _UNAUTHORIZED = ErrorInfo(
@@ -152,3 +157,129 @@ class LoadCounter:
                 self._tally.leave()
 
         return counted
+
+
+_DIRECT_WAY = "vllm.direct_way"
+
+
+@dataclass(frozen=True)
+class DirectWay:
+    """How the pieces between the first and the last get out: `send`, or `writer` where a piece need
+    not wait and nobody may want to see it."""
+
+    send: Send
+    writer: PieceWriter | None = None
+
+
+class DirectSend(HttpMiddleware):
+    """Outside of the server's own middleware, none of which changes the pieces of a stream, and
+    inside of the user's, which may.
+
+    `outermost`: there is none of the user's.
+    """
+
+    def __init__(self, app: ASGIApp, outermost: bool) -> None:
+        super().__init__(app)
+        self._outermost = outermost
+
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = take_piece_writer(scope)
+        scope = {**scope, _DIRECT_WAY: DirectWay(send, writer if self._outermost else None)}
+        await self.app(scope, receive, send)
+
+
+def direct_way(scope: Scope, send: Send) -> DirectWay:
+    """The way of a request's pieces; `send` where nothing lies between."""
+    way: DirectWay | None = scope.get(_DIRECT_WAY)
+    return way or DirectWay(send)
+
+
+_REQUESTS = Counter(
+    "http_requests",
+    "HTTP requests by route, method and status.",
+    ("handler", "method", "status"),
+    registry=REGISTRY,
+)
+_SECONDS = Histogram(
+    "http_request_duration_seconds",
+    "From the head of a request to the end of its reply.",
+    ("handler", "method"),
+    registry=REGISTRY,
+    buckets=(0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300),
+)
+#: requests that matched no route: their paths are the clients' invention and unbounded in number
+_NO_ROUTE = "none"
+
+
+class HttpMetrics(HttpMiddleware):
+    """Labels: the route's path as written in the code, the method, the status."""
+
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
+        began = time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            route = scope.get("route")
+            handler = _NO_ROUTE if route is None else route.path
+            method = scope["method"] if route is not None else _NO_ROUTE
+            _REQUESTS.labels(handler, method, str(status)).inc()
+            _SECONDS.labels(handler, method).observe(time.perf_counter() - began)
+
+
+_GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+    }
+)
+_RETRY_AFTER_S = 1
+
+
+class QueueLimit(HttpMiddleware):
+    """Answers 503 to a generation request while `max_running + max_queued` are in progress.
+
+    A request counts from its arrival to the end of its reply, before its body is read, so that
+    none of the stages in between can pile up work. It counts once, whatever its `n`. `tally`: of
+    all processes that serve.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_running: int, max_queued: int, tally: Tally | None = None
+    ) -> None:
+        super().__init__(app)
+        self._limit = max_running + max_queued
+        self._in_progress = tally or OwnTally()
+
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or route_path(scope) not in _GENERATING:
+            await self.app(scope, receive, send)
+            return
+        if not self._in_progress.try_enter(self._limit):
+            await self._refuse(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._in_progress.leave()
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        info = ErrorInfo(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "ServiceUnavailable",
+            f"The server is busy: {self._limit} requests are in progress or waiting "
+            "(--max-num-seqs plus --max-queued-requests). Please try again later.",
+        )
+        # The body is unread, so the connection cannot carry another request.
+        headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
+        await info.response(headers)(scope, receive, send)

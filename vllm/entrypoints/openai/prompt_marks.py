@@ -5,8 +5,6 @@ Offsets are found by rendering parts of the conversation and comparing text or t
 chat template will do: what a part shares with the whole is a prefix of both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from array import array

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reply as a sequence of blocks, for protocols that open, extend and close the parts of one."""
 
-from __future__ import annotations
-
 import enum
 import uuid
 from abc import ABC, abstractmethod

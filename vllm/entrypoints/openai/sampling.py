@@ -4,8 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
-from vllm.entrypoints.openai.protocol.structured import structured_outputs
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest, structured_outputs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/chat/completions`."""
 
-from __future__ import annotations
-
+import json
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.entrypoints.chat_utils import message_text
 from vllm.entrypoints.openai import logprobs as lp
@@ -16,14 +15,15 @@ from vllm.entrypoints.openai.chat_reply import (
     make_splitter,
 )
 from vllm.entrypoints.openai.chat_stream import ChatStream
+from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import (
     ChatChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatMessage,
 )
-from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
-from vllm.entrypoints.openai.reasoned_output import constrain_after_reasoning
+from vllm.entrypoints.openai.protocol.token_generate import RenderResponse
+from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
 from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import (
     OpenAIServing,
@@ -40,12 +40,10 @@ from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import EventSource
 from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.reasoning import ReasoningParser
-    from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.reasoning import ReasoningParser
+from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass(frozen=True)
@@ -265,3 +263,67 @@ class ServingChat(OpenAIServing):
             stop_reason=completion.stop_reason,
             token_ids=list(completion.token_ids) if request.return_token_ids else None,
         )
+
+
+#: tokens of a reply that reasoning leaves to the answer, at least
+_ANSWER_TOKENS = 256
+
+
+def reasoning_tokens(max_tokens: int) -> int:
+    """How many of a constrained reply's `max_tokens` may be reasoning: what exceeds 256, at most
+    half."""
+    return max(0, min(max_tokens // 2, max_tokens - _ANSWER_TOKENS))
+
+
+def constrain_after_reasoning(
+    constraint: StructuredOutputsParams, parser: ReasoningParser, max_tokens: int
+) -> StructuredOutputsParams:
+    """The constraint for a whole reply of at most `max_tokens`, whose reasoning is bounded.
+
+    The same one if the reply begins with its content. Raises `VLLMValidationError` for a structural
+    tag in the older form and for malformed JSON.
+    """
+    if not parser.may_reason():
+        return constraint
+    bounds, allowed = parser.bounds(), reasoning_tokens(max_tokens)
+    if bounds is not None and bounds[0] and not allowed:
+        return constraint
+    tag = {"type": "structural_tag", "format": parser.with_reasoning(_content_format(constraint))}
+    return StructuredOutputsParams(
+        structural_tag=json.dumps(tag),
+        disable_any_whitespace=constraint.disable_any_whitespace,
+        reasoning=None if bounds is None else ReasoningBudget(*bounds, allowed),
+    )
+
+
+def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
+    """The constraint in the language of structural tags."""
+    if constraint.json is not None:
+        return {"type": "json_schema", "json_schema": _parsed("json", constraint.json)}
+    if constraint.json_object is not None:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if constraint.regex is not None:
+        return {"type": "regex", "pattern": constraint.regex}
+    if constraint.choice is not None:
+        options = [{"type": "const_string", "value": text} for text in constraint.choice]
+        return {"type": "or", "elements": options}
+    if constraint.grammar is not None:
+        return {"type": "grammar", "grammar": constraint.grammar}
+    tag = _parsed("structural_tag", constraint.structural_tag)
+    inner = tag.get("format") if isinstance(tag, dict) else None
+    if not isinstance(inner, dict):
+        refuse(
+            "structured_outputs",
+            "with reasoning, a structural tag needs the key `format`; give it that, or switch "
+            "reasoning off in chat_template_kwargs",
+        )
+    return inner
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        refuse("structured_outputs", f"structured_outputs: {name} is not valid JSON: {error}")

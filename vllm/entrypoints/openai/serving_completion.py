@@ -6,17 +6,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai import logprobs as lp
-from vllm.entrypoints.openai.completion_stream import CompletionStream
+from vllm.entrypoints.openai.completion_stream import CompletionStream, Echo, prompt_offsets
 from vllm.entrypoints.openai.protocol.completion import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
     Prompt,
 )
-from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
+from vllm.entrypoints.openai.protocol.token_generate import RenderResponse
 from vllm.entrypoints.openai.rendering import RenderedPrompt
 from vllm.entrypoints.openai.sampling import build_sampling_params, resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import (
@@ -30,13 +29,9 @@ from vllm.entrypoints.openai.serving_engine import (
     total_drafts,
 )
 from vllm.entrypoints.openai.streaming import EventSource
-from vllm.entrypoints.openai.text_offsets import Echo, prompt_offsets
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import join_kv_transfer_params
-
-if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput, join_kv_transfer_params
+from vllm.sampling_params import SamplingParams
 
 #: what the OpenAI API gives when `max_tokens` is not set
 _DEFAULT_MAX_TOKENS = 16

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every serving class needs: options, ids, limits and the way to the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -17,24 +15,56 @@ from vllm.entrypoints.openai.protocol.base import (
     UsageInfo,
 )
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
-from vllm.entrypoints.openai.protocol.tokenize import RenderResponse
+from vllm.entrypoints.openai.protocol.token_generate import RenderResponse
 from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt, Truncation
 from vllm.entrypoints.openai.request_limits import RequestLimits
-from vllm.entrypoints.openai.request_log import RequestLog
 from vllm.entrypoints.openai.served_beams import ServedBeams
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.utils import merge, safe_id
 from vllm.inputs import TokensPrompt
 from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_stream import TakeText
+from vllm.v1.engine.output_stream import TakeText
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RequestLog:
+    """`max_len` bounds the characters or token ids shown; None shows everything."""
+
+    requests: bool = False
+    outputs: bool = False
+    max_len: int | None = None
+
+    def received(self, request_id: str, prompt: RenderedPrompt, params: SamplingParams) -> None:
+        """Log a request on its way to the engine."""
+        if self.requests:
+            text = None if prompt.text is None else prompt.text[: self.max_len]
+            ids = prompt.token_ids[: self.max_len]
+            logger.info("received %s: prompt %r, token ids %s, %s", request_id, text, ids, params)
+
+    def aborted(self, request_id: str) -> None:
+        """Log a request that nobody waits for any more."""
+        if self.requests:
+            logger.info("aborted %s: its client left or its time was over", request_id)
+
+    def produced(self, request_id: str, output: RequestOutput) -> None:
+        """Log what the engine returned."""
+        if self.outputs:
+            for completion in output.outputs:
+                logger.info(
+                    "output of %s[%d]: %r, token ids %s, finish reason %s",
+                    request_id,
+                    completion.index,
+                    completion.text[: self.max_len],
+                    list(completion.token_ids[: self.max_len]),
+                    completion.finish_reason,
+                )
+
 
 T = TypeVar("T")
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/inference/v1/generate`: what a render route prepared, generated without any text."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -14,19 +12,23 @@ from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.protocol.token_generate import (
     SAMPLING_FIELDS,
+    DetokenizeRequest,
+    DetokenizeResponse,
     TokenChoice,
     TokenGenerateRequest,
     TokenGenerateResponse,
+    TokenizeRequest,
+    TokenizeResponse,
 )
-from vllm.entrypoints.openai.rendering import RenderedPrompt
+from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
 from vllm.entrypoints.openai.sampling import resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, RequestContext
+from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import INTERNAL_FIELDS, RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
 
 Source = AsyncGenerator[tuple[int, "RequestOutput"], None]
 
@@ -141,3 +143,41 @@ class ServingTokens(OpenAIServing):
             await source.aclose()
         if usage.at_end:
             yield event({"request_id": request_id, "choices": [], "usage": usage.as_dict()})
+
+
+class ServingTokenization:
+    """Shows how a text or a conversation becomes token ids, and back."""
+
+    def __init__(self, models: ServingModels, renderer: PromptRenderer) -> None:
+        self.models = models
+        self.renderer = renderer
+
+    async def tokenize(self, request: TokenizeRequest, context: RequestContext) -> TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        self.models.check(request.model)
+        if (request.prompt is None) == (not request.messages):
+            raise VLLMValidationError("give either prompt or messages", parameter="prompt")
+        if request.prompt is not None:
+            prompt = await self.renderer.completion_prompt(
+                request.prompt, add_special_tokens=request.add_special_tokens is not False
+            )
+        else:
+            prompt = await self.renderer.chat_prompt(request)
+        tokenizer = self.renderer.require_tokenizer("prompt")
+        ids = prompt.token_ids
+        pieces = None
+        if request.return_token_strs:
+            pieces = list(await self.renderer.run(tokenizer.convert_ids_to_tokens, ids))
+        return TokenizeResponse(
+            count=len(ids),
+            max_model_len=self.models.max_model_len,
+            tokens=ids,
+            token_strs=pieces,
+        )
+
+    async def detokenize(
+        self, request: DetokenizeRequest, context: RequestContext
+    ) -> DetokenizeResponse:
+        """Text of token ids, special tokens included."""
+        self.models.check(request.model)
+        return DetokenizeResponse(prompt=await self.renderer.decode(request.tokens, False))

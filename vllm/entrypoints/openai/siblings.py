@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What concerns all processes that serve one engine, whichever of them a client has reached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.rendering import PromptRenderer
-    from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.entrypoints.openai.rendering import PromptRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class Siblings(Protocol):

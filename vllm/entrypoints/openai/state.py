@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything the routes of one server share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -16,19 +13,15 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.middleware import LoadCounter
 from vllm.entrypoints.openai.rendering import ChatTemplateOptions, PromptRenderer
 from vllm.entrypoints.openai.request_limits import RequestLimits
-from vllm.entrypoints.openai.request_log import RequestLog
 from vllm.entrypoints.openai.responses.serving import ServingResponses
 from vllm.entrypoints.openai.serving_chat import ServingChat
 from vllm.entrypoints.openai.serving_completion import ServingCompletion
-from vllm.entrypoints.openai.serving_engine import ServingOptions
+from vllm.entrypoints.openai.serving_engine import RequestLog, ServingOptions
 from vllm.entrypoints.openai.serving_models import ServingModels
-from vllm.entrypoints.openai.serving_tokenization import ServingTokenization
-from vllm.entrypoints.openai.serving_tokens import ServingTokens
+from vllm.entrypoints.openai.serving_tokens import ServingTokenization, ServingTokens
 from vllm.entrypoints.openai.siblings import Alone, Siblings
 from vllm.entrypoints.tally import Counted, Tallies
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass(frozen=True)
@@ -111,5 +104,4 @@ def make_server(
 
 def server_of(request: Request) -> Server:
     """The server that a request belongs to."""
-    server: Server = request.app.state.server
-    return server
+    return request.app.state.server

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token counts while a stream runs."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from vllm.entrypoints.openai.serving_engine import total_drafts
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
-    from vllm.entrypoints.openai.serving_engine import OpenAIServing
-    from vllm.outputs import RequestOutput
+from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
+from vllm.entrypoints.openai.serving_engine import OpenAIServing, total_drafts
+from vllm.outputs import RequestOutput
 
 
 class StreamUsage:

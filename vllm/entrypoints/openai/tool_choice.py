@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools` and `tool_choice`: what the model may call, and how it is made to."""
 
-from __future__ import annotations
-
 import enum
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.entrypoints.openai.protocol.base import refuse
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.sampling_params import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 #: their values are data, not schemas

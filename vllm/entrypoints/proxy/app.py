@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proxy's routes."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable
@@ -16,8 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.proxy.args import ProxyArgs
-from vllm.entrypoints.proxy.instances import Instances
-from vllm.entrypoints.proxy.two_phases import Answer, Body, NobodyThere, TwoPhases
+from vllm.entrypoints.proxy.two_phases import Answer, Body, Instances, NobodyThere, TwoPhases
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

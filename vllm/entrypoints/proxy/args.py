@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of `vllm proxy`."""
 
-from __future__ import annotations
-
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
 

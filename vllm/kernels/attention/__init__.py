@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a ragged batch over the paged cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

@@ -6,8 +6,6 @@ sequence times query heads of a kv head), over a float8 cache or, where every sh
 a multiprocessor of its own, over a bfloat16 one: otherwise Triton is as fast or faster.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

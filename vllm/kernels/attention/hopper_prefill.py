@@ -5,8 +5,6 @@ It takes bfloat16 queries over a bfloat16 cache, heads of 64, 128 or 256, window
 Float8 caches, drafters' blocks and short queries are left to Triton.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

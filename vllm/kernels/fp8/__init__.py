@@ -6,8 +6,6 @@ Activations become e4m3 with a scale of their own: one per token, or one per tok
 scales. The functions here are plain torch: the reference, and the CPU's implementation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with float8 weights on the CPU: `skinny_linear` widens weights on the way."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from vllm.kernels.fp8 import Fp8Rows
@@ -11,8 +9,7 @@ from vllm.kernels.linear.cpu import skinny_linear
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    out: Tensor = skinny_linear(x, weight, None)
-    return out
+    return skinny_linear(x, weight, None)
 
 
 def linear_fp8(

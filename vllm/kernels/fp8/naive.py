@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with float8 weights in plain torch: what every platform computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

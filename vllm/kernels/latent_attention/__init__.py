@@ -11,8 +11,6 @@ with a few dimensions of key that all heads share. There are two ways to compute
   makes values. Nothing is made of the context, so it is cheap for few queries.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

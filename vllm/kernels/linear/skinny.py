@@ -5,8 +5,6 @@ At 1 to 16 tokens a matmul is bound by reading its weight once. The kernel's bit
 from that row, the weight and its bias alone: they do not depend on the other rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -85,10 +83,9 @@ def skinny_linear(
     weight while the kernels ahead of it still run, so none of those may write the weight.
     """
     launch = skinny_launch(len(weight), gated=False, norm=norm is not None)
-    out: Tensor = torch.ops.vllm_cuda.skinny_linear.default(
+    return torch.ops.vllm_cuda.skinny_linear.default(
         x, *_fields(norm), weight, bias, residual, overlap, *launch.fields
     )
-    return out
 
 
 def skinny_silu_and_mul(
@@ -101,10 +98,9 @@ def skinny_silu_and_mul(
 ) -> Tensor:
     """`[tokens, k], [2 n, k], [2 n] -> [tokens, n]`; the gate's rows of the weight come first."""
     launch = skinny_launch(len(weight), gated=True, norm=norm is not None)
-    out: Tensor = torch.ops.vllm_cuda.skinny_linear_silu_and_mul.default(
+    return torch.ops.vllm_cuda.skinny_linear_silu_and_mul.default(
         x, *_fields(norm), weight, bias, overlap, *launch.fields
     )
-    return out
 
 
 def _fields(norm: Norm | None) -> tuple[Tensor | None, float, bool]:

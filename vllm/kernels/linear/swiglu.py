@@ -7,8 +7,6 @@ shapes of tiles sum up k in the same order, so a row's bits follow from that row
 alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +81,7 @@ def swiglu(x: Tensor, weight: Tensor, overlap: bool) -> Tensor:
     """`[tokens, k], [2 n, k] -> [tokens, n]`, where `takes_swiglu`; `overlap`: the kernel may start
     before the kernels ahead of it have ended, none of which may then write the weight."""
     launch = swiglu_launch(len(x), len(weight) // 2, device_configs(x.device).multiprocessors)
-    out: Tensor = torch.ops.vllm_cuda.swiglu.default(x, weight, overlap, *launch)
-    return out
+    return torch.ops.vllm_cuda.swiglu.default(x, weight, overlap, *launch)
 
 
 def is_faster(m: int, n: int, k: int) -> bool:

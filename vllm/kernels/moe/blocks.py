@@ -20,8 +20,9 @@ from vllm.kernels.triton.dependent_launch import await_previous, dependent_launc
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
-#: pairs that one program places, where there are few of them and else
-FEW, CHUNK = 64, 512
+#: pairs that one program places, where there are at most so many of them, and else
+CHUNKS = ((512, 64), (4096, 128))
+MOST = 512
 #: chunks whose counts are added at once, and blocks that are given their experts at once
 _ROWS = 16
 #: pairs compared with a chunk's at once
@@ -132,12 +133,12 @@ _place = Launcher(_place_kernel)
 def sort_into_blocks(experts: Tensor, num_experts: int, rows: int) -> Blocks:
     """`experts [tokens, slots]` int32 in blocks of `rows`; pairs of no known expert are left out.
 
-    One launch for up to 512 pairs, two for more.
+    One launch for up to 64 pairs, two for more.
     """
     tokens, slots = experts.shape
     num_pairs, device = tokens * slots, experts.device
     count = most_blocks(num_pairs, num_experts, rows)
-    chunk = FEW if num_pairs <= FEW else CHUNK
+    chunk = next((chunk for most, chunk in CHUNKS if num_pairs <= most), MOST)
     chunks, bins = cdiv(num_pairs, chunk), next_power_of_2(num_experts)
     pairs = torch.empty(count * rows, dtype=torch.int32, device=device)
     block_experts = torch.empty(count, dtype=torch.int32, device=device)

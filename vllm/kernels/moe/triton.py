@@ -22,7 +22,7 @@ from vllm.kernels.triton.configs import Configs, Tile, device_configs
 from vllm.kernels.triton.dependent_launch import dependent_launch
 from vllm.utils.math_utils import cdiv
 
-__all__ = ["route_experts", "run_experts"]
+__all__ = ["Operand", "make_operand", "route_experts", "run_experts", "sum_slots"]
 
 #: columns of the result that one program sums
 _SUM_COLUMNS = 1024
@@ -39,9 +39,8 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     x, experts = problem.x, problem.experts
     tokens, slots = experts.shape
     hidden, inner = x.shape[1], problem.intermediate
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
-        return out
+        return torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     configs, pdl = device_configs(x.device), dependent_launch(x.device)
     num_pairs = tokens * slots
     rows = block_rows(num_pairs, problem.num_experts * problem.ranks, configs)
@@ -60,7 +59,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
     wide = x.dtype == torch.float32 and scales is None
     tile = configs.moe_fp32 if wide else configs.moe_gate_up[rows]
     gated = torch.empty(blocks.count * rows, inner, dtype=x.dtype, device=x.device)
-    operand = _operand(x, scales)
+    operand = make_operand(x, scales)
     gate_up[(blocks.count * cdiv(inner, tile.columns),)](
         operand.values, operand.scale, problem.gate_up, inner_scale,
         problem.gate_up_bias, gated, *place, operand.values.stride(0), *operand.scale_strides,
@@ -70,7 +69,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
 
     tile = configs.moe_fp32 if wide else configs.moe_down[rows]
     outputs = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-    operand = _operand(gated, scales)
+    operand = make_operand(gated, scales)
     down[(blocks.count * cdiv(hidden, tile.columns),)](
         operand.values, operand.scale, problem.down, outer_scale,
         problem.down_bias, outputs, *place, *operand.scale_strides,
@@ -78,18 +77,27 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         **_launch(tile, scales), **constants,
     )  # fmt: skip
 
-    shared = problem.shared
+    return sum_slots(problem, outputs)
+
+
+def sum_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:
+    """The weighted sum of the stack's `outputs [pairs, hidden]` and the shared expert's:
+    `[tokens, hidden]`."""
+    x, experts, shared = problem.x, problem.experts, problem.shared
+    tokens, slots = experts.shape
+    hidden = x.shape[1]
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     add_slots[(tokens, cdiv(hidden, _SUM_COLUMNS))](
         outputs, problem.routing.weights, experts, shared, out,
         experts.stride(0), 0 if shared is None else shared.stride(0),
         SLOTS=slots, EXPERTS=problem.num_experts, SHARED=shared is not None, N=hidden,
-        BLOCK=_SUM_COLUMNS, **pdl,
+        BLOCK=_SUM_COLUMNS, **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """What is multiplied by experts: `values [rows, channels]` and, if float8, their scales, one
     per row or `[rows, groups]`."""
 
@@ -101,10 +109,11 @@ class _Operand:
         return (0, 0) if self.scale is None else (self.scale.stride(0), self.scale.stride(1))
 
 
-def _operand(x: Tensor, scales: ExpertScales | None) -> _Operand:
+def make_operand(x: Tensor, scales: ExpertScales | None) -> Operand:
+    """`x`, made float8 as the stacks are."""
     if scales is None:
-        return _Operand(x, None)
-    return _Operand(*(quantize_groups if scales.grouped else quantize_rows)(x))
+        return Operand(x, None)
+    return Operand(*(quantize_groups if scales.grouped else quantize_rows)(x))
 
 
 def _grouped(scales: ExpertScales | None) -> bool:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup: what followed a row's newest tokens when they came before."""
 
-from __future__ import annotations
-
 from vllm.kernels.ngram.problem import LookupProblem
 
 __all__ = ["LookupProblem", "look_up"]

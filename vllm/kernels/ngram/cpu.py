@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup in numpy, for a CPU."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm.kernels.ngram.problem import LookupProblem

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup in plain Python: the reference."""
 
-from __future__ import annotations
-
 from vllm.kernels.ngram.problem import LookupProblem
 from vllm.kernels.step.problem import ACCEPT_FIRST, ACCEPT_ROW
 

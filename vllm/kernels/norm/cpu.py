@@ -13,15 +13,13 @@ _gated_rms_norm = _ops.gated_rms_norm.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
-    out: Tensor = _rms_norm(x, weight, eps, one_plus)
-    return out
+    return _rms_norm(x, weight, eps, one_plus)
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = _fused_add_rms_norm(x, residual, weight, eps, one_plus)
-    return out
+    return _fused_add_rms_norm(x, residual, weight, eps, one_plus)
 
 
 def gated_rms_norm(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-head norm, rotary embedding and the cache write: all between projection and attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -11,7 +11,7 @@ _qk_norm_rope_cache = cpu_ops().qk_norm_rope_cache.default
 
 def qk_norm_rope_cache(p: RotaryProblem) -> Tensor:
     """Float8 caches are refused, so their scales have no use."""
-    query: Tensor = _qk_norm_rope_cache(
+    return _qk_norm_rope_cache(
         p.qkv,
         p.positions,
         p.cos_sin,
@@ -26,4 +26,3 @@ def qk_norm_rope_cache(p: RotaryProblem) -> Tensor:
         p.eps,
         p.one_plus,
     )
-    return query

@@ -45,10 +45,11 @@ def _number(field_ptr):
 
 @triton.jit
 def _change_kernel(
-    logits_ptr, out_ptr, descriptor_ptr, order_ptr, stride_row,
+    logits_ptr, out_ptr, descriptor_ptr, order_ptr, stride_row, first,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, rows): bias, then the repetition, frequency and presence penalties."""
+    """Grid (tiles, rows): bias, then the repetition, frequency and presence penalties. The logits
+    are those of tokens from `first` on."""
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = index < VOCAB
@@ -57,14 +58,15 @@ def _change_kernel(
     if place >= 0:
         own = descriptor_ptr + place * NUM_FIELDS
         bias = tl.load(own + _BIAS)
+        token = first + index
         if bias != 0:
-            x += tl.load(bias.to(tl.pointer_type(tl.float32)) + index, mask=inside, other=0.0)
+            x += tl.load(bias.to(tl.pointer_type(tl.float32)) + token, mask=inside, other=0.0)
         marks = tl.load(own + _MARKS)
         if marks != 0:
-            mark = tl.load(marks.to(tl.pointer_type(tl.int32)) + index, mask=inside, other=0)
+            mark = tl.load(marks.to(tl.pointer_type(tl.int32)) + token, mask=inside, other=0)
             drafts = tl.load(own + _DRAFTS).to(tl.pointer_type(tl.int64))
             for j in range(tl.load(own + _NUM_BEFORE)):
-                mark += tl.where(index == tl.load(drafts + j), 2, 0)
+                mark += tl.where(token == tl.load(drafts + j), 2, 0)
             repetition = _number(own + _REPETITION)
             scaled = tl.where(x > 0, x / repetition, x * repetition)
             x = tl.where(mark > 0, scaled, x)
@@ -76,11 +78,12 @@ def _change_kernel(
 
 @triton.jit
 def _ban_kernel(
-    logits_ptr, descriptor_ptr, position_ptr, stride_row,
+    logits_ptr, descriptor_ptr, position_ptr, stride_row, first,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (descriptors): banned tokens, and last tokens of words that else stand complete.
 
+    The logits are those of tokens from `first` on.
     Ids outside the vocabulary are left alone: their place in memory is another request's row.
     """
     own = descriptor_ptr + tl.program_id(0).to(tl.int64) * NUM_FIELDS
@@ -91,7 +94,7 @@ def _ban_kernel(
     too_short = num_output < tl.load(own + _MIN_TOKENS)
     num_banned = tl.where(too_short, tl.load(own + _NUM_BANNED), 0)
     for start in range(0, num_banned, BLOCK):
-        token = tl.load(banned + start + i, mask=start + i < num_banned, other=-1)
+        token = tl.load(banned + start + i, mask=start + i < num_banned, other=-1) - first
         tl.store(logits + token, float("-inf"), mask=(token >= 0) & (token < VOCAB))
     words = tl.load(own + _WORDS).to(tl.pointer_type(tl.int64))
     starts = tl.load(own + _STARTS).to(tl.pointer_type(tl.int64))
@@ -119,7 +122,7 @@ def _ban_kernel(
             matched &= (begin + back > last) | (token == newest)
             length = tl.max(tl.where(matched, last - begin, 0), axis=0)
             back += 1
-        token = tl.load(words + last, mask=matched, other=-1)
+        token = tl.load(words + last, mask=matched, other=-1) - first
         tl.store(logits + token, float("-inf"), mask=(token >= 0) & (token < VOCAB))
 
 
@@ -153,8 +156,9 @@ def _observe_kernel(token_ptr, count_ptr, descriptor_ptr, VOCAB: tl.constexpr, B
         tl.debug_barrier()
 
 
-def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
-    """A fresh fp32 copy of `logits [n, vocab]` with biases and penalties.
+def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor, first: int = 0) -> Tensor:
+    """A fresh fp32 copy of `logits [n, tokens]`, of tokens from `first` on, with biases and
+    penalties.
 
     `descriptors [m, len(Field)]` int64; `order [n]` int32: each row's descriptor, -1 for none.
     """
@@ -162,19 +166,20 @@ def change_logits(logits: Tensor, descriptors: Tensor, order: Tensor) -> Tensor:
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     if rows:
         _change_kernel[(cdiv(vocab, TILE), rows)](
-            logits, out, descriptors, order, logits.stride(0), VOCAB=vocab, TILE=TILE
+            logits, out, descriptors, order, logits.stride(0), first, VOCAB=vocab, TILE=TILE
         )
     return out
 
 
-def ban_tokens(logits: Tensor, descriptors: Tensor, positions: Tensor) -> None:
-    """Set what the descriptors ban to -inf, in place; `logits [n, vocab]`, `positions [n]` int64 of
-    the tokens to sample."""
+def ban_tokens(logits: Tensor, descriptors: Tensor, positions: Tensor, first: int = 0) -> None:
+    """Set what the descriptors ban to -inf, in place; `logits [n, tokens]` of tokens from `first`
+    on, `positions [n]` int64 of the tokens to sample."""
     _ban_kernel[(len(descriptors),)](
         logits,
         descriptors,
         positions,
         logits.stride(0),
+        first,
         VOCAB=logits.shape[1],
         BLOCK=WORDS,
         num_warps=1,

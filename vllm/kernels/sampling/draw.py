@@ -21,6 +21,8 @@ from vllm.v1.outputs import NO_TOKEN
 
 LANE = TILE // 4
 ARGMAX_TILE = 4096
+#: parts of a vocabulary that are compared at once
+PARTS = 16
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -79,13 +81,15 @@ def _partial_draw_kernel(
     score_ptr,
     index_ptr,
     stride_row,
+    first,
     VOCAB: tl.constexpr,
     FILTERED: tl.constexpr,
     FAST: tl.constexpr,
     LANE: tl.constexpr,
 ):
     """Grid (tiles, rows): the best of `4 * LANE` noisy scores. Token `i` takes Philox output
-    `i // LANE % 4` of counter `i // (4 * LANE) * LANE + i % LANE`."""
+    `i // LANE % 4` of counter `i // (4 * LANE) * LANE + i % LANE`. The logits are those of tokens
+    from `first` on, and tiles those of the vocabulary from the one of `first` on."""
     row = tl.program_id(1).to(tl.int64)
     place = row * tl.num_programs(0) + tl.program_id(0)
     lowest = float("-inf")
@@ -95,9 +99,9 @@ def _partial_draw_kernel(
             tl.store(score_ptr + place, float("-inf"))
             tl.store(index_ptr + place, VOCAB)
             return
-    start = tl.program_id(0) * 4 * LANE
+    start = (first // (4 * LANE) + tl.program_id(0)) * 4 * LANE
     lane = tl.arange(0, LANE)
-    logits = logits_ptr + row * stride_row + start
+    logits = logits_ptr + row * stride_row
     temperature = tl.load(temperature_ptr + row)
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     counter = (start // 4 + lane).to(tl.uint32)
@@ -107,8 +111,9 @@ def _partial_draw_kernel(
     best = tl.full((LANE,), float("-inf"), tl.float32)
     best_index = tl.full((LANE,), VOCAB, tl.int32)
     for i in tl.static_range(4):
-        index = start + i * LANE + lane
-        score = tl.load(logits + i * LANE + lane, mask=index < VOCAB, other=float("-inf"))
+        index = start - first + i * LANE + lane
+        there = (index >= 0) & (index < VOCAB)
+        score = tl.load(logits + index, mask=there, other=float("-inf"))
         score = score.to(tl.float32)
         if FILTERED:
             score = tl.where(score >= lowest, score, float("-inf"))
@@ -118,6 +123,16 @@ def _partial_draw_kernel(
         best_index = tl.where(score > best, index, best_index)
         best = tl.maximum(best, score)
     _store_best(score_ptr, index_ptr, place, best, best_index, VOCAB)
+
+
+@triton.jit
+def _best_tile(score_ptr, index_ptr, row, splits, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The score of the row's best tile, and its token, `VOCAB` without one."""
+    i = tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + row * splits + i, mask=i < splits, other=float("-inf"))
+    index = tl.load(index_ptr + row * splits + i, mask=i < splits, other=VOCAB)
+    top = tl.max(score, axis=0)
+    return top, tl.min(tl.where(score == top, index, VOCAB), axis=0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -130,11 +145,7 @@ def _argmax_reduce_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    score = tl.load(score_ptr + row * splits + i, mask=i < splits, other=float("-inf"))
-    index = tl.load(index_ptr + row * splits + i, mask=i < splits, other=VOCAB)
-    top = tl.max(score, axis=0)
-    best = tl.min(tl.where(score == top, index, VOCAB), axis=0)
+    top, best = _best_tile(score_ptr, index_ptr, row, splits, VOCAB, BLOCK)
     found = (best < VOCAB) & (top > float("-inf"))
     tl.store(out_ptr + row, tl.where(found, best, _NO_TOKEN).to(tl.int64))
 
@@ -142,7 +153,51 @@ def _argmax_reduce_kernel(
 _argmax_reduce = Launcher(_argmax_reduce_kernel)
 
 
-def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
+@triton.jit(do_not_specialize=["splits", "first", "vocab_size"])
+def _tell_best_kernel(
+    score_ptr,
+    index_ptr,
+    told_ptr,
+    splits,
+    first,
+    vocab_size,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows): the best score, and its token of the vocabulary that `first` is one of."""
+    row = tl.program_id(0).to(tl.int64)
+    top, best = _best_tile(score_ptr, index_ptr, row, splits, VOCAB, BLOCK)
+    found = (best < VOCAB) & (top > float("-inf"))
+    tl.store(told_ptr + row * 2, tl.where(found, top, float("-inf")).to(tl.float64))
+    tl.store(told_ptr + row * 2 + 1, tl.where(found, best + first, vocab_size).to(tl.float64))
+
+
+_tell_best = Launcher(_tell_best_kernel)
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "vocab_size"])
+def _first_best_kernel(told_ptr, out_ptr, parts, rows, vocab_size, BLOCK: tl.constexpr):
+    """Grid (rows): the first token of the largest of what the parts told."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([], float("-inf"), tl.float64)
+    best = tl.full([], 0, tl.int64) + vocab_size
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        told = told_ptr + (part * rows + row) * 2
+        value = tl.load(told, mask=part < parts, other=float("-inf"))
+        token = tl.load(told + 1, mask=part < parts, other=0.0).to(tl.int64)
+        largest = tl.max(value, axis=0)
+        first = tl.min(tl.where(value == largest, token, vocab_size), axis=0)
+        # Later parts hold larger tokens, so only a larger value replaces one.
+        best = tl.where(largest > top, first, best)
+        top = tl.maximum(top, largest)
+    tl.store(out_ptr + row, tl.where(best < vocab_size, best, _NO_TOKEN))
+
+
+_merge_best = Launcher(_first_best_kernel)
+
+
+def _best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
     """The token of each row's best tile, `NO_TOKEN` without one: `[n, tiles] -> int64 [n]`."""
     rows, tiles = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
@@ -152,12 +207,32 @@ def _first_best(scores: Tensor, indices: Tensor, vocab: int) -> Tensor:
     return out
 
 
+def _told(scores: Tensor, indices: Tensor, vocab: int, first: int, vocab_size: int) -> Tensor:
+    rows, tiles = scores.shape
+    told = torch.empty(rows, 2, dtype=torch.float64, device=scores.device)
+    if rows:
+        block = next_power_of_2(tiles)
+        _tell_best[(rows,)](
+            scores, indices, told, tiles, first, vocab_size, VOCAB=vocab, BLOCK=block
+        )
+    return told
+
+
+def first_best(told: Tensor, vocab_size: int) -> Tensor:
+    parts, rows, _ = told.shape
+    out = torch.empty(rows, dtype=torch.int64, device=told.device)
+    if rows:
+        _merge_best[(rows,)](told, out, parts, rows, vocab_size, BLOCK=PARTS)
+    return out
+
+
 def _partials(rows: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
     scores = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     return scores, torch.empty(rows, tiles, dtype=torch.int32, device=device)
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best logit of every tile, and its token: `[n, tiles]`."""
     rows, vocab = logits.shape
     tiles = cdiv(vocab, ARGMAX_TILE)
     scores, indices = _partials(rows, tiles, logits.device)
@@ -165,7 +240,15 @@ def argmax_rows(logits: Tensor) -> Tensor:
         _partial_argmax[(tiles, rows)](
             logits, scores, indices, logits.stride(0), VOCAB=vocab, TILE=ARGMAX_TILE
         )
-    return _first_best(scores, indices, vocab)
+    return scores, indices
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    return _best(*_largest(logits), logits.shape[1])
+
+
+def best_rows(logits: Tensor, first: int, vocab_size: int) -> Tensor:
+    return _told(*_largest(logits), logits.shape[1], first, vocab_size)
 
 
 def draw_tokens(problem: DrawProblem) -> Tensor:
@@ -176,6 +259,12 @@ def draw_tokens(problem: DrawProblem) -> Tensor:
             p.logits, p.temperature, p.top_k, p.top_p, p.min_p, top_p_alone=p.top_p_alone
         )
     return gumbel_sample(p.logits, p.temperature, p.seeds, p.positions, kept)
+
+
+def best_draws(problem: DrawProblem, first: int, vocab_size: int) -> Tensor:
+    p = problem
+    noisy = _noisy(p.logits, p.temperature, p.seeds, p.positions, None, first)
+    return _told(*noisy, p.logits.shape[1], first, vocab_size)
 
 
 def gumbel_sample(
@@ -191,8 +280,20 @@ def gumbel_sample(
     `NO_TOKEN` for a row without a finite logit. With
     `kept`, only among the tokens it keeps; filters change no token's noise.
     """
+    return _best(*_noisy(logits, temperature, seeds, positions, kept, 0), logits.shape[1])
+
+
+def _noisy(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    kept: Kept | None,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """The best noisy score of every tile, and its token, counted from `first`: `[n, tiles]`."""
     rows, vocab = logits.shape
-    tiles = cdiv(vocab, 4 * LANE)
+    tiles = cdiv(first % (4 * LANE) + vocab, 4 * LANE)
     scores, indices = _partials(rows, tiles, logits.device)
     if rows:
         _partial_draw_kernel[(tiles, rows)](
@@ -205,9 +306,10 @@ def gumbel_sample(
             scores,
             indices,
             logits.stride(0),
+            first,
             VOCAB=vocab,
             FILTERED=kept is not None,
             FAST=logits.device.type == "cuda",
             LANE=LANE,
         )
-    return _first_best(scores, indices, vocab)
+    return scores, indices

@@ -7,8 +7,6 @@ never on the batch, the schedule or a preemption, so any draw can be repeated. T
 platform's own.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -25,6 +23,33 @@ def argmax_rows(logits: Tensor) -> Tensor:
     """
     best, tokens = logits.max(dim=-1)
     return tokens.masked_fill_(~(best > float("-inf")), NO_TOKEN)
+
+
+def best_rows(logits: Tensor, first: int, vocab_size: int) -> Tensor:
+    """`argmax_rows` of the part `logits [n, tokens]` of a vocabulary that begins with token
+    `first`, as `first_best` takes it: the best logit and its token, `vocab_size` without one, both
+    fp64, `[n, 2]`."""
+    best, tokens = logits.max(dim=-1)
+    tokens = (tokens + first).masked_fill_(~(best > float("-inf")), vocab_size)
+    return torch.stack([best.double(), tokens.double()], dim=-1)
+
+
+def best_draws(problem: DrawProblem, first: int, vocab_size: int) -> Tensor:
+    """`best_rows` of the scores whose largest over a whole vocabulary is what `draw_tokens` takes:
+    `problem` has the logits `[n, tokens]` of a part and no filters."""
+    p = problem
+    scaled = p.logits.float() / p.temperature.masked_fill(p.temperature == 0, 1.0).unsqueeze(1)
+    noisy = _noisy(scaled, p.temperature, p.seeds, p.positions, first, vocab_size)
+    return best_rows(noisy, first, vocab_size)
+
+
+def first_best(told: Tensor, vocab_size: int) -> Tensor:
+    """The first token of each row's largest value, `[n]` int64, of what every part's `best_rows`
+    told, `[parts, n, 2]`; `NO_TOKEN` where no value is above -inf, or one is NaN."""
+    values, ids = told.unbind(dim=-1)
+    best = values.amax(dim=0)
+    first = ids.masked_fill(values != best, vocab_size).amin(dim=0)
+    return first.masked_fill(~(best > float("-inf")) | (first >= vocab_size), NO_TOKEN).long()
 
 
 def draw_tokens(problem: DrawProblem) -> Tensor:
@@ -65,9 +90,8 @@ def ranked_logprobs(
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Drop tokens less likely than `min_p [n]` times the most likely one; `logits [n, vocab]`."""
-    probs = logits.softmax(dim=-1)
-    threshold = probs.amax(dim=-1, keepdim=True) * min_p.unsqueeze(1)
-    return logits.masked_fill(probs < threshold, float("-inf"))
+    odds = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    return logits.masked_fill(odds < min_p.unsqueeze(1), float("-inf"))
 
 
 def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
@@ -98,12 +122,24 @@ def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     `logits [n, vocab]` fp32, already divided by the temperature and filtered; `temperature [n]`
     fp32, rows with 0 take the argmax; `seeds, positions [n]` int64.
     """
+    return argmax_rows(_noisy(logits, temperature, seeds, positions, 0, logits.shape[1]))
+
+
+def _noisy(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first: int,
+    vocab_size: int,
+) -> Tensor:
     noisy = logits.clone()
     rows = zip(temperature.tolist(), seeds.tolist(), positions.tolist(), strict=True)
     for row, (row_temperature, seed, position) in enumerate(rows):
         if row_temperature > 0:
-            noisy[row] += _noise(seed, position, logits.shape[1])
-    return argmax_rows(noisy)
+            noise = _noise(seed, position, vocab_size)
+            noisy[row] += noise[first : first + logits.shape[1]]
+    return noisy
 
 
 def _noise(seed: int, position: int, size: int) -> Tensor:

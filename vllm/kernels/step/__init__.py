@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step's rows compute and how far they got, on the device: `prepare` and `accept`."""
 
-from __future__ import annotations
-
 from vllm.kernels.step.problem import (
     AcceptProblem,
     JournalCommits,

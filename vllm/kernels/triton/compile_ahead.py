@@ -7,8 +7,6 @@ leaves Python for nearly all of its work, so threads of this process are enough,
 compile is in its memory, not only on disk.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +75,11 @@ def prepare(one: Variant, device: torch.device) -> Any | None:
     return None
 
 
+def _prepare_ahead(one: Variant, device: torch.device) -> Any | None:
+    with compile_log.ahead_job():
+        return prepare(one, device)
+
+
 def _use(device: torch.device) -> None:
     compile_log.ahead_on_this_thread()
     if device.type == "cuda":
@@ -91,9 +94,10 @@ class ParallelCompilation:
         self._began_s = time.monotonic()
         self._known = len(compile_log.compilations())
         workers = max(1, min(len(variants), os.cpu_count() or 1))
+        compile_log.begin_ahead(len(variants))
         self._threads = ThreadPoolExecutor(workers, "compile", _use, (device,))
         self._pending: list[Future[Any]] = [
-            self._threads.submit(prepare, one, device) for one in variants
+            self._threads.submit(_prepare_ahead, one, device) for one in variants
         ]
 
     def wait(self) -> None:
@@ -101,7 +105,7 @@ class ParallelCompilation:
         try:
             left = [future.result() for future in self._pending]
         finally:
-            self._threads.shutdown(cancel_futures=True)
+            self._threads.shutdown()
         for kernel in left:
             if kernel is not None:
                 _ = kernel.run

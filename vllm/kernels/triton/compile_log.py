@@ -8,10 +8,9 @@ about to read that one: a kernel would get another's launcher. Different launche
 once, each for the first time.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,10 +32,13 @@ class Compilation:
 
 
 _CONSTANT = "constexpr"
+_SAME_IN_C = {"i1": "i8", "u1": "u8", "f32": "fp32"}
 
 _compilations: list[Compilation] = []
 _begun: set[tuple[str, ...]] = set()
 _lock = threading.Lock()
+_ahead_done = threading.Condition()
+_ahead_left = 0
 _thread = threading.local()
 
 
@@ -56,8 +58,9 @@ def install() -> None:
         )
         with _lock:
             _compilations.append(one)
-        if not one.ahead:  # it is about to be launched
-            begin_launcher(event["src"].signature)
+        # A kernel that is not compiled ahead is about to be launched.
+        if not one.ahead and not begin_launcher(event["src"].signature):
+            wait_for_ahead()
 
     knobs.compilation.listener = listen
 
@@ -65,6 +68,31 @@ def install() -> None:
 def ahead_on_this_thread() -> None:
     """What this thread compiles from now on is not needed yet."""
     _thread.ahead = True
+
+
+@contextmanager
+def ahead_job() -> Iterator[None]:
+    """Inside the block this thread compiles, and may load, a kernel that `begin_ahead` counted."""
+    global _ahead_left
+    try:
+        yield
+    finally:
+        with _ahead_done:
+            _ahead_left -= 1
+            _ahead_done.notify_all()
+
+
+def begin_ahead(kernels: int) -> None:
+    """So many kernels are about to be compiled ahead, each in an `ahead_job`."""
+    global _ahead_left
+    with _ahead_done:
+        _ahead_left += kernels
+
+
+def wait_for_ahead() -> None:
+    """Block until no kernel is being compiled ahead, so that no thread loads a launcher."""
+    with _ahead_done:
+        _ahead_done.wait_for(lambda: _ahead_left == 0)
 
 
 def compilations() -> list[Compilation]:
@@ -82,11 +110,16 @@ def begin_launcher(signature: Mapping[Any, Any]) -> bool:
     """Whether nobody in this process has begun to load the launcher of a kernel with these types of
     arguments; from now on somebody has.
 
-    Constants are no arguments of a launcher. Types that this takes for equal may differ: then a
-    launcher is loaded later than it could be.
+    Constants are no arguments of a launcher, and it is the same for pointers to anything. Types
+    that this takes for equal may differ: then a launcher is loaded later than it could be.
     """
-    types = tuple(str(kind) for kind in signature.values() if kind != _CONSTANT)
+    types = tuple(_in_c(str(kind)) for kind in signature.values() if kind != _CONSTANT)
     with _lock:
         first = types not in _begun
         _begun.add(types)
     return first
+
+
+def _in_c(kind: str) -> str:
+    """What a launcher, which is written in C, makes of a type."""
+    return "*" if kind.startswith("*") else _SAME_IN_C.get(kind, kind)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Triton does once per process before it has a kernel. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 import threading
 from importlib.util import find_spec
 

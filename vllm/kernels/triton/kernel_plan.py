@@ -17,18 +17,16 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.kernels.triton.compile_ahead import Variant
 from vllm.kernels.triton.configs import device_configs
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 

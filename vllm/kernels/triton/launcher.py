@@ -87,8 +87,7 @@ class Launcher:
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         if self._interpreted:
-            launch: Callable[..., None] = self.kernel[grid]
-            return launch
+            return self.kernel[grid]
 
         def launch_again(*args: Any, **constants: Any) -> None:
             self._launch((*grid, 1, 1)[:3], args, constants)

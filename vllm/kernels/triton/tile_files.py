@@ -12,8 +12,6 @@ A JSON file names the GPU it was measured on and its compute capability (null: a
 one value per field of `Configs`: a number, a tile, or tiles by padded head dimension.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is tuned: for each table, the alternatives and the workloads that they are timed on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every layer that keeps state offers the engine."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of keys and values in a float8 cache, one of each per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta net (arXiv 2412.06464) as in Qwen3.5: convolution, gated delta rule, gated norm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -139,8 +137,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        out: Tensor = self.out_proj(self.mixed(*self.project(hidden_states)))[0]
-        return out
+        return self.out_proj(self.mixed(*self.project(hidden_states)))[0]
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
         """The stream, added up, with this layer of its norm as a branch; and its sum."""

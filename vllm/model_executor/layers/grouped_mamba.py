@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba (arXiv 2312.00752) whose x and B are shared by groups of heads, as in Apriel2."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +128,7 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         dt = self.dt_proj(self.dt_in_proj(hidden_states)[0])[0]
         y = parts.new_empty(len(parts), self.inner)
         self.mix(y, x, B, C, dt)
-        out: Tensor = self.out_proj((y.float() * silu(z.float())).to(y.dtype))[0]
-        return out
+        return self.out_proj((y.float() * silu(z.float())).to(y.dtype))[0]
 
     def _gates(self, B: Tensor, C: Tensor, dt: Tensor) -> Mamba1Gates:
         bias = self.no_bias if self.dt_proj.bias is None else self.dt_proj.bias

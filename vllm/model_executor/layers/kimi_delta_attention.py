@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi delta attention: convolutions, a delta rule with a decay per key channel, gated norm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,8 +121,7 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0].unflatten(-1, heads)
         mixed = qkv.new_empty(len(qkv), *heads)
         self.mix(mixed, qkv, a, b)
-        projected: Tensor = self.o_proj(self._gated(mixed, gate))[0]
-        return projected
+        return self.o_proj(self._gated(mixed, gate))[0]
 
     def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """The norm of each head times its gate, `[tokens, heads * head_dim]`."""

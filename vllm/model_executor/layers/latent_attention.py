@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,13 +157,11 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
         rows = torch.cat([self.kv_a_layernorm.normalise(latent), shared], dim=-1)
         out = query.new_empty(len(query), self.num_heads, shape.value_dim)
         self.with_connector(self._cache_and_attend, query, rows, out)
-        projected: Tensor = self.o_proj(out.flatten(1))[0]
-        return projected
+        return self.o_proj(out.flatten(1))[0]
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if self.shape.query_latent_dim is None:
-            query: Tensor = self.q_proj(hidden_states)[0]
-            return query
+            return self.q_proj(hidden_states)[0]
         latent = self.q_a_layernorm.normalise(self.q_a_proj(hidden_states)[0])
         query = self.q_b_proj(latent)[0]
         return query

@@ -7,13 +7,12 @@ row-parallel layers the input columns (Megatron-LM, arXiv 1909.08053, section 3)
 caller, else None; with `return_bias=False` it returns the output alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import (
@@ -23,6 +22,7 @@ from vllm.distributed.communication_op import (
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
 )
 from vllm.distributed.utils import divide
 from vllm.exceptions import VLLMValidationError
@@ -58,6 +58,24 @@ def resolve_tp(tp_rank: int | None, tp_size: int | None, disable_tp: bool) -> tu
     return rank, size
 
 
+class LinearOptions(TypedDict, total=False):
+    """What every linear layer is told by name: see `LinearBase`."""
+
+    skip_bias_add: bool
+    params_dtype: torch.dtype | None
+    quant_config: QuantizationConfig | None
+    prefix: str
+    return_bias: bool
+
+
+class ShardedOptions(LinearOptions, total=False):
+    """The same of a sharded layer, and its place in the group: see `resolve_tp`."""
+
+    disable_tp: bool
+    tp_rank: int | None
+    tp_size: int | None
+
+
 class LinearBase(nn.Module, AfterLoading):
     """Parameters, bias rule and identity of a linear layer.
 
@@ -71,11 +89,11 @@ class LinearBase(nn.Module, AfterLoading):
         self,
         input_size: int,
         output_size: int,
+        *,
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
         quant_config: QuantizationConfig | None = None,
         prefix: str = "",
-        *,
         return_bias: bool = True,
         disable_tp: bool = False,
         tp_rank: int | None = None,
@@ -124,23 +142,9 @@ class ReplicatedLinear(LinearBase):
         input_size: int,
         output_size: int,
         bias: bool = True,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=True,
-        )
+        super().__init__(input_size, output_size, disable_tp=True, **options)
         layout = WeightLayout((Section(0, output_size),), Section(0, input_size))
         self.create_parameters(layout, bias)
 
@@ -160,29 +164,10 @@ class ColumnParallelLinear(LinearBase, Communicates):
         output_size: int,
         bias: bool = True,
         gather_output: bool = False,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantizationConfig | None = None,
         output_sizes: Sequence[int] | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
+        **options: Unpack[ShardedOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-        )
+        super().__init__(input_size, output_size, **options)
         self.gather_output = gather_output
         self.sections = self.make_sections(output_sizes or [output_size])
         self.output_size_per_partition = local_size(self.sections)
@@ -298,29 +283,10 @@ class RowParallelLinear(LinearBase, Communicates):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
         reduce_results: bool = True,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
+        **options: Unpack[ShardedOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-        )
+        super().__init__(input_size, output_size, **options)
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
         self.input_size_per_partition = divide(input_size, self.tp_size)
@@ -329,25 +295,31 @@ class RowParallelLinear(LinearBase, Communicates):
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size_per_partition] -> [..., output_size]`."""
-        return self.pack(self._product(x))
+        return self.pack(self._reduced(self._part(x)))
 
     def add_to(self, residual: Tensor, x: Tensor | Fp8Rows) -> ResidualStream:
         """The output of `forward` as a branch of the stream `residual [tokens, output_size]`."""
         if self.tp_size > 1:
-            return ResidualStream(residual, self._product(x))
+            part = self._part(x)
+            sums = get_tp_group().sums_before_norm(part, residual) if self.reduce_results else None
+            branch = self._reduced(part) if sums is None else part
+            return ResidualStream(residual, branch, sums)
         bias = None if self.skip_bias_add else self.bias
         return self.quant_method.apply_and_add(self, x, bias, residual)
 
-    def _product(self, x: Tensor | Fp8Rows) -> Tensor:
+    def _part(self, x: Tensor | Fp8Rows) -> Tensor:
+        """This rank's part of the sum."""
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             size = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * size, size)
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
-        output = self.quant_method.apply(self, x, self.bias if adds_bias else None)
-        if self.reduce_results and self.tp_size > 1:
-            output = tensor_model_parallel_all_reduce(output, in_place=True)
-        return output
+        return self.quant_method.apply(self, x, self.bias if adds_bias else None)
+
+    def _reduced(self, part: Tensor) -> Tensor:
+        if not self.reduce_results or self.tp_size == 1:
+            return part
+        return tensor_model_parallel_all_reduce(part, in_place=True)
 
     def collectives(self, element_bytes: int) -> list[Collective]:
         """See `Communicates`."""

@@ -30,10 +30,14 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, lm_head: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         """`[n, hidden] -> [n, org_vocab_size]` in the model dtype, on every rank."""
-        logits = linear(hidden_states, lm_head.weight)
+        logits = self.own(lm_head, hidden_states)
         if lm_head.tp_size > 1:
             logits = tensor_model_parallel_all_gather(logits)
-        logits = logits[..., : self.org_vocab_size]
+        return logits[..., : self.org_vocab_size]
+
+    def own(self, lm_head: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        """This rank's logits, `[n, hidden] -> [n, rows of the head]`, those of padding, too."""
+        logits = linear(hidden_states, lm_head.weight)
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits if self.scale == 1.0 else logits * self.scale

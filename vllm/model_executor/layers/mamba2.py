@@ -2,8 +2,6 @@
 """Mamba2 (arXiv 2405.21060) as in Nemotron-H, Granite 4 and Falcon-H1: convolution, state space,
 gate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,8 +225,7 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         self.mix(mixed, xbc, dt)
         y = mixed.flatten(1)
         gated = self.norm(y, z) if self.norm else (y.float() * silu(z.float())).to(y.dtype)
-        out: Tensor = self.out_proj(gated)[0]
-        return out
+        return self.out_proj(gated)[0]
 
     @property
     def _channels(self) -> int:

@@ -59,11 +59,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        out: Tensor = self.down_proj(self.activated(x))[0]
-        return out
+        return self.down_proj(self.activated(x))[0]
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> ResidualStream:
         """The stream, added up, with this network of its norm as a branch."""
+        if self.takes_fp8_rows:
+            stream = stream.reduced()
         if self.takes_fp8_rows and stream.branch is not None:
             rows, total = norm.add_and_normalise_fp8(stream.branch, stream.residual)
             return self.down_proj.add_to(total, self.activated(rows))
@@ -90,8 +91,7 @@ class GatedMLP(nn.Module):
         gate_up = self.gate_up_proj(x)[0]
         if isinstance(self.act_fn, SiluAndMul) and self.down_proj.quant_method.takes_fp8_rows:
             return current_platform.kernels.silu_and_mul_fp8(gate_up)
-        gated: Tensor = self.act_fn(gate_up)
-        return gated
+        return self.act_fn(gate_up)
 
 
 class UngatedMLP(nn.Module):
@@ -128,8 +128,7 @@ class UngatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""
-        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x)[0]))[0]
-        return out
+        return self.down_proj(self.act_fn(self.up_proj(x)[0]))[0]
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
         """The stream, added up, with this network of its norm as a branch; and its sum."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What token mixers with a state of fixed size per sequence have in common."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoFormer, arXiv 2104.09864): the table of angles and its variants."""
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

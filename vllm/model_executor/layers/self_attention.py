@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections around softmax attention, with the variations of the dense families."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -115,8 +113,7 @@ class SelfAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """`positions [tokens]` int64, `hidden_states [tokens, input] -> [tokens, hidden]`."""
         qkv, _ = self.qkv_proj(hidden_states)
-        out: Tensor = self.o_proj(self._attend(positions, qkv))[0]
-        return out
+        return self.o_proj(self._attend(positions, qkv))[0]
 
     def after_norm(
         self, norm: RMSNorm, positions: Tensor, stream: ResidualStream

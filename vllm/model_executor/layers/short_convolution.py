@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short depthwise convolution in front of a recurrence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -76,11 +78,11 @@ class VocabParallelEmbedding(nn.Module, Communicates):
         return [Collective("all-reduce", "embedding", self.embedding_dim * element_bytes)]
 
     def logits_collectives(self, element_bytes: int) -> list[Collective]:
-        """As an output head: `LogitsProcessor` gathers every rank's logits."""
+        """As an output head: each rank tells the others its best token and that one's score, both
+        in fp64, where nothing but these is asked for."""
         if self.tp_size == 1:
             return []
-        rows = self.num_embeddings_per_partition
-        return [Collective("all-gather", "logits", rows * element_bytes)]
+        return [Collective("all-gather", "logits", 2 * torch.float64.itemsize)]
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_rank}/{self.tp_size}"
@@ -94,30 +96,12 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.logits_collectives(element_bytes)
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: object | None = None,
-        prefix: str = "",
-        *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
+        self, num_embeddings: int, embedding_dim: int, bias: bool = False, **options: Any
     ) -> None:
         if bias:
-            raise ValueError(f"{prefix or 'lm_head'}: an output head with bias is not supported")
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            params_dtype,
-            padding_size,
-            quant_config,
-            prefix,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-        )
+            where = options.get("prefix") or "lm_head"
+            raise ValueError(f"{where}: an output head with bias is not supported")
+        super().__init__(num_embeddings, embedding_dim, **options)
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
         """Use the input embedding's weight; its name disappears from the parameters."""

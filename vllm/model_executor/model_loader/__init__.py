@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to a model with weights on its device."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import nn
 
-from vllm.model_executor.model_loader.base import BaseModelLoader, initialize_model
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.model_executor.model_loader.safetensors_loader import SafetensorsModelLoader
-
-if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.base import (
+    BaseModelLoader,
+    DummyModelLoader,
+    SafetensorsModelLoader,
+    initialize_model,
+)
 
 __all__ = ["BaseModelLoader", "get_model", "get_model_loader", "initialize_model"]
 

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps every loader shares: build the model on its device, fill it, freeze it."""
-
-from __future__ import annotations
+"""Loaders: build the model on its device, fill it from a checkpoint or by chance, freeze it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vllm.config import set_current_vllm_config
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.weight_utils import (
+    checkpoint_dir,
+    device_weights_iterator,
+    part_of,
+    safetensors_files,
+    safetensors_weights_iterator,
+)
+from vllm.model_executor.models.interfaces import LoadsPart, VllmModel
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import AfterLoading, get_weight_attr
-
-if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 
 @contextmanager
@@ -84,3 +88,75 @@ class BaseModelLoader(ABC):
         with torch.no_grad():
             self.fill(model, model_config)
         return model
+
+
+class SafetensorsModelLoader(BaseModelLoader):
+    """Streams files into the parameters, without a second copy of the weights on the host: through
+    pinned buffers to a GPU, as views of mapped files on a CPU."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        ignore = self.load_config.ignore_patterns
+        patterns = [ignore] if isinstance(ignore, str) else ignore
+        directory = checkpoint_dir(
+            model_config.model, model_config.revision, self.load_config.download_dir, patterns
+        )
+        plan = safetensors_files(directory, patterns)
+        if isinstance(model, LoadsPart) and model.is_part:
+            plan = part_of(plan, model.wants)
+        device, show = next(model.parameters()).device, self.load_config.use_tqdm_on_load
+        weights = (
+            device_weights_iterator(plan, device, show)
+            if device.type == "cuda"
+            else safetensors_weights_iterator(plan, show)
+        )
+        loaded = cast(VllmModel, model).load_weights(weights)
+        needed = {
+            n for n, p in model.named_parameters() if not get_weight_attr(p, "optional", False)
+        }
+        missing = sorted(needed - set(loaded))
+        if missing:
+            raise WeightsError([f"not loaded: {name}" for name in missing])
+
+
+# A prime: rows of a weight start at different places of the repeated pool, so none are equal.
+_POOL_SIZE = 1_048_583
+_STEP = 524_309
+
+
+def dummy_range(param: Tensor) -> tuple[float, float]:
+    """Uniform range of a parameter: what its layer declares, else unit gain.
+
+    A matrix `[out, in]` gets `+-sqrt(3 / in)`, which keeps a signal's variance; a vector +-0.1.
+    """
+    bound = (3 / param.shape[-1]) ** 0.5 if param.dim() > 1 else 0.1
+    low, high = get_weight_attr(param, "dummy_range", (-bound, bound))
+    return low, high
+
+
+def initialize_dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Fill every parameter in place from one pool of random numbers."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    pool = torch.rand(_POOL_SIZE, generator=generator, device="cpu")
+    pools: dict[torch.device, Tensor] = {}
+    for index, (_, param) in enumerate(sorted(model.named_parameters())):
+        if not param.is_floating_point():
+            raise ValueError(f"dummy weights of dtype {param.dtype} are not supported")
+        if param.device not in pools:
+            pools[param.device] = pool.to(param.device)
+        low, high = dummy_range(param)
+        unit = torch.roll(pools[param.device], index * _STEP % _POOL_SIZE)
+        _tile(param.data.view(-1), (low + (high - low) * unit).to(param.dtype))
+
+
+def _tile(target: Tensor, pattern: Tensor) -> None:
+    """Fill `target [n]` with repetitions of `pattern [p]`."""
+    whole = len(target) // len(pattern) * len(pattern)
+    target[:whole].view(-1, len(pattern)).copy_(pattern)
+    target[whole:].copy_(pattern[: len(target) - whole])
+
+
+class DummyModelLoader(BaseModelLoader):
+    """`load_format="dummy"`."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        initialize_dummy_weights(model, model_config.seed or 0)

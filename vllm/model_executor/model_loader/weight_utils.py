@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding and reading a checkpoint's safetensors files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -22,17 +20,8 @@ from vllm.model_executor.model_loader.device_stream import (
     read_header,
     stream_tensors,
 )
-from vllm.model_executor.parameter import Section, default_weight_loader, load_sections
-
-__all__ = [
-    "checkpoint_dir",
-    "default_weight_loader",
-    "device_weights_iterator",
-    "part_of",
-    "safetensors_files",
-    "safetensors_weights_iterator",
-    "sharded_weight_loader",
-]
+from vllm.model_executor.parameter import Section, load_sections
+from vllm.model_executor.parameter import default_weight_loader as default_weight_loader
 
 INDEX_NAME = "model.safetensors.index.json"
 #: file -> names to read from it, None for all

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apriel2 (arXiv 2604.19877): every layer has a token mixer of its own, behind Llama's frame."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
@@ -35,11 +35,6 @@ from vllm.transformers_utils.configs.apriel2 import (
     mixer_type,
     norm_epsilon,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 #: where tensors go whose mixer is not part of the model
 _UNSELECTED = "unselected_mixers."
@@ -73,8 +68,7 @@ def _new_mixer(
     mixers = config.mixers(layer)
     if "" not in mixers:
         return StochasticMixer(mixers, vllm_config, prefix, config.main_mixer_name(layer))
-    made: Apriel2Mixer = mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
-    return made
+    return mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
 
 
 def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP:

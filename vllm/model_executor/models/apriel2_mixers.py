@@ -4,14 +4,13 @@
 Each is a layer of the library under the checkpoint's names, with one call for all kinds.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
@@ -26,9 +25,6 @@ from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttenti
 from vllm.model_executor.models.weights import FusedName
 from vllm.transformers_utils.configs.apriel2 import Description, mixer_type, norm_epsilon
 from vllm.utils.math_utils import cdiv
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 #: entries of Fast-LLM's rotary configs -> those of transformers
 _ROTARY_NAMES = {

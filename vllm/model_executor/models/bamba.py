@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bamba: Llama's frame with Mamba2 in place of most attention layers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2
 from vllm.model_executor.layers.self_attention import SelfAttention
@@ -16,9 +13,6 @@ from vllm.model_executor.models.granite_moe_hybrid import mamba2_shape
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class BambaDecoderLayer(DecoderLayer):

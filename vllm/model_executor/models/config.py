@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model family settles in the configuration before the engine starts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.config import VllmConfig
 
 
 class VerifyAndUpdateConfig:

@@ -6,15 +6,15 @@ that makes it or together with the norm that follows, whichever the platform has
 Either way the sum is a tensor that nothing overwrites: capturing the residual stream costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.config.current import get_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.kernels.residual_stream import ResidualStream
@@ -31,24 +31,24 @@ from vllm.model_executor.models.interfaces import (
     EagleModelMixin,
     LeavesOutLayers,
     LoadsPart,
+    SharesVocabulary,
     SupportsEagle3,
     SupportsPP,
 )
-from vllm.model_executor.models.stacked_weights import StackedName
 from vllm.model_executor.models.utils import (
     LayerFactory,
     MissingLayer,
     make_layers,
     maybe_prefix,
 )
-from vllm.model_executor.models.weights import AutoWeightsLoader, FusedName, WeightsMapper
-from vllm.model_executor.models.widened_weights import widened
+from vllm.model_executor.models.weights import (
+    AutoWeightsLoader,
+    FusedName,
+    StackedName,
+    WeightsMapper,
+    widened,
+)
 from vllm.sequence import IntermediateTensors
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 Hidden = Tensor | tuple[Tensor, list[Tensor]] | IntermediateTensors
 
@@ -128,8 +128,7 @@ class DecoderModel(nn.Module, EagleModelMixin):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """`[tokens] -> [tokens, hidden]`."""
-        embeds: Tensor = self.embed_tokens(input_ids)
-        return embeds
+        return self.embed_tokens(input_ids)
 
     def forward(
         self,
@@ -176,7 +175,9 @@ def _embedding_is_head() -> bool:
     return get_pp_group().is_last_rank and config.model_config.hf_config.tie_word_embeddings
 
 
-class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers, LoadsPart):
+class DecoderForCausalLM(
+    nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers, LoadsPart, SharesVocabulary
+):
     """A `DecoderModel` with an output head; families set the class data."""
 
     #: called as `layer_class(vllm_config, prefix=...)`: the class of the layers, or a function that
@@ -262,13 +263,21 @@ class DecoderForCausalLM(nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers,
         inputs_embeds: Tensor | None = None,
     ) -> Hidden:
         """See `DecoderModel.forward`."""
-        hidden: Hidden = self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-        return hidden
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """`[n, hidden] -> [n, vocab]` in the model dtype."""
-        logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
-        return logits
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def own_logits(self, hidden_states: Tensor) -> Tensor:
+        """See `SharesVocabulary`."""
+        return self.logits_processor.own(self.output_head, hidden_states)
+
+    @property
+    def output_head(self) -> VocabParallelEmbedding:
+        """See `SharesVocabulary`: not of a pipeline stage before the last."""
+        assert isinstance(self.lm_head, VocabParallelEmbedding)
+        return self.lm_head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; returns the loaded parameters' names. Raises WeightsError."""

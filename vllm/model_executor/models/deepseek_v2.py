@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2 (arXiv 2405.04434): the layers of V3, experts chosen by a softmax."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from transformers import PretrainedConfig
 
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import MixtureShape
@@ -11,10 +9,6 @@ from vllm.model_executor.models.deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3ForCausalLM,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 #: `topk_method` -> whether experts are chosen in the best groups only
 _METHODS = {"greedy": False, "group_limited_greedy": True}

@@ -2,15 +2,15 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention with rotation in every layer, gated MLPs in the
 first layers and experts in the others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.latent_attention import (
     LatentAttentionShape,
@@ -22,11 +22,6 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def latent_attention_shape(config: PretrainedConfig) -> LatentAttentionShape:
@@ -132,8 +127,7 @@ class DeepseekV3DecoderLayer(DecoderLayer):
         return mixture_shape(config, config.n_routed_experts)
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        mixed: Tensor = self.self_attn(positions, hidden_states)
-        return mixed
+        return self.self_attn(positions, hidden_states)
 
 
 def without_drafting_layers(

@@ -10,15 +10,15 @@ it, which other heads' rows depend on, has no part in it. DSpark adds to a row's
 factored matrix of pairs of tokens has for the draft before: the only part that goes draft by draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -30,17 +30,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
-from vllm.model_executor.models.draft_head import DraftTarget
-from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.draft_head import DraftTarget, DraftVocabulary
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.weights import AutoWeightsLoader
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
-    from vllm.transformers_utils.configs.dflash import DFlashConfig
+from vllm.transformers_utils.configs.dflash import DFlashConfig
 
 _NOT_READ = {
     # in older checkpoints
@@ -105,8 +99,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens [n]` int64 of the target's vocabulary `-> [n, draft vocab]`."""
-        bias: Tensor = self.logits_processor(self.markov_w2, self.markov_w1(tokens))
-        return bias
+        return self.logits_processor(self.markov_w2, self.markov_w1(tokens))
 
 
 class DFlashDraftModel(DraftVocabulary):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters that read the target's hidden states: a few layers of their own on top of it."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from vllm import decisions
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import LoadsPart
+from vllm.model_executor.models.weights import WeightsError
+from vllm.model_executor.utils import set_weight_attrs
 
 
 class DraftTarget(Protocol):
@@ -71,3 +75,83 @@ class DraftHead(TargetReader):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.cache_lookahead = 1
+
+
+LM_HEAD = "lm_head.weight"
+
+
+class DraftVocabulary(TargetReader):
+    """The output head of drafters in the speculators format, whose vocabulary may be a part of the
+    target's: `d2t [draft vocab]` is the target's id less the draft's, `t2d [vocab]` which are kept.
+
+    Call `init_vocabulary` when the module is built, and what loads it around the loading.
+    """
+
+    #: None once it is known that the target's is used
+    lm_head: ParallelLMHead | None
+    to_target: Tensor
+
+    def init_vocabulary(
+        self, size: int, vocab_size: int, hidden_size: int, target: DraftTarget
+    ) -> None:
+        """`size` of the target's `vocab_size` tokens; with all of them the checkpoint may have no
+        output head."""
+        self.vocab_size = vocab_size
+        self._target_logits = target.compute_logits
+        self.lm_head = ParallelLMHead(size, hidden_size)
+        if size == vocab_size:
+            set_weight_attrs(self.lm_head.weight, {"optional": True})
+        self.logits_processor = LogitsProcessor(size)
+        ids = torch.arange(size, dtype=torch.int64)
+        self.register_buffer("to_target", ids, persistent=False)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        if self.lm_head is None:
+            return self._target_logits(hidden_states)
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return self.to_target[draft_ids]
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    def head_not_read(self) -> dict[str, str]:
+        """Names of the checkpoint that are not read again, with the reason."""
+        return {LM_HEAD: "the target's output head is used"} if self.lm_head is None else {}
+
+    @staticmethod
+    def without_maps(
+        weights: Iterable[tuple[str, Tensor]], maps: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The other tensors; `d2t` and `t2d` go into `maps`."""
+        for name, tensor in weights:
+            if name in ("d2t", "t2d"):
+                maps[name] = tensor
+            else:
+                yield name, tensor
+
+    def finish_vocabulary(self, maps: dict[str, Tensor], loaded: set[str]) -> None:
+        """With the checkpoint's maps and the names that were `loaded`. WeightsError for maps that
+        are absent or wrong."""
+        self._take_maps(maps)
+        if self.lm_head is not None and LM_HEAD not in loaded:
+            self.lm_head = None
+            decisions.record("drafter's output head", "the target's", "the checkpoint has none")
+
+    def _take_maps(self, maps: dict[str, Tensor]) -> None:
+        size = len(self.to_target)
+        if size == self.vocab_size:
+            return
+        if "d2t" not in maps:
+            raise WeightsError([f"missing: d2t [{size}], the map to the target's vocabulary"])
+        d2t = maps["d2t"].to(self.to_target)
+        if d2t.shape != (size,):
+            raise WeightsError([f"mis-shaped: d2t {list(d2t.shape)}, expected [{size}]"])
+        ids = torch.arange(size, device=d2t.device) + d2t
+        if bool(((ids < 0) | (ids >= self.vocab_size)).any()):
+            raise WeightsError([f"d2t leads out of the target's {self.vocab_size} token ids"])
+        if "t2d" in maps:
+            kept = maps["t2d"].to(ids.device).nonzero().flatten()
+            if not torch.equal(kept, ids.sort().values):
+                raise WeightsError(["t2d and d2t name different tokens"])
+        self.to_target.copy_(ids)

@@ -8,16 +8,16 @@
 Flags of the config choose: see `Eagle3Config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -25,18 +25,12 @@ from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
-from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
-from vllm.model_executor.models.draft_vocabulary import DraftVocabulary
+from vllm.model_executor.models.draft_head import DraftHead, DraftTarget, DraftVocabulary
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
-    from vllm.transformers_utils.configs.eagle3 import Eagle3Config
+from vllm.transformers_utils.configs.eagle3 import Eagle3Config
 
 _EMBEDDING = "embed_tokens.weight"
 #: rows of two embeddings that are compared at a time
@@ -122,8 +116,7 @@ class Eagle3DraftModel(DraftHead, DraftVocabulary):
         joined = torch.cat(streams, dim=-1)
         if self.fields.norm_before_fc:
             joined = self.input_norm.normalise(joined)
-        fused: Tensor = self.fc(joined)[0]
-        return fused
+        return self.fc(joined)[0]
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
@@ -143,8 +136,7 @@ class Eagle3DraftModel(DraftHead, DraftVocabulary):
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.embed_tokens is None:
             return self._embed_target(input_ids)
-        found: Tensor = self.embed_tokens(input_ids)
-        return found
+        return self.embed_tokens(input_ids)
 
     # ---- weights -------------------------------------------------------------------------------
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The "draft model" of hidden-state extraction: one layer that only writes its cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import (
     maybe_save_kv_layer,
     maybe_wait_for_layer_load,
@@ -22,9 +20,6 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def aux_layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -5,13 +5,12 @@ Both read one norm, and their sum is one branch of the residual stream. Activati
 (maximal-update parametrisation) that the config lists.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -28,11 +27,6 @@ from vllm.model_executor.models.hybrid import (
 )
 from vllm.model_executor.models.utils import head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def mamba2_shape(config: PretrainedConfig) -> Mamba2Shape:
@@ -100,8 +94,7 @@ class FalconH1DecoderLayer(DecoderLayer):
             positions, multiplied(hidden_states, config.attention_in_multiplier)
         )
         recurrent = multiplied(recurrent, config.ssm_out_multiplier)
-        mixed: Tensor = recurrent + multiplied(attended, config.attention_out_multiplier)
-        return mixed
+        return recurrent + multiplied(attended, config.attention_out_multiplier)
 
     def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
         stream, total = self.mix_stream(positions, stream)

@@ -5,16 +5,15 @@ Embeddings are multiplied by the root of their width. Sliding and full layers ha
 their own.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.config.current import get_current_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
@@ -26,11 +25,6 @@ from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def attention_shape(config: PretrainedConfig, kind: str) -> SelfAttentionShape:

@@ -1,27 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss (arXiv 2508.10925): attention sinks, alternating windows, experts with biases."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.quantization.mxfp4 import METHOD, dequantised
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
-from vllm.model_executor.models.gpt_oss_weights import experts_apart
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, sliding_window
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+_EXPERTS = ".mlp.experts."
 
-    from torch import Tensor
-    from transformers import PretrainedConfig
 
-    from vllm.config import VllmConfig
+def experts_apart(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors with those of experts under `Experts.CHECKPOINT_NAMES`, mxfp4 made
+    `dtype` one expert after another. What has no partner passes as it is, to be reported.
+
+    A checkpoint has all experts of a layer in one tensor, gate and up as every other row: in 16
+    bits as `gate_up_proj [experts, hidden, 2 * intermediate]` and
+    `down_proj [experts, intermediate, hidden]`, or transposed in mxfp4 as `_blocks` and `_scales`;
+    biases are `_bias [experts, rows]`.
+    """
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        layer, inside, part = name.partition(_EXPERTS)
+        stack, _, kind = part.rpartition("_")
+        if not inside:
+            yield name, tensor
+        elif part == "gate_up_proj_bias":
+            yield name, torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+        elif part in ("gate_up_proj", "down_proj"):
+            for expert, matrix in enumerate(tensor):
+                yield from _of_one(layer, part, expert, matrix.t())
+        elif kind in ("blocks", "scales"):
+            waiting[name] = tensor
+            pair = [
+                waiting.get(f"{layer}{_EXPERTS}{stack}_{each}") for each in ("blocks", "scales")
+            ]
+            if pair[0] is None or pair[1] is None:
+                continue
+            decisions.record(
+                f"{METHOD} experts",
+                f"made {str(dtype).removeprefix('torch.')} while they load",
+                f"no kernel multiplies {METHOD} weights",
+                f"keeping {METHOD}, a quarter of the memory",
+            )
+            for expert, (blocks, scales) in enumerate(zip(*pair, strict=False)):
+                yield from _of_one(layer, stack, expert, dequantised(blocks, scales, dtype))
+            for each in ("blocks", "scales"):
+                del waiting[f"{layer}{_EXPERTS}{stack}_{each}"]
+        else:
+            yield name, tensor
+    yield from waiting.items()
+
+
+def _of_one(layer: str, stack: str, expert: int, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`matrix [rows, columns]` of an expert, as its projections."""
+    prefix = f"{layer}{_EXPERTS}{expert}"
+    if stack == "down_proj":
+        yield f"{prefix}.down_proj.weight", matrix
+    else:
+        yield f"{prefix}.gate_proj.weight", matrix[0::2]
+        yield f"{prefix}.up_proj.weight", matrix[1::2]
+
 
 #: of the activation, where the config does not say: it has learned to only lately
 _ALPHA, _LIMIT = 1.702, 7.0

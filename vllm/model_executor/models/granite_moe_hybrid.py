@@ -4,13 +4,12 @@
 What enters the residual stream, attention's products and the logits have multipliers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -28,11 +27,6 @@ from vllm.model_executor.models.hybrid import (
 )
 from vllm.model_executor.models.utils import extract_layer_index, head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 #: entries of `layer_types`, whose names changed with transformers 5.18
 _MAMBA = ("mamba", "linear_attention")

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What families of recurrent layers and attention have in common."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 class RecurrentShape(Protocol):
@@ -24,7 +19,6 @@ class RecurrentShape(Protocol):
 
     def state_shape(self, tp_size: int, /) -> tuple[tuple[int, ...], ...]:
         """Of what one sequence keeps on one tensor-parallel rank."""
-        ...
 
 
 class HybridForCausalLM(DecoderForCausalLM, HasInnerState, IsHybrid):

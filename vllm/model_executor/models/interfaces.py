@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.sequence import IntermediateTensors
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sequence import IntermediateTensors
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 ModelOrClass = nn.Module | type[nn.Module]
 
@@ -28,7 +29,6 @@ class VllmModel(Protocol):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """`[tokens] -> [tokens, hidden]`."""
-        ...
 
     def forward(
         self,
@@ -38,15 +38,12 @@ class VllmModel(Protocol):
         inputs_embeds: Tensor | None = None,
     ) -> Any:
         """Final hidden states `[tokens, hidden]`, or `(hidden, [streams])`: `SupportsEagle3`."""
-        ...
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """`[n, hidden] -> [n, vocab]`."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint's tensors; returns the names of the parameters that got a value."""
-        ...
 
 
 class HasInnerState:
@@ -125,6 +122,20 @@ class HasPlacements:
     @abstractmethod
     def unused_mixers(self, placement: Sequence[str] | str | None = None) -> list[nn.Module]:
         """The mixers that no layer uses, now or with `placement`; raises as above."""
+
+
+class SharesVocabulary:
+    """Can leave the logits of a shared vocabulary with the ranks that compute them."""
+
+    @property
+    @abstractmethod
+    def output_head(self) -> VocabParallelEmbedding:
+        """The head, or the embedding that is tied to it."""
+
+    @abstractmethod
+    def own_logits(self, hidden_states: Tensor) -> Tensor:
+        """This rank's part of what `compute_logits` gathers: `[n, hidden] -> [n, rows of the
+        head]`, those of padding, too."""
 
 
 class LoadsPart:

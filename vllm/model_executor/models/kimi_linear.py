@@ -2,12 +2,10 @@
 """Kimi-Linear (arXiv 2510.26692): three layers of Kimi delta attention to one of latent attention
 without rotation, then experts or, in the first layers, a gated MLP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
     KimiDeltaAttentionShape,
@@ -20,11 +18,6 @@ from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixtu
 from vllm.model_executor.models.hybrid import HybridForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def delta_attention_shape(config: PretrainedConfig) -> KimiDeltaAttentionShape:
@@ -71,8 +64,7 @@ class KimiLinearDecoderLayer(DecoderLayer):
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         inputs = (hidden_states,) if self.is_recurrent else (positions, hidden_states)
-        mixed: Tensor = self.self_attn(*inputs)
-        return mixed
+        return self.self_attn(*inputs)
 
 
 class KimiLinearForCausalLM(HybridForCausalLM):

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtral (arXiv 2401.04088): Llama's attention, and experts in every layer."""
 
-from __future__ import annotations
+from transformers import PretrainedConfig
 
-from typing import TYPE_CHECKING
-
+from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import head_dim
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:

@@ -2,13 +2,12 @@
 """Nemotron-H (arXiv 2504.03624) and Nemotron 3: every layer is one of Mamba2, attention, a
 feed-forward network and a mixture of experts, in an order that the config lists."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -21,11 +20,6 @@ from vllm.model_executor.models.deepseek_v3 import routing_rule
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 #: entries of `layers_block_type`, whose names changed with transformers 5.18
 _MAMBA = ("mamba", "linear_attention")

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3 dense (arXiv 2505.09388): Llama's form with head norms and optional sliding windows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from transformers import PretrainedConfig
+
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, sliding_window
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttentionShape:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5 dense: three gated-delta-net layers to one layer of gated attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
@@ -17,11 +16,6 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.hybrid import HybridForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:

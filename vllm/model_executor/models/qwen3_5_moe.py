@@ -4,23 +4,16 @@
 The shared expert's output is multiplied by a gate of its own.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:

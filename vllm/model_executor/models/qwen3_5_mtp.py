@@ -6,15 +6,13 @@
 `h_t` is the target's hidden state after its final norm, and `y` the head's for the next draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -22,9 +20,6 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
 from vllm.model_executor.models.qwen3_5 import Qwen3_5DecoderLayer
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _PREFIX = "mtp."
 

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3 with mixtures of experts (arXiv 2505.09388): Qwen3's attention, routed experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from transformers import PretrainedConfig
+
+from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.attention_decoder import AttentionDecoderLayer
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: Qwen3.5's mixers with other projection names, experts or gated MLPs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNetShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
 from vllm.model_executor.models import qwen3_moe
@@ -19,11 +18,6 @@ from vllm.model_executor.models.qwen3_5 import (
     delta_net_shape,
 )
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
 
 
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:

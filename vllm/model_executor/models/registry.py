@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture names to model classes; classes are imported on first use."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small helpers of the model files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
+from vllm.config import VllmConfig
 from vllm.config.current import get_current_vllm_config
 from vllm.distributed.parallel_state import (
     get_pp_group,
@@ -18,24 +18,10 @@ from vllm.distributed.pipeline_partition import choose_partition
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
-from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
+from vllm.model_executor.models.weights import AutoWeightsLoader as AutoWeightsLoader
+from vllm.model_executor.models.weights import WeightsError as WeightsError
+from vllm.model_executor.models.weights import WeightsMapper as WeightsMapper
 from vllm.sequence import IntermediateTensors
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from vllm.config import VllmConfig
-
-__all__ = [
-    "AutoWeightsLoader",
-    "MissingLayer",
-    "WeightsError",
-    "WeightsMapper",
-    "extract_layer_index",
-    "make_empty_intermediate_tensors_factory",
-    "make_layers",
-    "maybe_prefix",
-]
 
 
 class LayerFactory(Protocol):

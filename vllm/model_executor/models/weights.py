@@ -3,20 +3,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from vllm import decisions
-from vllm.model_executor.models.stacked_weights import StackedName, StackedNames, StackedShard
+from vllm.kernels.fp8 import FP8, GROUP
 from vllm.model_executor.parameter import (
+    SHARED_EXPERT,
     ShardId,
     WeightDtypeError,
     WeightShapeError,
     default_weight_loader,
 )
 from vllm.model_executor.utils import get_weight_attr
+
+#: `(expert, section)`: see `StackedName`
+StackedShard = tuple[ShardId, ShardId | tuple[ShardId, ...]]
+#: `(parameter, checkpoint name, section)`, dotted from the module that has the parameter. `*` is
+#: an expert's number; without one the name is the shared expert's. The shard id of a tensor is
+#: `(expert, section)`, where expert is the number or `SHARED_EXPERT`; several sections that are one
+#: tensor are a tuple.
+StackedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
+#: of the weights themselves, and of their scales by rows and by blocks
+_SUFFIXES = ("", "_scale", "_scale_inv")
+
+
+class StackedNames:
+    """Finds the parameter and shard of one expert's tensor.
+
+    A stacked parameter has the attribute `stacked`: the experts that may come on their own. Scales
+    of float8 weights are named like the weights, with a suffix.
+    """
+
+    def __init__(self, names: Sequence[StackedName], params: Mapping[str, Tensor]) -> None:
+        self._names = [
+            (f"{param}{suffix}", tuple(f"{name}{suffix}".split(".")), section)
+            for param, name, section in names
+            for suffix in _SUFFIXES
+        ]
+        self._heads = {pattern[0] for _, pattern, _ in self._names}
+        self._params = params
+
+    def resolve(self, name: str) -> tuple[str, StackedShard] | None:
+        """Parameter and shard id; None for a tensor that belongs to no stack."""
+        parts = name.split(".")
+        for i in (i for i, part in enumerate(parts) if part in self._heads):
+            for param, pattern, section in self._names:
+                expert = _match(pattern, parts[i:])
+                target = ".".join([*parts[:i], param])
+                if expert is not None and expert in self._experts(target):
+                    return target, (expert, section)
+        return None
+
+    def sources(self, target: str, whole: bool) -> list[str]:
+        """Names that make up a parameter; `whole`: besides a tensor of all routed experts."""
+        found = []
+        for param, pattern, _ in self._names:
+            if not f".{target}".endswith(f".{param}"):
+                continue
+            prefix = target.removesuffix(param)
+            for expert in self._experts(target):
+                routed = expert != SHARED_EXPERT
+                if routed == ("*" in pattern) and not (whole and routed):
+                    parts = (str(expert) if part == "*" else part for part in pattern)
+                    found.append(prefix + ".".join(parts))
+        return found
+
+    def _experts(self, target: str) -> Sequence[ShardId]:
+        param = self._params.get(target)
+        return () if param is None else get_weight_attr(param, "stacked", ())
+
+
+def _match(pattern: Sequence[str], parts: Sequence[str]) -> ShardId | None:
+    """The expert that `parts` names, None where they are not of the pattern."""
+    if len(pattern) != len(parts):
+        return None
+    expert: ShardId = SHARED_EXPERT
+    for wanted, part in zip(pattern, parts, strict=True):
+        if wanted == "*" and part.isdecimal():
+            expert = int(part)
+        elif wanted != part:
+            return None
+    return expert
+
 
 Weights = Iterable[tuple[str, Tensor]]
 FusedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
@@ -193,3 +265,53 @@ class AutoWeightsLoader:
                     self._skips[prefix],
                     "loading them",
                 )
+
+
+_WEIGHT = "weight"
+_SCALES = ("weight_scale", "weight_scale_inv")
+_INPUT_SCALE = "input_scale"
+
+
+def widened(
+    weights: Iterable[tuple[str, Tensor]], modules: Collection[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors, the float8 ones of layers called `modules` times their scales.
+
+    Those are kept until their partners come; what stays alone passes as it is, to be reported.
+    Scales of such layers' activations are left out. Raises WeightShapeError.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        layer, _, kind = name.rpartition(".")
+        meant = layer.rpartition(".")[2] in modules
+        if not meant or kind not in (_WEIGHT, *_SCALES, _INPUT_SCALE):
+            yield name, tensor
+        elif kind == _WEIGHT and tensor.dtype is not FP8:
+            yield name, tensor
+        elif kind != _INPUT_SCALE:
+            parts = waiting.setdefault(layer, {})
+            parts[kind] = tensor
+            if _WEIGHT in parts and len(parts) > 1:
+                scale = next(parts[each] for each in _SCALES if each in parts)
+                yield f"{layer}.{_WEIGHT}", _times(parts[_WEIGHT], scale).to(dtype)
+                del waiting[layer]
+                decisions.record(
+                    f"float8 weights of {layer.rpartition('.')[2]}",
+                    f"made {str(dtype).removeprefix('torch.')} while they load",
+                    "its parts are multiplied one by one",
+                    "keeping float8",
+                )
+    for layer, parts in waiting.items():
+        yield from ((f"{layer}.{kind}", tensor) for kind, tensor in parts.items())
+
+
+def _times(values: Tensor, scale: Tensor) -> Tensor:
+    """`values [rows, columns]` by one scale, one per row, or one per block of 128 x 128; fp32."""
+    rows, columns = values.shape
+    blocks = (-(-rows // GROUP), -(-columns // GROUP))
+    if scale.numel() in (1, rows):
+        return values.float() * scale.float().reshape(-1, 1)
+    if tuple(scale.shape) != blocks:
+        raise WeightShapeError(blocks, scale.shape)
+    wide = scale.float().repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    return values.float() * wide[:rows, :columns]

@@ -15,10 +15,15 @@ import json
 
 import pytest
 
-from vllm.testing.connectors.case import DAMAGES, ConnectorCase, damage_files
+from vllm.testing.connectors.case import (
+    DAMAGES,
+    VIOLATIONS,
+    ConnectorCase,
+    ContractViolation,
+    damage_files,
+)
 from vllm.testing.connectors.checks import CHECKS, check_random_lives
 from vllm.testing.connectors.layouts import LAYOUTS
-from vllm.testing.connectors.violations import VIOLATIONS, ContractViolation
 
 __all__ = [
     "CHECKS",

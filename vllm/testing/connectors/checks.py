@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.testing.connectors.case import DAMAGES, ConnectorCase
+from vllm.testing.connectors.case import DAMAGES, ConnectorCase, ContractViolation
 from vllm.testing.connectors.engine import SimulatedEngine, expected_output
-from vllm.testing.connectors.violations import ContractViolation
 from vllm.v1.engine import FinishReason
 
 Check = Callable[[ConnectorCase, str, Path], None]
@@ -62,7 +62,7 @@ def check_one_group(case: ConnectorCase, kind: str, directory: Path) -> None:
     """The same with the hybrid allocator switched off."""
     if kind == "attention":
         options = {**case.options, "disable_hybrid_kv_cache_manager": True}
-        check_exact_bits(_with_options(case, options), kind, directory)
+        check_exact_bits(replace(case, options=options), kind, directory)
 
 
 def check_preemption(case: ConnectorCase, kind: str, directory: Path) -> None:
@@ -293,7 +293,3 @@ def _expect_closed(before: tuple[int, int]) -> None:
         time.sleep(0.01)
     name = "descriptors-leaked" if descriptors > before[0] else "threads-leaked"
     raise ContractViolation(name, f"{before} before, {(descriptors, threads)} after")
-
-
-def _with_options(case: ConnectorCase, options: dict[str, Any]) -> ConnectorCase:
-    return ConnectorCase(case.config, case.kinds, case.damage, case.loads, options)

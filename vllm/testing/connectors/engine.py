@@ -26,10 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
-from vllm.testing.connectors.case import ConnectorCase
+from vllm.testing.connectors.case import ConnectorCase, ContractViolation
 from vllm.testing.connectors.layouts import LAYOUTS, make_config
 from vllm.testing.connectors.state import GroupState, marks_of, next_token
-from vllm.testing.connectors.violations import ContractViolation
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.arena_planner import plan_arena

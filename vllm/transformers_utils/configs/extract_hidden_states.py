@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of the pseudo drafter that stores hidden states of the target model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PretrainedConfig

@@ -116,8 +116,9 @@ class AttentionBackend(ABC):
         raise NotImplementedError("this backend has no attention implementation")
 
     @staticmethod
-    @abstractmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache, blocks first."""
+        """Logical shape of one layer's cache, blocks first; by default the keys of a block, then
+        its values."""
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)

@@ -77,11 +77,15 @@ def estimate_max_model_len(
     groups = get_kv_cache_groups(vllm_config, specs)
     if not groups:
         return _max_model_len(vllm_config)
-    plan = plan_arena(groups, num_pages=1)
+    plan = filled(vllm_config, plan_arena(groups, num_pages=1), available_bytes)
+    return max_len_that_fits(vllm_config, groups, plan)
+
+
+def filled(vllm_config: VllmConfig, plan: ArenaPlan, available_bytes: int) -> ArenaPlan:
+    """With as many pages as there is memory for, or as `num_gpu_blocks_override` says."""
     override = vllm_config.cache_config.num_gpu_blocks_override
     pages = available_bytes // plan.page_bytes if override is None else override
-    plan = replace(plan, num_pages=max(pages, 1))
-    return max_len_that_fits(vllm_config, groups, plan)
+    return replace(plan, num_pages=max(pages, 1))
 
 
 def check_enough_kv_cache_memory(

@@ -18,12 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.model_outline import other_outlines, outline_model
 from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
-from vllm.v1.core.changed_config import with_changes
 from vllm.v1.core.explain_decode import DecodeBatch, DecodeReport, explain_decode
 from vllm.v1.core.explain_layout import OwnLayout, Rates, explain_own_layout, layout_of
-from vllm.v1.core.explain_memory import Budget, Memory, memory_of
 from vllm.v1.core.explain_request import ByteUse, RequestCost, cost_of_request, use_of_bytes
-from vllm.v1.core.layout_plan import plan_layout
+from vllm.v1.core.layout_plan import Budget, Memory, memory_of, plan_layout, with_changes
 from vllm.v1.core.link_speed import LinkSpeed
 from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.moe import has_mixtures
 from vllm.model_executor.model_outline import models_on_meta
 from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.decode_cost import DEVICES, DeviceSpeed
-from vllm.v1.core.explain_memory import Budget, Memory
 from vllm.v1.core.layout_cost import (
     Layout,
     StepCost,
@@ -26,7 +25,7 @@ from vllm.v1.core.layout_cost import (
     stage_seconds,
     traffic_of,
 )
-from vllm.v1.core.layout_plan import PlannedStage, plan_layout
+from vllm.v1.core.layout_plan import Budget, Memory, PlannedStage, plan_layout
 from vllm.v1.core.link_speed import LinkSpeed, link_of
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.pinned_prefixes import PinnedPrefixes
 from vllm.v1.core.prefix_cache import reads_prefix_cache
-from vllm.v1.core.prefix_matches import PrefixMatches
+from vllm.v1.core.prefix_lookup import PrefixMatches
 from vllm.v1.core.sched.output import BlockCopy, BlockOperation
 from vllm.v1.core.single_type_kv_cache_manager import get_manager
 from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -7,11 +7,15 @@ planned: what a start refuses is refused here, in the same words.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.model_executor.decode_work import decode_work, num_layers
+from vllm.distributed.kv_transfer.kv_transfer_state import connector_device_bytes
+from vllm.engine.resolve import resolve
+from vllm.model_executor.decode_work import decode_work, num_layers, step_collectives
 from vllm.model_executor.model_outline import (
     ModelOutline,
     models_on_meta,
@@ -19,9 +23,7 @@ from vllm.model_executor.model_outline import (
     outline_of,
 )
 from vllm.model_executor.models.interfaces import as_stage
-from vllm.model_executor.step_traffic import step_collectives
-from vllm.v1.core.changed_config import with_changes
-from vllm.v1.core.explain_memory import Budget, Memory, memory_of
+from vllm.platforms import current_platform
 from vllm.v1.core.explain_request import cost_of_request
 from vllm.v1.core.layout_cost import Layout, StageWork
 from vllm.v1.core.placed_arena import get_placed_configs
@@ -135,3 +137,73 @@ def _arenas(
     specs = [dict(stage.outline.specs) for stage in stages for _ in range(layout.tp)]
     per_worker = [size for size in available for _ in range(layout.tp)]
     return get_stage_configs(config, specs, per_worker)[:: layout.tp]
+
+
+def with_changes(
+    config: VllmConfig,
+    cache: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+) -> VllmConfig:
+    """The configuration with these fields of its cache or parallel configuration; ValueError if
+    that is refused. The original, its decisions and the log are left alone."""
+    changed = copy.copy(config)
+    changed.decisions = copy.deepcopy(config.decisions)
+    changed.decisions.is_logged = False
+    changed.cache_config = replace(config.cache_config, **(cache or {}))
+    changed.parallel_config = replace(config.parallel_config, **(parallel or {}))
+    changed.scheduler_config = copy.copy(config.scheduler_config)
+    changed.compilation_config = copy.copy(config.compilation_config)
+    return resolve(changed)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory to plan for, in bytes: that of the arena, or that of the device.
+
+    A device's is shared by weights, `reserved_bytes` (activations and driver, which an engine
+    measures at its start), the memory of a KV connector and the arena. Nothing given: what an
+    engine here would use.
+    """
+
+    arena_bytes: int | None = None
+    device_bytes: int | None = None
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the arena's bytes come from: `source` in words; device figures where they are known."""
+
+    source: str
+    arena_bytes: int
+    weight_bytes: int
+    device_bytes: int | None = None
+    reserved_bytes: int | None = None
+    #: of a device: uncommitted tokens of running requests (docs/state_memory.md)
+    ring_bytes: int = 0
+
+
+def memory_of(
+    vllm_config: VllmConfig, budget: Budget, outline: ModelOutline, page_bytes: int
+) -> Memory:
+    """The given budget before the configured pages before what an engine here would take."""
+    cache, weights = vllm_config.cache_config, outline.weight_bytes
+    if budget.arena_bytes is not None:
+        return Memory("given", budget.arena_bytes, weights)
+    device, reserved = budget.device_bytes, budget.reserved_bytes
+    if device is None:
+        pages = cache.num_gpu_blocks or cache.num_gpu_blocks_override
+        if pages is not None:
+            source = "the engine's pages" if cache.num_gpu_blocks else "--num-gpu-blocks-override"
+            return Memory(source, pages * page_bytes, weights)
+        if cache.kv_cache_memory_bytes is not None:
+            return Memory("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, weights)
+        if vllm_config.device_config.device_type == "cpu":
+            return Memory("VLLM_CPU_KVCACHE_SPACE", cache.cpu_kvcache_space_bytes, weights)
+        device = current_platform.total_memory_bytes()
+    reserved += connector_device_bytes(vllm_config)
+    usable = int(device * cache.gpu_memory_utilization)
+    source = f"{cache.gpu_memory_utilization:g} of the device, less weights and reserve"
+    rings = outline.ring_bytes
+    arena = max(usable - weights - rings - reserved, 0)
+    return Memory(source, arena, weights, device, reserved, rings)

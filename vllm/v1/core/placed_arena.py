@@ -15,6 +15,7 @@ from vllm.v1.core.arena_planner import fit_in_page, plan_arena
 from vllm.v1.core.arena_sizing import (
     check_fits,
     check_same_layers,
+    filled,
     kv_cache_tensors,
     max_len_that_fits,
     num_pages_for,
@@ -109,9 +110,6 @@ def estimate_placed_max_model_len(
 ) -> int:
     """As `estimate_max_model_len`: the longest request that fits whatever its placement."""
     config = placed_config(vllm_config, placed, 1)
-    override = vllm_config.cache_config.num_gpu_blocks_override
-    pages = available_bytes // config.plan.page_bytes if override is None else override
-    plan = replace(config.plan, num_pages=max(pages, 1))
-    config = replace(config, plan=plan)
+    config = replace(config, plan=filled(vllm_config, config.plan, available_bytes))
     parts = [config.of_placement(i) for i in range(len(placed))]
     return min(max_len_that_fits(vllm_config, part.kv_cache_groups, part.plan) for part in parts)

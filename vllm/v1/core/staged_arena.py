@@ -18,6 +18,7 @@ from vllm.v1.core.arena_planner import ALIGNMENT, PageChoice, choose_page, layer
 from vllm.v1.core.arena_sizing import (
     check_fits,
     check_same_layers,
+    filled,
     kv_cache_tensors,
     max_len_that_fits,
     num_pages_for,
@@ -67,15 +68,11 @@ def estimate_staged_max_model_len(
     """As `estimate_max_model_len`: the longest request that fits on every stage."""
     specs, available = _by_stage(vllm_config, specs_per_worker, available_bytes_per_worker)
     groups = _groups(vllm_config, specs)
-    override = vllm_config.cache_config.num_gpu_blocks_override
-    longest = vllm_config.model_config.max_model_len
-    for own, plan, stage in zip(
-        groups, _plan(vllm_config, groups, available), available, strict=True
-    ):
-        pages = stage // plan.page_bytes if override is None else override
-        plan = replace(plan, num_pages=max(pages, 1))
-        longest = min(longest, max_len_that_fits(vllm_config, own, plan))
-    return longest
+    plans = _plan(vllm_config, groups, available)
+    return min(
+        max_len_that_fits(vllm_config, own, filled(vllm_config, plan, stage))
+        for own, plan, stage in zip(groups, plans, available, strict=True)
+    )
 
 
 def whole_config(

@@ -26,7 +26,6 @@ from vllm.v1.engine.placements import (
     PlacementGate,
     asked_for,
     busy,
-    check_change_mode,
     placement_to_admit,
 )
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
@@ -401,7 +400,7 @@ class AsyncLLM:
         Where several processes share the core, none can hold back the others' requests:
         `VLLMValidationError`.
         """
-        check_change_mode(mode)
+        check_mode(mode, "wait", "refuse")
         if self._shares_core:
             raise VLLMValidationError(
                 "several API processes serve this engine, so the placement cannot change; start "

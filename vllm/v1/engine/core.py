@@ -95,6 +95,7 @@ class EngineCore:
         self.executor = executor_class(vllm_config)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_step_computed = False
+        self._state_arrived = False
         try:
             kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
@@ -286,8 +287,9 @@ class EngineCore:
 
     @property
     def only_waits(self) -> bool:
-        """Whether the last step computed nothing: what is left are transfers to wait for."""
-        return not self._last_step_computed and not self._in_flight
+        """Whether the last step computed nothing and no state that a request waits for came: what
+        is left are transfers to wait for."""
+        return not (self._last_step_computed or self._in_flight or self._state_arrived)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -306,7 +308,10 @@ class EngineCore:
         if not self._in_flight:
             return {}
         step = self._in_flight.popleft()
-        produced = self.scheduler.update_from_output(step.output, self._result(step))
+        result = self._result(step)
+        transfers = result.kv_connector_output
+        self._state_arrived = transfers is not None and bool(transfers.finished_recving)
+        produced = self.scheduler.update_from_output(step.output, result)
         self._publish_events()
         self._send_token_masks()
         return produced
@@ -397,7 +402,7 @@ class EngineCore:
         """Call a worker method; one result per worker. Once it has replaced the weights, running
         requests compute all their tokens again and no cached prefix is found any more."""
         replaces = isinstance(method, str) and method in _NEW_WEIGHTS
-        if replaces and self.sleeping.is_asleep("weights"):
+        if replaces and "weights" in self.sleeping.asleep:
             raise VLLMValidationError(f"{method}: the weights sleep; wake them up first", "method")
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
         if replaces and not self.reset_prefix_cache(True, True):

@@ -23,8 +23,14 @@ from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink, Sink, S
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.replica_board import BoardShare
-from vllm.v1.engine.replica_calls import combined, forgets_prefixes, undo
-from vllm.v1.engine.replica_config import adopt_starts, device_environment, replica_configs
+from vllm.v1.engine.replicas import (
+    adopt_starts,
+    combined,
+    device_environment,
+    forgets_prefixes,
+    replica_configs,
+    undo,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,23 +88,6 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine; safe to call twice. `timeout`: seconds before the core is killed."""
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """One result per worker."""
-        results: list[Any] = self.call_utility("collective_rpc", method, timeout, args, kwargs)
-        return results
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        flags = (reset_running_requests, reset_connector)
-        return bool(self.call_utility("reset_prefix_cache", *flags))
 
 
 class InprocClient(EngineCoreClient):

@@ -96,9 +96,26 @@ class ClientLink(ABC):
         """Tell the core to stop if it is this link's own, and do not wait for it."""
         self._closing = True
 
-    @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
-        """Release sockets, thread and files, and stop the core if it is this link's own."""
+        """Stop the core if it is this link's own, release sockets, thread and files; safe to call
+        twice. The core gets `timeout_s` seconds (15 by default) to end cleanly before it is killed.
+        """
+        if not self.process.is_own:
+            return
+        self.begin_close()
+        with self._send_lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._reader.ident is not None:
+            os.write(self._stop_write, b"x")
+            if threading.current_thread() is not self._reader:
+                self._reader.join()
+        self._end_core(_SHUTDOWN_S if timeout_s is None else timeout_s)
+        self._release_files()
+
+    @abstractmethod
+    def _end_core(self, timeout_s: float) -> None: ...
 
     @abstractmethod
     def _core_ended(self) -> str | None:
@@ -213,13 +230,6 @@ class ClientLink(ABC):
                 future.set_exception(error)
         self._calls.clear()
         self._sink(error)
-
-    def _release(self) -> None:
-        """End the reader's thread and the sockets."""
-        if self._reader.ident is not None:
-            os.write(self._stop_write, b"x")
-            if threading.current_thread() is not self._reader:
-                self._reader.join()
 
     def _release_files(self) -> None:
         self._context.destroy(linger=0)
@@ -341,23 +351,12 @@ class CoreLink(ClientLink):
                     if self._requests.poll(_PEER_TIMEOUT_MS, zmq.POLLOUT):
                         self._requests.send_multipart(frames)
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Stop the core, release sockets, thread and files; safe to call twice.
-
-        The core gets `timeout_s` seconds (15 by default) to end cleanly before it is killed.
-        """
-        if not self.process.is_own:
-            return
-        timeout_s = _SHUTDOWN_S if timeout_s is None else timeout_s
-        self.begin_close()
-        with self._send_lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _end_core(self, timeout_s: float) -> None:
         atexit.unregister(self.close)
-        self._release()
         self._core.stop(timeout_s)
-        self._release_files()
+
+    def _release_files(self) -> None:
+        super()._release_files()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -387,16 +386,8 @@ class AttachedLink(ClientLink):
                 self._lost = cause
                 os.write(self._stop_write, b"x")
 
-    def close(self, timeout_s: float | None = None) -> None:
-        if not self.process.is_own:
-            return
-        self.begin_close()
-        with self._send_lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._release()
-        self._release_files()
+    def _end_core(self, timeout_s: float) -> None:
+        """It is another process's."""
 
     def _watched(self) -> list[int]:
         return []

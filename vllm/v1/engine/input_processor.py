@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from vllm.lora.request import LoRARequest, check_no_lora
 from vllm.sampling_params import INTERNAL_FIELDS, SamplingParams
 from vllm.sampling_validation import PRIORITY, check_some_token_is_left
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.bad_words import bad_word_token_ids
 from vllm.v1.engine.prompt_checks import (
     ParsedPrompt,
     check_token_ids,
@@ -48,6 +47,8 @@ _TOKENIZATION_KEYS = (
     "truncate_prompt_tokens",
     "truncation_side",
 )
+#: of one word: each of its tokens is compared at every step
+MAX_CHARS = 512
 
 
 @dataclass(frozen=True)
@@ -325,3 +326,39 @@ def _check_can_travel(request: EngineCoreRequest) -> None:
             raise VLLMValidationError(
                 f"{name} cannot be sent to the engine: {error}", name
             ) from None
+
+
+def bad_word_token_ids(
+    words: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
+) -> list[list[int]]:
+    """The sequences whose last token is banned after the others: each word as the text's start
+    and after a space, unless the one ends with the other.
+
+    Raises `VLLMValidationError` without a tokenizer, for a word without tokens and for one longer
+    than `MAX_CHARS`.
+    """
+    if tokenizer is None:
+        raise VLLMValidationError(
+            "bad_words need a tokenizer, but --skip-tokenizer-init is set; use logit_bias",
+            "bad_words",
+        )
+    words = [word.lstrip() for word in words]
+    for word in words:
+        if len(word) > MAX_CHARS:
+            raise VLLMValidationError(
+                f"bad_words: {word[:20]!r}… has {len(word)} characters; at most {MAX_CHARS}",
+                "bad_words",
+            )
+    spaced_words = [" " + word for word in words]
+    try:
+        encoded = tokenizer([*words, *spaced_words], add_special_tokens=False)["input_ids"]
+    except (UnicodeEncodeError, TypeError) as error:
+        raise VLLMValidationError(f"bad_words cannot be tokenised: {error}", "bad_words") from None
+    sequences: list[list[int]] = []
+    for word, bare, spaced in zip(words, encoded, encoded[len(words) :], strict=False):
+        if not bare:
+            raise VLLMValidationError(f"bad_words: {word!r} has no tokens", "bad_words", word)
+        sequences.append(list(bare))
+        if spaced[-len(bare) :] != bare:
+            sequences.append(list(spaced))
+    return sequences

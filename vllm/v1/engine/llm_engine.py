@@ -211,7 +211,10 @@ class LLMEngine:
     ) -> list[Any]:
         if (placement := asked_for(method, args, kwargs)) is not None:
             return self.change_placement(placement)
-        return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+        results: list[Any] = self.engine_core.call_utility(
+            "collective_rpc", method, timeout, args, kwargs
+        )
+        return results
 
     def change_placement(self, placement: Placement) -> list[dict[int, str]]:
         """See `LLM.change_placement`."""
@@ -235,7 +238,8 @@ class LLMEngine:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+        flags = (reset_running_requests, reset_connector)
+        return bool(self.engine_core.call_utility("reset_prefix_cache", *flags))
 
     def sleep(self, level: int = 1) -> None:
         """Abort every request and release device memory; see `LLM.sleep`."""

@@ -7,7 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -28,9 +30,6 @@ from vllm.v1.engine.parallel_sampling import ParentRequest, child_requests
 from vllm.v1.engine.plain_outputs import split_tokens
 from vllm.v1.engine.request_state import OutputSink, RequestState
 from vllm.v1.metrics.stats import IterationStats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = init_logger(__name__)
 

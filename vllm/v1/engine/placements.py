@@ -16,15 +16,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.placements import Placement
     from vllm.v1.engine import EngineCoreRequest
 
-#: what a change may do with requests that run
-MODES = ("wait", "refuse")
 _BUSY = "requests are running; let them end, or change the placement with mode 'wait'"
-
-
-def check_change_mode(mode: str) -> None:
-    """`VLLMValidationError` for an unknown one."""
-    if mode not in MODES:
-        raise VLLMValidationError(f"mode must be 'wait' or 'refuse', got {mode!r}", "mode", mode)
 
 
 def asked_for(

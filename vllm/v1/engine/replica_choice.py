@@ -74,7 +74,7 @@ class ReplicaChooser:
     def __init__(
         self, board: ReplicaBoard, capacities: Sequence[int], block_size: int, place: int = 0
     ) -> None:
-        self._board = board
+        self.board = board
         self._capacities = np.array(capacities, np.int64)
         self._block_size = block_size
         self._waiting, self._worked = board.waiting[place], board.worked[place]
@@ -88,26 +88,26 @@ class ReplicaChooser:
 
     def choose(self, work: Work, pinned: int | None = None) -> Choice:
         """The replica for a request; `pinned` decides if it is given."""
-        found = self._board.recall(work.chain, self._capacities) * self._block_size
+        found = self.board.recall(work.chain, self._capacities) * self._block_size
         # The last token is always computed: its logits are what is asked for.
         hits = np.minimum(found, work.num_prompt_tokens - 1)
         if pinned is not None:
             return Choice(pinned, "pinned", int(hits[pinned]))
-        cost = self._board.loads - _HIT_WEIGHT * hits + self._recent_work() / _WORK_SHARE
+        cost = self.board.loads - _HIT_WEIGHT * hits + self._recent_work() / _WORK_SHARE
         replica = int(cost.argmin())
         hit = int(hits[replica])
         return Choice(replica, "prefix" if hit else "load", hit)
 
     def _recent_work(self) -> np.ndarray:
         """Tokens that each replica was given, the older the less `[replicas]`."""
-        clocks = self._board.clocks
+        clocks = self.board.clocks
         new, self._clocks = clocks - self._clocks, clocks
         self._recent = self._recent * 0.5 ** (new.sum() / self._work_half_life) + new
         return self._recent
 
     def start(self, choice: Choice, work: Work, sequence_ids: Sequence[str]) -> None:
         """The request's sequences are sent there; the first one computes the prompt."""
-        self._board.remember(work.chain, choice.replica)
+        self.board.remember(work.chain, choice.replica)
         prompt = work.num_prompt_tokens - choice.hit_tokens
         output = int(min(work.max_tokens, self.expected_output))
         for index, sequence_id in enumerate(sequence_ids):
@@ -149,16 +149,8 @@ class ReplicaChooser:
             self._ended /= 2
             self._generated /= 2
 
-    def lose(self, place: int) -> None:
-        """Another front end is gone, and with it what it waited for."""
-        self._board.clear(place)
-
-    def forget_prefixes(self) -> None:
-        """The replicas' caches are empty."""
-        self._board.forget()
-
     @property
     def loads(self) -> list[int]:
         """Tokens that wait at each replica, over all front ends."""
-        loads: list[int] = self._board.loads.tolist()
+        loads: list[int] = self.board.loads.tolist()
         return loads

@@ -6,24 +6,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from vllm.config import VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import child_requests
-from vllm.v1.engine.prompt_chain import PromptChains
 from vllm.v1.engine.replica_board import BoardShare, ReplicaBoard
 from vllm.v1.engine.replica_choice import REASONS, ReplicaChooser, Work
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 T = TypeVar("T")
 
 _TOKEN_BYTES = 4
+#: blocks of a prompt that are looked at: prompts that agree so far seldom differ in the next ones
+_MOST_BLOCKS = 2048
+_KEY_BYTES = 8
+_MASK = (1 << 64) - 1
 
 
 class ReplicaRouter:
@@ -91,11 +96,11 @@ class ReplicaRouter:
 
     def lose(self, place: int) -> None:
         """Another front end is gone, and with it what it waited for."""
-        self._chooser.lose(place)
+        self._chooser.board.clear(place)
 
     def forget_prefixes(self) -> None:
         """The replicas' caches are empty."""
-        self._chooser.forget_prefixes()
+        self._chooser.board.forget()
 
     @property
     def waiting(self) -> dict[int, int]:
@@ -154,3 +159,43 @@ class _Choices(Collector):
                 counter.add_metric([*values, reason], count)
         yield gauge
         yield counter
+
+
+@dataclass
+class _Prompt:
+    """What `BlockHasher` reads of a request."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None
+    lora_request: Any | None = None
+    mm_features: list[Any] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+
+
+class PromptChains:
+    """Chained as the prefix cache chains its hashes, of the same blocks with the same extra keys;
+    but 64 bits wide and quick to make: a collision costs a replica's hit and nothing else. The same
+    in all processes."""
+
+    def __init__(self, block_size: int, is_cached: bool = True) -> None:
+        self.block_size = block_size
+        self._is_cached = is_cached
+        self._hasher = get_request_block_hasher(block_size, _fingerprint, BlockHash(b"\x01"))
+
+    def of(self, request: EngineCoreRequest) -> np.ndarray:
+        """Keys of the prompt's full blocks, uint64 `[blocks]`; none without a prefix cache."""
+        if not self._is_cached:
+            return np.zeros(0, np.uint64)
+        tokens = request.prompt_token_ids[: _MOST_BLOCKS * self.block_size]
+        prompt = _Prompt(tokens, request.cache_salt)
+        return np.frombuffer(b"".join(self._hasher(prompt)), np.uint64)
+
+
+def _fingerprint(value: Any) -> bytes:
+    """Of `(parent, tokens, extra keys)`. Python's hash of integers, unlike that of text, is the
+    same in all processes; 0 is left out."""
+    parent, tokens, extra = value
+    numbers = (int.from_bytes(parent, "little"), *tokens)
+    if extra is not None:
+        numbers = (*numbers, int.from_bytes(sha256(extra)[:_KEY_BYTES], "little"))
+    return ((hash(numbers) & _MASK) or 1).to_bytes(_KEY_BYTES, "little")

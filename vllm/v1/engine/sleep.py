@@ -39,10 +39,13 @@ def check_sleep(vllm_config: VllmConfig, level: int) -> None:
         )
 
 
-def check_mode(mode: str) -> None:
-    """Raise `VLLMValidationError` unless it says what becomes of running requests."""
-    if mode not in ("abort", "wait"):
-        raise VLLMValidationError(f"mode must be 'abort' or 'wait', got {mode!r}", "mode", mode)
+def check_mode(mode: str, first: str = "abort", second: str = "wait") -> None:
+    """Raise `VLLMValidationError` unless it is one of the two things that can become of running
+    requests."""
+    if mode not in (first, second):
+        raise VLLMValidationError(
+            f"mode must be {first!r} or {second!r}, got {mode!r}", "mode", mode
+        )
 
 
 def check_tags(tags: Iterable[str] | None) -> tuple[str, ...]:
@@ -125,23 +128,19 @@ class CoreSleep:
         self._executor = executor
         self._drain = drain
         self._level = 0
-        self._asleep: set[str] = set()
+        self.asleep: set[str] = set()
 
     @property
     def is_sleeping(self) -> bool:
-        return bool(self._asleep)
-
-    def is_asleep(self, tag: str) -> bool:
-        """Whether this part sleeps."""
-        return tag in self._asleep
+        return bool(self.asleep)
 
     def sleep(self, level: int) -> None:
         """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
         check_sleep(self._vllm_config, level)
         if self.is_sleeping:
-            if level == self._level and self._asleep == set(TAGS):
+            if level == self._level and self.asleep == set(TAGS):
                 return
-            asleep = ", ".join(sorted(self._asleep))
+            asleep = ", ".join(sorted(self.asleep))
             raise RuntimeError(
                 f"the engine sleeps at level {self._level} ({asleep}); wake it up first"
             )
@@ -152,7 +151,7 @@ class CoreSleep:
         if not self._scheduler.reset_prefix_cache(reset_connector=level == 2):
             raise RuntimeError("the engine cannot sleep: state blocks are still in use")
         begin = time.monotonic()
-        self._level, self._asleep = level, set(TAGS)
+        self._level, self.asleep = level, set(TAGS)
         released = sum(self._executor.collective_rpc("sleep", args=(level,)))
         elapsed = time.monotonic() - begin
         logger.info(
@@ -163,6 +162,6 @@ class CoreSleep:
         chosen = check_tags(tags)
         begin = time.monotonic()
         self._executor.collective_rpc("wake_up", args=(chosen,))
-        self._asleep.difference_update(chosen)
-        left = f", {', '.join(sorted(self._asleep))} still asleep" if self._asleep else ""
+        self.asleep.difference_update(chosen)
+        left = f", {', '.join(sorted(self.asleep))} still asleep" if self.asleep else ""
         logger.info("awake in %.2f s%s", time.monotonic() - begin, left)

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.model_executor.placements import Placement
     from vllm.v1.core.placed_arena import PlacementSpecs
+    from vllm.v1.worker.worker import Worker
 
 #: `--distributed-executor-backend` -> class, imported with its workers when it is chosen
 _EXECUTORS = {
     "uni": "vllm.v1.executor.uniproc.UniProcExecutor",
     "mp": "vllm.v1.executor.multiproc.MultiprocExecutor",
-    "ray": "vllm.v1.executor.ray_executor.RayExecutor",
+    "ray": "vllm.v1.executor.ray_actors.RayExecutor",
 }
 #: see `Executor.step_timeout_s`
 _STEP_TIMEOUT_S = 300.0
@@ -79,9 +80,9 @@ class Executor(ABC):
         """The oldest step has no result after `step_timeout_s`: give up. Returns what to raise."""
         return TimeoutError(overdue_message(self.step_timeout_s))
 
-    @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """Per worker: layer name -> what it keeps."""
+        return self.collective_rpc("get_kv_cache_spec")
 
     def get_placed_specs(self, placement: Placement | None = None) -> list[list[PlacementSpecs]]:
         """Per worker, of a supernet whose requests may choose: the placements that have memory from
@@ -89,13 +90,13 @@ class Executor(ABC):
         nothing."""
         return self.collective_rpc("get_placed_specs", args=(placement,))
 
-    @abstractmethod
     def determine_available_memory(self) -> list[int]:
         """Per worker: bytes the state arena may take."""
+        return self.collective_rpc("determine_available_memory")
 
-    @abstractmethod
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         """Allocate the arena of every worker and warm up."""
+        self.collective_rpc(_initialize, args=(kv_cache_configs,))
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -132,6 +133,11 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers, giving up steps that wait for masks; safe to call twice."""
+
+
+def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:
+    worker.initialize_from_config(kv_cache_configs[worker.rank])
+    worker.warm_up()
 
 
 def overdue_message(timeout_s: float) -> str:

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import psutil
+
 #: how long a host may not answer the kernel's probes
 SILENCE_S = 20
 _PROBE_S = 5
@@ -126,3 +128,13 @@ class MessageSocket:
         poll = select.poll()
         poll.register(self._socket, event | _HUNG_UP)
         return poll.poll(timeout_ms)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has the numeric `address`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            internet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and one.address.partition("%")[0] == address:
+                return name
+    return None

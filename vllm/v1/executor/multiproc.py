@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
 
 from vllm.distributed.rendezvous import MeetingPlace
 from vllm.utils import startup_phases
@@ -13,25 +12,15 @@ from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.stationed import StationedExecutor
 from vllm.v1.executor.worker_process import WorkerPlan
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 class MultiprocExecutor(StationedExecutor):
     """Starts a process per rank; the model is loaded when the constructor returns."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
-        #: stays: some communicators are made at their first use
-        self._place: MeetingPlace | None = None
-        try:
-            if vllm_config.parallel_config.nnodes == 1:
-                self._start_here()
-            else:
-                self._start_everywhere()
-        except BaseException:
-            self.shutdown()
-            raise
+    def _start(self) -> None:
+        if self.vllm_config.parallel_config.nnodes == 1:
+            self._start_here()
+        else:
+            self._start_everywhere()
 
     def _start_here(self) -> None:
         directory = tempfile.mkdtemp(prefix="vllm-")
@@ -45,7 +34,7 @@ class MultiprocExecutor(StationedExecutor):
 
     def _start_everywhere(self) -> None:
         """The other hosts first: theirs start while this one's do."""
-        from vllm.v1.executor.network import interface_of
+        from vllm.v1.executor.message_socket import interface_of
         from vllm.v1.executor.node_link import gather_nodes
 
         parallel = self.vllm_config.parallel_config
@@ -60,8 +49,3 @@ class MultiprocExecutor(StationedExecutor):
         self._stations = stations = [*nodes, workers]
         place.serve()
         self._begin(plan, stations)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self._place is not None:
-            self._place.close()

@@ -12,20 +12,16 @@ import pickle
 import selectors
 import socket
 import time
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.executor.device_checks import check_devices, device_names
 from vllm.v1.executor.local_workers import LocalWorkers
-from vllm.v1.executor.message_socket import MessageSocket
-from vllm.v1.executor.network import interface_of
+from vllm.v1.executor.message_socket import MessageSocket, interface_of
 from vllm.v1.executor.node_agreement import agreement
 from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pickle
 import selectors
 import time
-from typing import TYPE_CHECKING
 
 from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.distributed.rendezvous import listen
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -19,9 +19,6 @@ from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.executor.worker_process import WorkerPlan
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 

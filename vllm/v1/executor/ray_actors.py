@@ -11,23 +11,23 @@ import pickle
 import secrets
 import select
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vllm import decisions
-from vllm.distributed.rendezvous import listen
+from vllm.config import VllmConfig
+from vllm.distributed.rendezvous import MeetingPlace, listen
 from vllm.logger import init_logger
+from vllm.utils import startup_phases
 from vllm.v1.executor.device_checks import check_equal_devices
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.ray_worker import RayWorker, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
+from vllm.v1.executor.stationed import StationedExecutor
 from vllm.v1.executor.worker_process import WorkerPlan
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -160,3 +160,26 @@ def _heard(connection: MessageSocket, secret: str) -> tuple[MessageSocket, int, 
     logger.warning("%s connected and is no worker of this engine", connection.peer)
     connection.close()
     return None
+
+
+class RayExecutor(StationedExecutor):
+    """Connects to Ray, or starts it; the model is loaded when the constructor returns."""
+
+    _actors: RayActors | None = None
+
+    def _start(self) -> None:
+        with startup_phases.startup_phase("place actors"):
+            actors = self._actors = RayActors(self.vllm_config)
+            actors.place()
+        place = self._place = MeetingPlace(actors.address)
+        place.serve()
+        plan = WorkerPlan.of(self.vllm_config, place.init_method)
+        with startup_phases.startup_phase("connect actors"):
+            stations = self._stations = actors.connect(plan)
+        self._begin(plan, stations)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._actors is not None:
+            actors, self._actors = self._actors, None
+            actors.close()

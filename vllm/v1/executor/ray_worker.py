@@ -49,8 +49,7 @@ class RayWorker:
     def run(self, setup: bytes, rank: int, address: tuple[str, int], secret: str) -> None:
         """Be the worker of `rank` until the driver at `address` says so or is gone. `setup`: a
         pickled `WorkerPlan`."""
-        from vllm.v1.executor.message_socket import MessageSocket
-        from vllm.v1.executor.network import interface_of
+        from vllm.v1.executor.message_socket import MessageSocket, interface_of
         from vllm.v1.executor.worker_process import WorkerSetup, run_worker
 
         connection = MessageSocket(socket.create_connection(address))

@@ -15,9 +15,10 @@ import pickle
 import selectors
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -28,17 +29,15 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor, overdue_message
-from vllm.v1.executor.questions import Question
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 from vllm.v1.executor.worker_process import Answer, Kind, WorkerPlan
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.aggregator import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.worker.worker import Worker
+    from vllm.distributed.rendezvous import MeetingPlace
 
 logger = init_logger(__name__)
 
@@ -52,7 +51,8 @@ LAST_WORDS_S = 1.5
 
 
 class StationedExecutor(Executor):
-    """Asks workers that are reached by `stations`, which a subclass gives to `_begin`."""
+    """Asks workers that are reached by `stations`, which a subclass gives to `_begin`; they have
+    loaded the model when the constructor returns."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
@@ -69,9 +69,20 @@ class StationedExecutor(Executor):
         self._failing = threading.Lock()
         self._stop_read, self._stop_write = os.pipe()
         self._stations: Sequence[Station] = ()
+        #: of hosts; stays: some communicators are made at their first use
+        self._place: MeetingPlace | None = None
         self._step_ranks = range(0)
         self._open: list[deque[Question]] = [deque() for _ in self._ranks]
         self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
+        try:
+            self._start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the workers, and `_begin`."""
 
     def _begin(self, plan: WorkerPlan, stations: Sequence[Station]) -> None:
         """The workers of `stations` have been started; waits until they have loaded the model."""
@@ -87,17 +98,8 @@ class StationedExecutor(Executor):
 
     # ---- what the core asks --------------------------------------------------------------------
 
-    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return self.collective_rpc("get_kv_cache_spec")
-
-    def determine_available_memory(self) -> list[int]:
-        return self.collective_rpc("determine_available_memory")
-
-    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
-        self.collective_rpc(_initialize, args=(kv_cache_configs,))
-
     def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.aggregator import KVOutputAggregator
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         self._aggregator = KVOutputAggregator.from_connector(connector, len(self._ranks))
 
@@ -253,8 +255,40 @@ class StationedExecutor(Executor):
             station.close()
         os.close(self._stop_read)
         os.close(self._stop_write)
+        if self._place is not None:
+            self._place.close()
 
 
-def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:
-    worker.initialize_from_config(kv_cache_configs[worker.rank])
-    worker.warm_up()
+class Question:
+    """A message to all workers, and the answers of those that give one.
+
+    `combine` makes the future's result of their values, in rank order.
+    """
+
+    def __init__(self, ranks: range, combine: Callable[[list[Any]], Any] = list) -> None:
+        self.ranks = ranks
+        self.future: Future[Any] = Future()
+        self._combine = combine
+        self._answers: dict[int, Answer] = {}
+
+    def answered(self, rank: int, answer: Answer) -> None:
+        """Once all have answered, the future has its result or the first error."""
+        self._answers[rank] = answer
+        if len(self._answers) < len(self.ranks):
+            return
+        answers = [self._answers[rank] for rank in self.ranks]
+        try:
+            for one in answers:
+                if one.error is not None:
+                    raise one.error
+            result = self._combine([one.value for one in answers])
+        except Exception as error:
+            self.failed(error)
+            return
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
+
+    def failed(self, error: Exception) -> None:
+        """Unless it has a result already, which another thread may be setting."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)

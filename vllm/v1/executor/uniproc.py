@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 class UniProcExecutor(Executor):
@@ -36,21 +33,8 @@ class UniProcExecutor(Executor):
         self._masks = MaskQueue()
         self.worker = Worker(vllm_config, receive_masks=self._masks.receive)
         # Device state (current device, stream, thread counts) belongs to the launching thread.
-        self._call(self.worker.init_device)
-        self._call(self.worker.load_model)
-
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._launcher.submit(function, *args, **kwargs).result()
-
-    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return [self._call(self.worker.get_kv_cache_spec)]
-
-    def determine_available_memory(self) -> list[int]:
-        return [self._call(self.worker.determine_available_memory)]
-
-    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
-        self._call(self.worker.initialize_from_config, kv_cache_configs[0])
-        self._call(self.worker.warm_up)
+        for start in (self.worker.init_device, self.worker.load_model):
+            self._launcher.submit(start).result()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         launched = self._launcher.submit(self.worker.execute_model, scheduler_output)

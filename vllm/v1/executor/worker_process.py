@@ -208,13 +208,10 @@ def _pickled(answer: Answer) -> bytes:
             pickle.loads(data)
         return data
     except Exception as failure:
-        error = RuntimeError(_described(failure if answer.error is None else answer.error))
+        cause = failure if answer.error is None else answer.error
+        error = RuntimeError(f"{type(cause).__name__}: {cause}")
         is_fatal = answer.is_fatal or isinstance(answer.value, AsyncModelRunnerOutput)
         return pickle.dumps(Answer(error=error, is_fatal=is_fatal), pickle.HIGHEST_PROTOCOL)
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def run_worker(setup: WorkerSetup, receiver: Receives, answers: TakesAnswers) -> None:

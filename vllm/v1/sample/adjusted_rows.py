@@ -35,9 +35,9 @@ class AdjustedRow(NamedTuple):
 class AdjustedRows(Protocol):
     """Changes the logits of a step and notes what was output."""
 
-    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
-        """The changed `logits [n, vocab]`, in place unless `keep` or the dtype is too narrow;
-        `positions [n]` int64 of the tokens to sample."""
+    def change(self, logits: Tensor, positions: Tensor, keep: bool, first: int = 0) -> Tensor:
+        """The changed `logits [n, tokens]`, of the vocabulary's tokens from `first` on, in place
+        unless `keep` or the dtype is too narrow; `positions [n]` int64 of the tokens to sample."""
         ...
 
     def observe(self, token_ids: Tensor, counts: Tensor) -> None:
@@ -60,11 +60,11 @@ class HostRows:
 
     rows: list[AdjustedRow]
 
-    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
+    def change(self, logits: Tensor, positions: Tensor, keep: bool, first: int = 0) -> Tensor:
         logits = logits.to(torch.float32, copy=keep)
         for row in self.rows:
             drafts = None if row.drafts is None else row.drafts[: row.num_before]
-            row.adjustments.apply(logits[row.row], int(positions[row.row]), drafts)
+            row.adjustments.apply(logits[row.row], int(positions[row.row]), drafts, first)
         return logits
 
     def observe(self, token_ids: Tensor, counts: Tensor) -> None:
@@ -107,18 +107,18 @@ class DeviceRows:
             observes=bool((counted | worded).any()),
         )
 
-    def change(self, logits: Tensor, positions: Tensor, keep: bool) -> Tensor:
+    def change(self, logits: Tensor, positions: Tensor, keep: bool, first: int = 0) -> Tensor:
         from vllm.kernels.sampling.adjust import ban_tokens, change_logits
 
         if self.changes_values:
             order = np.full(len(logits), -1, dtype=np.int32)
             order[[row.row for row in self.rows]] = np.arange(len(self.rows))
             on_device = to_device(torch.from_numpy(order), logits.device)
-            logits = change_logits(logits, self.descriptors, on_device)
+            logits = change_logits(logits, self.descriptors, on_device, first)
         elif keep:
             logits = logits.clone()
         if self.bans:
-            ban_tokens(logits, self.descriptors, positions)
+            ban_tokens(logits, self.descriptors, positions, first)
         return logits
 
     def observe(self, token_ids: Tensor, counts: Tensor) -> None:

@@ -7,6 +7,7 @@ advanced with the sampled token there, so nothing waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch import Tensor
 from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import to_device
-from vllm.v1.sample.banned_words import BannedWords
 
 _NEVER = float("-inf")
 
@@ -98,19 +98,23 @@ class Adjustments:
         """Whether anything changes or is counted at the token after `num_output_tokens`."""
         return self._acts_always or num_output_tokens < self._stop_barred_until
 
-    def apply(self, logits: Tensor, position: int, drafts: Tensor | None = None) -> None:
-        """Change `logits [vocab]` in place, of the token to sample at `position`, which the
-        `drafts [n]` int64 stand right before (host only)."""
+    def apply(
+        self, logits: Tensor, position: int, drafts: Tensor | None = None, first: int = 0
+    ) -> None:
+        """Change `logits [tokens]` in place, of the vocabulary's tokens from `first` on, for the
+        token to sample at `position`, which the `drafts [n]` int64 stand right before (host
+        only)."""
+        tokens = slice(first, first + len(logits))
         if drafts is None:
             drafts = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.bias is not None:
-            logits += self.bias
+            logits += self.bias[tokens]
         if self.marks is not None:
-            self._penalise(logits, self._marks_after(self.marks, drafts))
+            self._penalise(logits, self._marks_after(self.marks, drafts)[tokens])
         if self.bars_stop(position - self.num_prompt_tokens):
-            logits.index_fill_(0, self.stop_ids, _NEVER)
+            _bar(logits, self.stop_ids, first)
         if self.words is not None:
-            logits.index_fill_(0, self.words.completing(drafts), _NEVER)
+            _bar(logits, self.words.completing(drafts), first)
 
     def observe(self, tokens: Tensor) -> None:
         """Take note of the output `tokens [n]` int64, -1 where there was none (host only)."""
@@ -136,6 +140,12 @@ class Adjustments:
         logits -= params.presence_penalty * (counts > 0)
 
 
+def _bar(logits: Tensor, token_ids: Tensor, first: int) -> None:
+    """Of `logits [tokens]`, from the vocabulary's `first` on, those of `token_ids`."""
+    places = token_ids - first
+    logits.index_fill_(0, places[(places >= 0) & (places < len(logits))], _NEVER)
+
+
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
     if not params.logit_bias and not params.allowed_token_ids:
         return None
@@ -152,3 +162,66 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tens
 def _known(token_ids: list[int], vocab_size: int) -> np.ndarray:
     """Those of `token_ids` in the vocabulary, int64."""
     return np.array([token for token in token_ids if 0 <= token < vocab_size], dtype=np.int64)
+
+
+class BannedWords:
+    """Words of any lengths one after the other, and the newest output tokens beside them.
+
+    `ids [total]` int64: the words' tokens; word w has those of `starts[w]` to `starts[w + 1]`
+    (`starts [len + 1]` int64). `recent [longest - 1]` int64: the last output tokens, -1 before the
+    first; all three on `device`. Words with a token outside `[0, vocab_size)` cannot come up and
+    are left out.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[Sequence[int]],
+        output: np.ndarray,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        words = [word for word in words if word and 0 <= min(word) and max(word) < vocab_size]
+        lengths = np.array([len(word) for word in words], dtype=np.int64)
+        self._host_ids = np.array([token for word in words for token in word], dtype=np.int64)
+        self._host_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        longest = int(lengths.max(initial=1))
+        recent = np.full(longest - 1, -1, dtype=np.int64)
+        known = output[len(output) - min(len(recent), len(output)) :]
+        recent[len(recent) - len(known) :] = known
+        self.ids = to_device(torch.from_numpy(self._host_ids), device)
+        self.starts = to_device(torch.from_numpy(self._host_starts), device)
+        self.recent = to_device(torch.from_numpy(recent), device)
+
+    def __len__(self) -> int:
+        return len(self._host_starts) - 1
+
+    def completing(self, drafts: Tensor) -> Tensor:
+        """`[n]` int64: tokens that would complete a word after the `drafts [m]` (host only)."""
+        ids, words, places, last = self._prefixes
+        begun = torch.ones(len(self), dtype=torch.bool)
+        begun[words[ids != self._recent_after(drafts)[places]]] = False
+        return last[begun]
+
+    def observe(self, tokens: Tensor) -> None:
+        """Take note of the output `tokens [n]` int64 (host only)."""
+        self.recent = self._recent_after(tokens)
+
+    def _recent_after(self, tokens: Tensor) -> Tensor:
+        return torch.cat([self.recent, tokens])[len(tokens) :] if len(tokens) else self.recent
+
+    @cached_property
+    def _prefixes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(ids, words, places, last)`: of every token but the words' last ones its id, its word
+        and its place in `recent`; and the last ones, one per word."""
+        ends = self._host_starts[1:] - 1
+        word = np.repeat(np.arange(len(self)), np.diff(self._host_starts))
+        before = ends[word] - np.arange(len(word))
+        prefix = before > 0
+        arrays = (
+            self._host_ids[prefix],
+            word[prefix],
+            len(self.recent) - before[prefix],
+            self._host_ids[ends],
+        )
+        ids, words, places, last = (torch.from_numpy(array) for array in arrays)
+        return ids, words, places, last

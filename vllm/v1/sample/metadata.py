@@ -11,6 +11,9 @@ from torch import Tensor
 from vllm.sampling_params import SAMPLING_EPS, SamplingParams
 from vllm.utils.torch_utils import to_device
 
+#: where ranks share a vocabulary, as many of a rank's best tokens at most go to the others
+MOST_BEST = 256
+
 
 @dataclass(frozen=True)
 class SamplingMetadata:
@@ -19,7 +22,8 @@ class SamplingMetadata:
     `temperature, top_p, min_p [n]` fp32 (temperature 0: greedy), `top_k [n]` int64 (vocabulary
     size: off), `seeds [n]` int64. `num_logprobs`: the largest number of top logprobs asked for (0:
     only the chosen token's), None when nobody asked. `top_p_alone`: some row uses top-p without
-    top-k and min-p.
+    top-k and min-p. `largest_top_k`: of the rows whose filters follow from at most `MOST_BEST`
+    tokens; `gathered_rows [m]` int64 are the others, None without any.
     """
 
     temperature: Tensor | None
@@ -29,6 +33,8 @@ class SamplingMetadata:
     seeds: Tensor | None
     num_logprobs: int | None
     top_p_alone: bool = False
+    largest_top_k: int = 0
+    gathered_rows: Tensor | None = None
 
     @classmethod
     def build(
@@ -41,6 +47,7 @@ class SamplingMetadata:
         random_rows = [p.temperature >= SAMPLING_EPS for p in params]
         if not any(random_rows):
             return cls(None, None, None, None, None, num_logprobs)
+        drawn = list(zip(params, random_rows, strict=True))
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
@@ -50,6 +57,12 @@ class SamplingMetadata:
             kept = [v if r else off for v, r in zip(values, random_rows, strict=True)]
             return column(kept, dtype) if any(v != off for v in kept) else None
 
+        bounded = [p.top_k if r and 0 < p.top_k < vocab_size else 0 for p, r in drawn]
+        gathered = [
+            i
+            for i, ((p, r), k) in enumerate(zip(drawn, bounded, strict=True))
+            if k > MOST_BEST or (r and p.top_p < 1.0 and not k)
+        ]
         return cls(
             temperature=column(
                 [p.temperature if r else 0.0 for p, r in zip(params, random_rows, strict=True)],
@@ -69,8 +82,10 @@ class SamplingMetadata:
             num_logprobs=num_logprobs,
             top_p_alone=any(
                 r and p.top_p < 1.0 and p.min_p == 0.0 and not 0 < p.top_k < vocab_size
-                for p, r in zip(params, random_rows, strict=True)
+                for p, r in drawn
             ),
+            largest_top_k=max((k for k in bounded if k <= MOST_BEST), default=0),
+            gathered_rows=to_device(torch.tensor(gathered), device) if gathered else None,
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import to_device
-from vllm.v1.structured_output.mask_words import num_mask_words
+from vllm.v1.structured_output.mask_words import WORD_BITS, num_mask_words
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,16 @@ class TokenMasks:
         return cls(to_device(rows, device), to_device(torch.from_numpy(masks), device))
 
     @classmethod
-    def dummy(cls, logits: Tensor) -> TokenMasks:
-        """Masks of every row of `logits [n, vocab]` that allow all (profiling, warm-up)."""
-        num_rows, vocab_size = logits.shape
+    def dummy(cls, logits: Tensor, vocab_size: int) -> TokenMasks:
+        """Masks of every row of `logits [n, ...]` that allow all (profiling, warm-up)."""
+        num_rows = len(logits)
         shape = (num_rows, num_mask_words(vocab_size))
         words = torch.full(shape, -1, dtype=torch.int32, device=logits.device)
         return cls(torch.arange(num_rows, device=logits.device), words)
 
-    def apply(self, logits: Tensor) -> None:
-        """Set every barred token of `logits [rows, vocab]` to -inf, in place."""
-        current_platform.kernels.mask_tokens(logits, self.rows, self.words)
+    def apply(self, logits: Tensor, first: int = 0) -> None:
+        """Set every barred token of `logits [rows, tokens]` to -inf, in place; they are those of
+        the vocabulary from `first` on, which begins a word."""
+        assert first % WORD_BITS == 0, "a rank's part of the vocabulary begins a word of the mask"
+        words = self.words[:, first // WORD_BITS :]
+        current_platform.kernels.mask_tokens(logits, self.rows, words)

@@ -11,13 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
+from vllm.config.draft_methods import DRAFT_METHODS
 from vllm.config.draft_methods.base import DraftSettings
 from vllm.kernels.step import Progress
+from vllm.utils.class_registry import resolve_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import GraphPlan
@@ -142,3 +144,19 @@ class Drafter(ABC, Generic[S]):
         """After every step, inside its forward context (so the drafter's layers find their
         metadata for the tokens that the target ran), chunks of prompts included."""
         raise NotImplementedError
+
+
+def create_drafter(vllm_config: VllmConfig, progress: Progress) -> Drafter[Any] | None:
+    """The configured drafter, without its model; None if there is none."""
+    settings = vllm_config.drafter
+    if settings is None:
+        return None
+    drafter_class: type[Drafter[Any]] = resolve_class(DRAFT_METHODS[settings.method].drafter)
+    return drafter_class(vllm_config, settings, progress)
+
+
+def attach_drafter(drafter: Drafter[Any], target: nn.Module) -> list[nn.Module]:
+    """Build the drafter's model beside `target`: the modules in which there may be layers with
+    state."""
+    model = drafter.build_model(target)
+    return [] if model is None else [model]

@@ -13,7 +13,7 @@ from vllm.sampling_params import ReasoningBudget
 from vllm.v1.engine import RequestConflict
 from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
 from vllm.v1.structured_output.reasoning_limit import ReasoningLimit, TokenTexts
-from vllm.v1.structured_output.utf8 import Utf8Guard
+from vllm.v1.structured_output.vocabulary import Utf8Guard
 
 if TYPE_CHECKING:
     import xgrammar

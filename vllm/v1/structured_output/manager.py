@@ -17,8 +17,7 @@ from vllm.v1.structured_output.grammar import CompiledConstraint, RequestGrammar
 from vllm.v1.structured_output.mask_words import pack_tokens
 from vllm.v1.structured_output.reasoning_limit import TokenTexts
 from vllm.v1.structured_output.spec import GrammarKind, GrammarSpec
-from vllm.v1.structured_output.utf8 import Utf8Guard
-from vllm.v1.structured_output.vocabulary import full_vocabulary
+from vllm.v1.structured_output.vocabulary import Utf8Guard, full_vocabulary
 
 if TYPE_CHECKING:
     import xgrammar

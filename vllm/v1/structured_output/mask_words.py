@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import numpy as np
 
-_WORD_BITS = 32
+WORD_BITS = 32
 
 
 def num_mask_words(vocab_size: int) -> int:
     """Words that hold one bit per token."""
-    return -(-vocab_size // _WORD_BITS)
+    return -(-vocab_size // WORD_BITS)
 
 
 def pack_tokens(token_ids: list[int], vocab_size: int) -> np.ndarray:
     """A mask `[words]` int32 with the bits of `token_ids` set."""
-    bits = np.zeros(num_mask_words(vocab_size) * _WORD_BITS, dtype=np.uint8)
+    bits = np.zeros(num_mask_words(vocab_size) * WORD_BITS, dtype=np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

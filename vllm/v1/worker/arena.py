@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, StateView
+from vllm.v1.worker.zeroed_memory import new_zeros
 
 LayerCache = Tensor | tuple[Tensor, ...]
 
@@ -30,7 +31,7 @@ class Arena:
         if buffer is None:
             # Zeroed: the null page is read by padded rows and must hold finite numbers.
             size = self.plan.num_pages * self.plan.page_bytes
-            buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+            buffer = new_zeros(size, device)
         self.buffer = buffer
         #: every group's blocks, `uint8 [num_blocks, block_bytes]`
         self._blocks: list[Tensor] = []

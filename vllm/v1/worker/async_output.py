@@ -59,8 +59,10 @@ class StepOutput(AsyncModelRunnerOutput):
             if sampled.verified is not None:
                 self._counts, self._drafts = _to_host(sampled.verified)
             if sampled.logprobs is not None:
-                self._logprobs = _logprobs_to_host(sampled.logprobs)
-        self._prompt = [(p.req_id, _logprobs_to_host(p.tensors)) for p in prompt_logprobs]
+                self._logprobs = LogprobsTensors(*map(_to_host, sampled.logprobs))
+        self._prompt = [
+            (p.req_id, LogprobsTensors(*map(_to_host, p.tensors))) for p in prompt_logprobs
+        ]
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -133,11 +135,5 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _logprobs_to_host(tensors: LogprobsTensors) -> LogprobsTensors:
-    return LogprobsTensors(
-        _to_host(tensors.token_ids), _to_host(tensors.logprobs), _to_host(tensors.ranks)
-    )
-
-
 def _to_lists(tensors: LogprobsTensors) -> LogprobsLists:
-    return LogprobsLists(tensors.token_ids.numpy(), tensors.logprobs.numpy(), tensors.ranks.numpy())
+    return LogprobsLists(*(part.numpy() for part in tensors))

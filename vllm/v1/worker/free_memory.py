@@ -56,6 +56,7 @@ class FreeMemory:
         self._opened[1:] = False
 
     def clear_null_page(self) -> None:
+        """Made-up requests were run, whose every block is null."""
         self._pages[0].zero_()
 
     def null_page_is_clear(self) -> bool:

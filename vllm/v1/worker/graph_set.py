@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.compilation.memory_alias import alias_memory
-from vllm.compilation.piecewise import Graph, Pieces, capture
+from vllm.compilation.piecewise import Graph, Pieces, alias_memory, capture
 
 #: `prepare(size)` uploads a step of `size` padded tokens; the result runs it: `[size, width]`
 Prepare = Callable[[int], Callable[[], Tensor]]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import (
     HasPlacements,
     LeavesOutLayers,
+    SharesVocabulary,
     VllmModel,
     as_stage,
 )
@@ -40,12 +41,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
+    LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
 )
+from vllm.v1.sample.sampler import gather_logprobs
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.spec_decode.create import attach_drafter, create_drafter
-from vllm.v1.spec_decode.drafter import Drafter, DrafterMemory, DraftStep
+from vllm.v1.sample.vocab_shard import VocabShard
+from vllm.v1.spec_decode.drafter import (
+    Drafter,
+    DrafterMemory,
+    DraftStep,
+    attach_drafter,
+    create_drafter,
+)
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
 from vllm.v1.worker.arena import Arena
@@ -154,6 +163,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
         if get_pp_group().world_size > 1:
             self.stage = self._join_pipeline()
+        if self.samples and isinstance(self.model, SharesVocabulary):
+            self.sampler.shard = VocabShard.of_head(self.model.output_head, get_tp_group())
         self._collect_layers()
 
     def _join_pipeline(self) -> PipelineStage:
@@ -328,7 +339,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             self.block_tables,
             self.journals,
             self._forward,
-            self.compute_logits if self.samples else lambda hidden: hidden,
+            self.step_logits if self.samples else lambda hidden: hidden,
             self.brief_steps(),
         )
 
@@ -408,7 +419,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         finally:
             self._launches = True
         if self.sanitizer is not None:
-            self.sanitizer.clear_null_page()
+            self.sanitizer.memory.clear_null_page()
         current_platform.synchronize()
 
     def forget(self, scheduler_output: SchedulerOutput) -> None:
@@ -464,7 +475,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         prompt_logprobs = (
             []
             if hidden is None or logits is None
-            else self.scorer.score(order, hidden, self.compute_logits)
+            else self.scorer.score(order, hidden, self._score)
         )
         if self.journals is not None:
             self.journals.before_copies(scheduler_output.copies_after)
@@ -522,10 +533,20 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """`[rows, hidden]` after the final norm -> `[rows, vocab]` in the model dtype."""
         return cast(VllmModel, self.model).compute_logits(hidden)
 
+    def step_logits(self, hidden: Tensor) -> Tensor:
+        """`compute_logits`, of which each rank that shares the vocabulary keeps its part."""
+        if self.sampler.shard is None:
+            return self.compute_logits(hidden)
+        return cast(SharesVocabulary, self.model).own_logits(hidden)
+
+    def _score(self, hidden: Tensor, chosen: Tensor, num_logprobs: int) -> LogprobsTensors:
+        logits = self.step_logits(hidden)
+        return gather_logprobs(logits, chosen, num_logprobs, self.sampler.shard)
+
     def _logits_to_sample(self, order: StepOrder, inputs: StepInputs, hidden: Tensor) -> Tensor:
         if not len(order.sampling):
             return hidden.new_empty(0, self.vocab_size)
-        return self.compute_logits(hidden.index_select(0, inputs.sample_indices))
+        return self.step_logits(hidden.index_select(0, inputs.sample_indices))
 
     def _sample(
         self, order: StepOrder, inputs: StepInputs, logits: Tensor, masked_req_ids: list[str]

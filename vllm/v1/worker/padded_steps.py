@@ -16,7 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.drafter import Drafter
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import GraphPlan
-from vllm.v1.worker.graph_set import GraphSet, Prepare
+from vllm.v1.worker.graph_set import GraphSet
 from vllm.v1.worker.state_journals import StateJournals
 from vllm.v1.worker.step_graphs import StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
@@ -73,15 +73,11 @@ class PaddedSteps:
             return StepGraphs()
         new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
         graph_set = partial(GraphSet, new_graph=new_graph, briefly=self._briefly)
+        whole = partial(graph_set, plan.decode_sizes, split=False)
+        pieces = partial(graph_set, plan.piecewise_sizes, split=True)
         return StepGraphs(
-            {w: graph_set(plan.decode_sizes, self._of_width(w), split=False) for w in plan.widths},
-            {w: graph_set(plan.piecewise_sizes, self._split(w), split=True) for w in plan.widths},
+            {width: whole(partial(self.decodes, width=width)) for width in plan.widths},
+            {width: pieces(partial(self.tokens, width=width)) for width in plan.widths},
             plan.max_prefills,
             drafter.graph_sets(plan, partial(graph_set, split=False)) if drafter else (),
         )
-
-    def _of_width(self, width: int) -> Prepare:
-        return lambda size: self.decodes(size, width)
-
-    def _split(self, width: int) -> Prepare:
-        return lambda size: self.tokens(size, width=width)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.sampler import gather_logprobs
 from vllm.v1.worker.async_output import PromptLogprobs
 from vllm.v1.worker.input_batch import RequestState, StepOrder
 
 #: rows of logits held at once; bounds memory at long prompts and large vocabularies
 _ROWS_AT_ONCE = 512
+
+#: of rows `[n, hidden]`: the logprobs of tokens `[n]` int64 and of the k likeliest
+Score = Callable[[Tensor, Tensor, int], LogprobsTensors]
 
 
 class PromptScorer:
@@ -27,18 +29,14 @@ class PromptScorer:
     def forget(self, req_id: str) -> None:
         self._delivered.pop(req_id, None)
 
-    def score(
-        self, order: StepOrder, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
-    ) -> list[PromptLogprobs]:
+    def score(self, order: StepOrder, hidden: Tensor, score: Score) -> list[PromptLogprobs]:
         """`hidden [tokens, hidden]` of the step -> logprobs of its newly scored positions."""
         results: list[PromptLogprobs] = []
         start = 0
         counts, lengths = order.num_scheduled.tolist(), order.lengths.tolist()
         for state, count, length in zip(order.states, counts, lengths, strict=True):
             if state.sampling_params.prompt_logprobs is not None:
-                tensors = self._score_one(
-                    state, count, hidden[start : start + count], compute_logits
-                )
+                tensors = self._score_one(state, count, hidden[start : start + count], score)
                 if tensors is not None:
                     results.append(PromptLogprobs(state.req_id, tensors))
             start += length
@@ -49,7 +47,7 @@ class PromptScorer:
         state: RequestState,
         count: int,
         hidden: Tensor,
-        compute_logits: Callable[[Tensor], Tensor],
+        score: Score,
     ) -> LogprobsTensors | None:
         done = self._delivered.get(state.req_id, 0)
         first = max(state.num_computed_tokens, done)
@@ -65,13 +63,9 @@ class PromptScorer:
         assert asked is not None
         k = self._vocab_size if asked == -1 else asked
         parts = [
-            gather_logprobs(compute_logits(part), target, k)
+            score(part, target, k)
             for part, target in zip(
                 rows.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True
             )
         ]
-        return LogprobsTensors(
-            torch.cat([p.token_ids for p in parts]),
-            torch.cat([p.logprobs for p in parts]),
-            torch.cat([p.ranks for p in parts]),
-        )
+        return LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))

@@ -93,7 +93,7 @@ class Sanitizer:
                 zip(config.kv_cache_groups, arena.plan.groups, tables.groups, strict=True)
             )
         ]
-        self._memory = FreeMemory(arena, self._groups)
+        self.memory = FreeMemory(arena, self._groups)
         self._serials: dict[str, int] = {}
         self._num_serials = 0
         self._arrived: list[str] = []
@@ -107,22 +107,14 @@ class Sanitizer:
             "--sanitize or VLLM_SANITIZE=1: every step waits for the device and is checked",
         )
 
-    def reset_memory(self) -> None:
-        """The arena is new memory, all zero, and no request holds any of it."""
-        self._memory.reset()
-
-    def clear_null_page(self) -> None:
-        """Made-up requests were run, whose every block is null."""
-        self._memory.clear_null_page()
-
     # ---- before the forward pass ---------------------------------------------------------------
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Do what the scheduler did since the last step, copies included, in its order; take in
         the block lists. The batch knows the step's requests already."""
-        self._memory.replay(output.block_log or [])
+        self.memory.replay(output.block_log or [])
         for copy in output.copies_after:
-            self._memory.check_copy(copy)
+            self.memory.check_copy(copy)
             self._groups[copy.group_id].tags.writer[copy.target] = CHECKPOINT
         self._arrived.clear()
         for req_id in output.finished_req_ids:
@@ -229,7 +221,7 @@ class Sanitizer:
         self, order: StepOrder, inputs: StepInputs, transfers: KVConnectorOutput | None
     ) -> None:
         """Raise if the step wrote to the null page, or wrote or computed NaN."""
-        if not self._memory.null_page_is_clear():
+        if not self.memory.null_page_is_clear():
             raise SanitizerError(
                 f"the null page was written to in a step of requests {', '.join(order.req_ids)}"
             )

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from vllm import decisions
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.zeroed_memory import zero
 
 
 class ParkedMemory:
@@ -36,7 +37,7 @@ class ParkedMemory:
         for storage, size, kept in self._parked:
             storage.resize_(size)
             if kept is None:
-                _bytes_of(storage).zero_()
+                zero(_bytes_of(storage))
             else:
                 _bytes_of(storage).copy_(kept)
         self._parked = []
@@ -97,9 +98,9 @@ class Sleeper:
             for parked in self._asleep[tag]:
                 parked.restore()
             if tag == "weights" and self._reload:
-                self.reload_weights()
+                self._runner.load_weights()
             if tag == "kv_cache" and self._runner.sanitizer is not None:
-                self._runner.sanitizer.reset_memory()
+                self._runner.sanitizer.memory.reset()
             del self._asleep[tag]
         if not self._asleep and self._captured:
             self._captured = False
@@ -107,10 +108,6 @@ class Sleeper:
                 self._runner.use_placement(index)
                 self._runner.plan_graphs()
                 self._runner.graphs.capture_all()
-
-    def reload_weights(self) -> None:
-        """Read the checkpoint again into the same parameters."""
-        self._runner.load_weights()
 
     def _collect(self) -> None:
         gc.collect()

@@ -19,6 +19,7 @@ from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
+from vllm.v1.sample.vocab_shard import VocabShard
 from vllm.v1.worker.input_batch import RequestState, StepOrder
 
 logger = init_logger(__name__)
@@ -34,6 +35,8 @@ class StepSampler:
     def __init__(
         self, vocab_size: int, device: torch.device, progress: Progress, num_sets: int = 1
     ) -> None:
+        #: of whose vocabulary this rank has a part, None: it has the whole
+        self.shard: VocabShard | None = None
         self._vocab_size = vocab_size
         self._device = device
         self._progress = progress
@@ -74,8 +77,9 @@ class StepSampler:
         positions: Tensor,
         masks: TokenMasks | None,
     ) -> SamplerOutput | None:
-        """Tokens of the requests that sample, from `logits [n, vocab]` for `positions [n]`; None if
-        there are none. The adjustments of a row after drafts are those after these drafts.
+        """Tokens of the requests that sample, from `logits [n, vocab]`, or this rank's part of
+        them, for `positions [n]`; None if there are none. The adjustments of a row after drafts
+        are those after these drafts.
         """
         self._adjusted = None
         if not len(order.sampling):
@@ -110,7 +114,7 @@ class StepSampler:
         masks: TokenMasks | None,
     ) -> SamplerOutput:
         self._adjusted = adjusted_rows(rows, self._device)
-        return sample(logits, metadata, positions, self._adjusted, masks)
+        return sample(logits, metadata, positions, self._adjusted, masks, self.shard)
 
     def _rows_with_adjustments(self, order: StepOrder) -> list[AdjustedRow]:
         rows: list[AdjustedRow] = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vllm import decisions
 from vllm.distributed.parallel_state import get_tp_group, without_communication
@@ -23,9 +24,9 @@ from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import sample
+from vllm.v1.sample.sampler import gather_logprobs, sample
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.worker.sampler_variants import run_common_samplers
+from vllm.v1.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from vllm.kernels.triton.compile_ahead import Variant
@@ -46,6 +47,15 @@ _CONTEXT = 2048
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 _FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0, max_tokens=2)
+_ROWS = 2
+_TOP_K, _TOP_P, _MIN_P = 20, 0.9, 0.1
+_COMMON = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=0),
+    SamplingParams(temperature=1.0, seed=0, top_k=_TOP_K, top_p=_TOP_P),
+    SamplingParams(temperature=1.0, seed=0, top_k=_TOP_K, top_p=_TOP_P, min_p=_MIN_P),
+    SamplingParams(temperature=1.0, seed=0, top_p=_TOP_P),
+)
 
 
 @dataclass(frozen=True)
@@ -90,10 +100,11 @@ def _sample_full_batch(runner: ModelRunner) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.1, seed=0, logprobs=1)
     rows, model = runner.max_rows, runner.model_config
     hidden = torch.zeros(rows, model.get_hidden_size(), dtype=model.dtype, device=runner.device)
-    logits = runner.compute_logits(hidden)
+    logits = runner.step_logits(hidden)
     metadata = SamplingMetadata.build([params] * rows, runner.vocab_size, runner.device)
     positions = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-    sample(logits, metadata, positions, None, TokenMasks.dummy(logits))
+    masks = TokenMasks.dummy(logits, runner.vocab_size)
+    sample(logits, metadata, positions, None, masks, runner.sampler.shard)
 
 
 def find_kernels(runner: ModelRunner, plan: KernelPlan | None) -> list[Variant]:
@@ -259,3 +270,29 @@ def _step(
         sampling_req_ids=set(req_ids),
         num_next_drafts=num_drafts,
     )
+
+
+@torch.inference_mode()
+def run_common_samplers(runner: ModelRunner) -> None:
+    """The usual combinations, on made-up logits, for each has kernels of its own: greedy, plain,
+    top-k with top-p (and min-p), top-p alone; logprobs and masks. Others, and penalties or biases,
+    compile theirs when they first come."""
+    logits = _logits(runner)
+    chosen = torch.zeros(_ROWS, dtype=torch.int64, device=logits.device)
+    gather_logprobs(logits, chosen, 1, runner.sampler.shard)
+    masks = TokenMasks.dummy(logits, runner.vocab_size)
+    for i, params in enumerate(_COMMON):
+        metadata = SamplingMetadata.build([params] * _ROWS, runner.vocab_size, logits.device)
+        sample(
+            logits, metadata, _positions(logits), None, None if i else masks, runner.sampler.shard
+        )
+
+
+def _logits(runner: ModelRunner) -> Tensor:
+    model = runner.model_config
+    shape = (_ROWS, model.get_hidden_size())
+    return runner.step_logits(torch.zeros(shape, dtype=model.dtype, device=runner.device))
+
+
+def _positions(logits: Tensor) -> Tensor:
+    return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

@@ -16,7 +16,11 @@ from vllm import decisions
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_kv_transfer_shutdown
-from vllm.distributed.kv_transfer.kv_transfer_state import ConnectorSlot, use_slot
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    ConnectorSlot,
+    connector_device_bytes,
+    use_slot,
+)
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     get_pp_group,
@@ -25,6 +29,7 @@ from vllm.distributed.parallel_state import (
     get_world_group,
     init_distributed_environment,
     initialize_model_parallel,
+    share_memory,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -139,6 +144,8 @@ class Worker:
         get_world_group().barrier()
         if get_tp_group() != get_world_group():
             get_tp_group().barrier()
+        if not parallel.disable_custom_all_reduce:
+            share_memory(parallel.distributed_timeout_seconds)
 
     def load_model(self) -> None:
         """Build the model, then read its weights while its kernels compile."""
@@ -197,12 +204,14 @@ class Worker:
     def _profiled_memory(self) -> int:
         cache, peak = self.cache_config, profile_peak_bytes(self.model_runner)
         total = current_platform.total_memory_bytes(self.device.index or 0)
-        available = int(total * cache.gpu_memory_utilization) - peak
+        staging = connector_device_bytes(self.vllm_config)
+        available = int(total * cache.gpu_memory_utilization) - peak - staging
         decisions.record(
             "state memory",
             f"{available / 2**30:.2f} GiB",
             f"{cache.gpu_memory_utilization:.2f} of {total / 2**30:.1f} GiB, less "
-            f"{peak / 2**30:.2f} GiB for weights, activations and the driver",
+            f"{peak / 2**30:.2f} GiB for weights, activations and the driver"
+            + (f" and {staging / 2**30:.2f} GiB of the KV connector" if staging else ""),
         )
         return available
 
@@ -330,7 +339,7 @@ class Worker:
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""
         with self.at_work():
-            self.sleeper.reload_weights()
+            self.model_runner.load_weights()
 
     def shutdown(self) -> None:
         """Drain the connector, free the device memory and leave the world."""

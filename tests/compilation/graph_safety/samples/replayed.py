@@ -97,14 +97,17 @@ class Break(nn.Module):
 
 
 class NewInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        ids = torch.tensor([0, 2], device=x.device)  # 7
+        return x[ids]
+
+
+class CountedSteps(nn.Module):
+    step = 0
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         self.step += 1
-        ids = torch.tensor([0, 2])  # 7
-        return x[ids] * self.step  # 7
+        return x * self.step  # 7
 
 
 class LeavesEarly(nn.Module):
@@ -135,6 +138,18 @@ class GrowingView(nn.Module):
         return x + self.keys[: self.length].sum(0)  # 9
 
 
+class Holds(nn.Module):
+    """Memory that grows: what a step makes is never given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        self.kept.append(x * 2)  # 9
+        return x + 1
+
+
 class Gathers(nn.Module):
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         return x[: position[0] % 3]  # 10
@@ -159,7 +174,7 @@ class Scaled(nn.Module):
         self.scale = torch.ones(HIDDEN)
 
     def rescale(self, step: int) -> None:
-        self.scale = torch.full((HIDDEN,), float(step))
+        self.scale = torch.full_like(self.scale, step)
 
 
 class Freed(Scaled):
@@ -242,17 +257,16 @@ class ChangesDevice(nn.Module):
         return x * 2
 
 
-class Synchronizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.done = torch.Event(device="cpu")
+_done = torch.Event(device="cpu")
 
+
+class Synchronizes(nn.Module):
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        self.done.synchronize()  # 14
+        _done.synchronize()  # 14
         torch.cpu.synchronize()  # 14
         x = x + 1
         torch.cuda.synchronize()  # 14
-        return x.item()
+        return x
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": size}) for size in (16, 32)], key=["n"])
@@ -296,7 +310,7 @@ class Case:
     split: bool = False
 
 
-def _steps() -> Steps:
+def steps() -> Steps:
     """Six steps, every input changed between them."""
     source = torch.Generator().manual_seed(3)
     rows = [torch.randn(3, HIDDEN, generator=source) * (1 + 2 * i) for i in range(6)]
@@ -304,17 +318,18 @@ def _steps() -> Steps:
     return list(zip(rows, places, strict=True))
 
 
-def cases() -> list[Case]:
-    """Every module of this file; a fresh one each."""
-    steps = _steps()
+def cases(device: str = "cpu") -> list[Case]:
+    """Every module of this file with what it reads, on a device; a fresh one each."""
+    inputs = [[tensor.to(device) for tensor in step] for step in steps()]
     plain = [Reads, DataShapes, PerExpert, PythonElement, Branches, BranchOnHost, NewInputs]
-    plain += [LeavesEarly, Grows, GrowingView, Gathers, Converges, Samples, Narrow, Refilled]
-    plain += [Broadcast, Converts, RoutesById, Plans, HandsOn]
+    plain += [CountedSteps, LeavesEarly, Grows, GrowingView, Holds, Gathers, Converges, Samples]
+    plain += [Narrow, Refilled, Broadcast, Converts, RoutesById, Plans, HandsOn]
     plain += [ChangesDevice, Synchronizes, Tunes]
-    found = [Case(module(), steps) for module in plain]
-    found.append(Case(Break(), steps, split=True))
-    imports = ImportsByValue()
-    found.append(Case(imports, steps, imports.change))
-    for scaled in (Freed(), Replaced()):
-        found.append(Case(scaled, steps, scaled.rescale))
+    with torch.device(device):
+        found = [Case(module(), inputs) for module in plain]
+        found.append(Case(Break(), inputs, split=True))
+        imports = ImportsByValue()
+        found.append(Case(imports, inputs, imports.change))
+        for scaled in (Freed(), Replaced()):
+            found.append(Case(scaled, inputs, scaled.rescale))
     return found

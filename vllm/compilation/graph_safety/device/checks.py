@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.compilation.graph_safety.device.allocations import allocations_noted
+from vllm.compilation.graph_safety.device.captured_graph import DeviceRecorder
 from vllm.compilation.graph_safety.device.eager_graphs import EagerGraphs
 from vllm.compilation.graph_safety.device.sync_trap import (
     BusyStream,
@@ -19,18 +20,21 @@ from vllm.compilation.graph_safety.device.sync_trap import (
     waits_trapped,
 )
 from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.functions import weights_of
 from vllm.compilation.graph_safety.simulator.outcomes import (
     Outcome,
     first_other,
     not_finite,
     run_steps,
+    step_spot,
 )
-from vllm.compilation.graph_safety.simulator.spots import Spot, spot_of_error
+from vllm.compilation.graph_safety.simulator.spots import spot_of_error
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.step_graphs import StepGraphs
 from vllm.v1.worker.warm_up import warm_up
 
 Progress = Callable[[str], None]
@@ -90,11 +94,27 @@ def _check_device(
             with empty_graphs_raise():
                 warm_up(runner)
         except (RuntimeError, UserWarning) as error:
-            return [spot_of_error(error).finding(13, f"capture failed on {device}: {error}")]
+            return [_failed_capture(runner, driver, device, error)]
         found = watched_steps(runner, driver, device, CurrentStream(), progress)
         found += found or replayed_steps(runner, driver, steps, progress)
         runner.close()
     return found
+
+
+def _failed_capture(
+    runner: ModelRunner, driver: Driver, device: torch.device, error: BaseException
+) -> Finding:
+    """What the line that no capture went past does in an eager step says which item it is; where it
+    does nothing of the kind, the capture itself is wrong."""
+    found = spot_of_error(error).finding(13, f"capture failed on {device}: {error}")
+    runner.graphs = StepGraphs()
+    recorder = DeviceRecorder(weights_of(*runner.models))
+    with recorder.recording(undone=False):
+        recorder.begin_segment()
+        driver.step()
+    place = (found.path, found.line)
+    same = (one for one in recorder.findings if (one.path, one.line) == place)
+    return next(same, found)
 
 
 @contextmanager
@@ -150,7 +170,7 @@ def watched_steps(
     new = compile_log.compiled()[compiled:]
     if new:
         message = f"compiled in a steady step: {', '.join(sorted(set(new)))}"
-        found.append(_step_spot().finding(25, message))
+        found.append(step_spot().finding(25, message))
     return found
 
 
@@ -164,13 +184,13 @@ def replayed_steps(
         runner.graphs = EagerGraphs(runner, captured) if graphs is None else graphs
         driver.restart()
         runs.append(run_steps(runner, driver, steps, progress))
-    found = [_step_spot().finding(15, message) for message in not_finite(runner, driver)]
+    found = [step_spot().finding(15, message) for message in not_finite(runner, driver)]
     driver.restart()
     first, second, eager = runs
     for other, hazard, than in ((second, 24, "the same replays before"), (eager, 22, "no graphs")):
         difference = first_other(first, other)
         if difference is not None:
-            return [_step_spot().finding(hazard, f"{difference} than with {than}"), *found]
+            return [step_spot().finding(hazard, f"{difference} than with {than}"), *found]
     return found
 
 
@@ -178,8 +198,3 @@ def _steps(driver: Driver, count: int, progress: Progress) -> None:
     for number in range(count):
         driver.step()
         progress(f"step {number}")
-
-
-def _step_spot() -> Spot:
-    """Where a runner launches a step's model, for what has no place of its own."""
-    return Spot(ModelRunner._run_model.__code__, 0, ModelRunner.__module__)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -94,3 +95,24 @@ def torch_waits_raise() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def torch_waits_warn(waited: Callable[[], None]) -> Iterator[None]:
+    """Inside the block `waited` is called where an op of torch has waited for the device."""
+    before, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+
+    def shown(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            waited()
+        else:
+            show(message, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.showwarning = shown
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, Run
+from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, Run, SimulatedGraph
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.piecewise import Graph
 from vllm.v1.worker.graph_plan import GraphPlan
@@ -51,8 +51,10 @@ class CheckedGraphSet(GraphSet):
         *,
         split: bool = False,
         eager: Callable[[int], Run] | None = None,
+        graph: type[SimulatedGraph] = SimulatedGraph,
     ) -> None:
         super().__init__(sizes, prepare, _no_graph, split=split)
+        self._graph = graph
         self._name, self._recorder, self._rows = name, recorder, rows
         self._counter, self._guarded, self._eager = counter, guarded, eager
         self._checked: dict[int, tuple[CheckedRun, Run]] = {}
@@ -70,7 +72,9 @@ class CheckedGraphSet(GraphSet):
         run()
         for tensor in self._guarded.values():
             tensor.view(torch.uint8).fill_(_SENTINEL)
-        checked = CheckedRun(run, self._recorder, split=self._split, guarded=self._guarded)
+        checked = CheckedRun(
+            run, self._recorder, split=self._split, guarded=self._guarded, graph=self._graph
+        )
         self._checked[size] = (checked, run if eager is None else eager)
         self.pending.remove(size)
         insort(self.sizes, size)
@@ -87,16 +91,28 @@ def _no_graph() -> Graph:
 
 
 class CheckedGraphs(StepGraphs):
-    """All graphs of a runner by a plan, captured; `recorder` collects the findings."""
+    """All graphs of a runner by a plan, captured by `graph`; `recorder` collects the findings."""
 
-    def __init__(self, runner: ModelRunner, plan: GraphPlan, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        plan: GraphPlan,
+        recorder: Recorder,
+        graph: type[SimulatedGraph] = SimulatedGraph,
+    ) -> None:
         self.size = size = StepSize()
         steps = runner.padded_steps()
         guarded = {"the state memory": runner.arena.buffer}
         if runner.journals is not None:
             tensors = enumerate(runner.journals.tensors)
             guarded |= {f"journal tensor {index}": tensor for index, tensor in tensors}
-        checked = partial(CheckedGraphSet, recorder=recorder, counter=size.replays, guarded=guarded)
+        checked = partial(
+            CheckedGraphSet,
+            recorder=recorder,
+            counter=size.replays,
+            guarded=guarded,
+            graph=graph,
+        )
         of_tokens = partial(checked, rows=lambda: size.tokens)
         self.sets: list[CheckedGraphSet] = []
 

@@ -36,6 +36,9 @@ Run = Callable[[], Any]
 class SimulatedGraph:
     """One segment of a recording; see `vllm.compilation.piecewise.Graph`."""
 
+    #: whether what is captured runs meanwhile, as it does where nothing but a recorder listens
+    runs_at_capture = True
+
     def __init__(self, recorder: Recorder, trace: Trace) -> None:
         self._recorder, self.trace = recorder, trace
         self._index = -1
@@ -55,7 +58,8 @@ class CheckedRun:
 
     What it reads of memory made outside lies at fixed addresses; fill that with a step's values and
     call `step`. `split`: at graph breaks. `recorder` collects the findings. `guarded`: memory by
-    name that the captured run may not change (one of padding alone: state).
+    name that the captured run may not change (one of padding alone: state). `graph`: what captures
+    a segment and replays it.
     """
 
     def __init__(
@@ -65,14 +69,23 @@ class CheckedRun:
         *,
         split: bool = False,
         guarded: Mapping[str, Tensor] = MappingProxyType({}),
+        graph: type[SimulatedGraph] = SimulatedGraph,
     ) -> None:
         self._recorder, self._split = recorder, split
-        with filled_memory(), recorder.recording(undone=True) as trace:
+        #: steps whose replay computed something else than their eager run, or nothing
+        self.stale_steps = 0
+        undone, guards = graph.runs_at_capture, list(guarded.values())
+        held = {} if undone else {Handle.of(t).memory: _content(t).clone() for t in guards}
+        with filled_memory(), recorder.recording(undone=undone) as trace:
             self._pieces: Pieces
-            self._pieces, output = capture(
-                run, lambda: SimulatedGraph(recorder, trace), split=split
-            )
+            self._pieces, output = capture(run, lambda: graph(recorder, trace), split=split)
         self.trace = trace
+        if guarded and not undone:
+            trace.before = snapshot(trace.outside, recorder.frozen, {})
+            trace.before |= {memory: held[memory] for memory in held if memory in trace.outside}
+            # Nothing has run but breaks, which have written what they write.
+            restore(trace.outside, trace.before)
+            run()
         for name, tensor in guarded.items():
             self._check_untouched(name, Handle.of(tensor).memory)
         recorder.captures.add(trace.run)
@@ -102,11 +115,6 @@ class CheckedRun:
         message = f"a graph break writes to {name} in a step of padding"
         self._recorder.report(21, reader.spot, message)
 
-    @property
-    def num_launches(self) -> int:
-        """Launches that a device would see."""
-        return sum(launch.is_work for launch in self.trace.launches())
-
     def replay(self) -> Any:
         """Run the recording; its result, which the next replay overwrites."""
         self._pieces.replay()
@@ -131,11 +139,11 @@ class CheckedRun:
             recorder.begin_segment()
             result = run()
         found = differences(trace, now, recorder.origins)
-        if not found and failure is not None:
-            found = [failure]
-        if not found and not trace.reads and not now.reads:
-            results = [_first(rows, t) for t in tensors_in(result)]
-            found = self._other_values(replayed, results, after)
+        results = [_first(rows, t) for t in tensors_in(result)]
+        others = [failure] if failure is not None else self._other_values(replayed, results, after)
+        self.stale_steps += bool(others)
+        if not found and (failure is not None or (not trace.reads and not now.reads)):
+            found = others
         for one in found:
             recorder.report_once(one.hazard, one.spot, one.message)
         now.owned.clear()
@@ -145,6 +153,8 @@ class CheckedRun:
         self, replayed: list[Tensor], eager: list[Tensor], after: dict[int, Tensor]
     ) -> list[NotReplayable]:
         """Where a replay computed something else."""
+        if len(replayed) != len(eager):
+            return [self._writer(0, "a replay has other results than an eager run")]
         for handle, x, y in zip(handles_in(self._output), replayed, eager, strict=True):
             if not same_bits(x, y):
                 message = "a replay's result differs from an eager run's"
@@ -165,20 +175,22 @@ class CheckedRun:
         return NotReplayable(7, launches[-1].spot, message)
 
 
+def _content(tensor: Tensor) -> Tensor:
+    """All bytes of the storage that a tensor lies in."""
+    return whole(tensor.untyped_storage())
+
+
 @contextmanager
 def filled_memory() -> Iterator[None]:
     """Inside the block new memory holds the same in every run, no number where it is not written:
     what rows of padding compute is then the same, too."""
-    before = (torch.are_deterministic_algorithms_enabled(), _warns_only())
+    before = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _warns_only() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(before, warn_only=warned_only)
 
 
 def _first(rows: int | None, tensor: Tensor) -> Tensor:

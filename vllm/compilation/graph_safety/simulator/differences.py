@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
+from vllm.compilation.graph_safety.simulator.reads import stores_element
 from vllm.compilation.graph_safety.simulator.spots import Spot
 from vllm.compilation.graph_safety.simulator.tensors import Handle, handles_in, leaves
 from vllm.compilation.graph_safety.simulator.trace import Launch, NotReplayable, Origin, Trace
@@ -85,24 +87,20 @@ def _loop_hazard(spot: Spot) -> int:
     return 5
 
 
+@dataclass
 class _Pair:
     """The same launch in two runs. `known`: memory that is known to be in another's place."""
 
-    def __init__(
-        self,
-        captured: Trace,
-        now: Trace,
-        origins: Mapping[int, Origin],
-        a: Launch,
-        b: Launch,
-        known: set[tuple[int, int]],
-    ) -> None:
-        self._captured, self._now, self._origins = captured, now, origins
-        self._a, self._b, self._known = a, b, known
-        self.other_shapes = False
+    captured: Trace
+    now: Trace
+    origins: Mapping[int, Origin]
+    a: Launch
+    b: Launch
+    known: set[tuple[int, int]]
+    other_shapes: bool = False
 
     def differences(self) -> Iterator[NotReplayable]:
-        before, after = list(leaves(self._a.args)), list(leaves(self._b.args))
+        before, after = list(leaves(self.a.args)), list(leaves(self.b.args))
         if len(before) != len(after):
             self.other_shapes = True
             yield self._says(5, "takes other arguments than at capture")
@@ -113,49 +111,39 @@ class _Pair:
                 self.other_shapes |= x.shape != y.shape
             elif not _same(x, y):
                 yield self._number(x, y)
-        results = zip(handles_in(self._a.results), handles_in(self._b.results), strict=False)
+        results = zip(handles_in(self.a.results), handles_in(self.b.results), strict=False)
         for x, y in results:
             if x.shape != y.shape and not self.other_shapes:
                 self.other_shapes = True
-                if self._a.name not in _VIEWS:
-                    sizes = f"{list(x.shape)} at capture and {list(y.shape)} now"
-                    yield self._says(2, f"gives {sizes}")
+                if self.a.name not in _VIEWS:
+                    yield self._says(2, f"gives {_sizes(x, y)}")
 
     def _says(self, hazard: int, message: str, spot: Spot | None = None) -> NotReplayable:
-        where = self._b.spot if spot is None else spot
-        return NotReplayable(hazard, where, f"{self._a.name} {message}")
+        where = self.b.spot if spot is None else spot
+        return NotReplayable(hazard, where, f"{self.a.name} {message}")
 
     def _number(self, x: object, y: object) -> NotReplayable:
         message = f"takes {_shown(y)} from Python, and a replay the {_shown(x)} of the capture"
-        if self._a.name in _VIEWS:
+        if self.a.name in _VIEWS:
             return self._says(9, message)
-        return self._says(4 if self._stores_element() else 7, message)
-
-    def _stores_element(self) -> bool:
-        """Whether the launch is of `tensor[index] = ...`."""
-        for node in self._b.spot.surroundings():
-            targets = node.targets if isinstance(node, ast.Assign) else [node]
-            if any(isinstance(t, ast.Subscript) and isinstance(t.ctx, ast.Store) for t in targets):
-                return True
-        return False
+        return self._says(4 if stores_element(self.b.spot) else 7, message)
 
     def _memory(self, x: Handle, y: Handle) -> Iterator[NotReplayable]:
-        made, makes = self._captured.made.get(x.memory), self._now.made.get(y.memory)
+        made, makes = self.captured.made.get(x.memory), self.now.made.get(y.memory)
         same = x.memory == y.memory if made is None else made == makes
         if same and (x.offset, *x.layout) == (y.offset, *y.layout):
             return
         if same:
-            sizes = f"{list(x.shape)} at capture and {list(y.shape)} now"
-            yield self._says(9 if x.shape != y.shape else 17, f"reads another part: {sizes}")
-        elif (x.memory, y.memory) not in self._known:
-            self._known.add((x.memory, y.memory))
+            yield self._says(9 if x.shape != y.shape else 17, f"reads another part: {_sizes(x, y)}")
+        elif (x.memory, y.memory) not in self.known:
+            self.known.add((x.memory, y.memory))
             yield self._other_memory(x, y)
 
     def _other_memory(self, x: Handle, y: Handle) -> NotReplayable:
-        origin = self._origins.get(y.memory)
-        if origin is None and self._stores_element():
+        origin = self.origins.get(y.memory)
+        if origin is None and stores_element(self.b.spot):
             return self._says(4, "copies a number from Python")
-        if y.memory in self._now.metadata:
+        if y.memory in self.now.metadata:
             return self._says(22, "reads metadata at another address than at capture")
         if origin is None and x.is_freed:
             return self._says(15, "reads a tensor that was freed after the capture")
@@ -164,12 +152,11 @@ class _Pair:
         made_by = f"reads what {origin.op} made"
         if origin.in_break:
             return self._says(6, f"{made_by} between graphs, at another address", origin.spot)
-        if origin.run == self._now.run:
+        if origin.run == self.now.run:
             return self._says(17, f"{made_by} in this run, and read what was there at capture")
         if x.shape != y.shape:
-            sizes = f"{list(x.shape)} at capture and {list(y.shape)} now"
-            return self._says(9, f"{made_by} in an earlier run: {sizes}", origin.spot)
-        if origin.run == self._captured.run and x.memory in self._captured.made:
+            return self._says(9, f"{made_by} in an earlier run: {_sizes(x, y)}", origin.spot)
+        if origin.run == self.captured.run and x.memory in self.captured.made:
             return NotReplayable(_left_behind(y), origin.spot, _LEFT.format(origin.op))
         return self._says(
             17 if origin.is_filled else 26, f"{made_by} in an earlier run", origin.spot
@@ -182,6 +169,10 @@ def _same(x: object, y: object) -> bool:
     if type(x) is not type(y):
         return False
     return bool(x == y) or (isinstance(x, float) and x != x and y != y)
+
+
+def _sizes(x: Handle, y: Handle) -> str:
+    return f"{list(x.shape)} at capture and {list(y.shape)} now"
 
 
 def _shown(value: object) -> str:

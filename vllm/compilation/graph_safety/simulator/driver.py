@@ -46,24 +46,25 @@ class Driver:
         launch: Callable[[SchedulerOutput], None] | None = None,
     ) -> None:
         self.launch = runner.execute_dummy if launch is None else launch
-        self._runner, self._random = runner, random.Random(seed)
+        self._runner = runner
         self._longest = runner.model_config.max_model_len
+        runner.initialize_kv_cache(_arena(runner, self._longest + runner.width))
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
+        self._random = random.Random(seed)
         self._live: dict[str, _Request] = {}
         self._ended: set[str] = set()
         self._count = self._steps = 0
-        runner.initialize_kv_cache(_arena(runner, self._longest + runner.width))
-        self._free = list(range(runner.arena.plan.num_pages - 1, 0, -1))
+        self._free = list(range(self._runner.arena.plan.num_pages - 1, 0, -1))
 
     def restart(self, seed: int = 0) -> None:
         """All requests end, and the next steps are those of a new driver."""
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = set(self._live) | self._ended
-        self._runner.forget(output)
-        self._live.clear()
-        self._ended.clear()
-        self._random = random.Random(seed)
-        self._count = self._steps = 0
         runner = self._runner
+        runner.forget(output)
+        self._begin(seed)
         # Rows are then given out in the order of a new batch.
         runner.batch = InputBatch(runner.max_rows, runner.width)
         runner.arena.buffer.zero_()
@@ -72,7 +73,6 @@ class Driver:
             tensor.zero_()
         if runner.journals is not None:
             runner.journals.bind(runner.block_tables)
-        self._free = list(range(self._runner.arena.plan.num_pages - 1, 0, -1))
 
     def newest_tokens(self) -> Tensor:
         """`[requests, width]` int64: of all requests that go on, their newest tokens and drafts."""

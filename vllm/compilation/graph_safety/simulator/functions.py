@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.compilation.graph_safety.report import Report, join_report
-from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun
+from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, SimulatedGraph
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.tensors import Handle
 from vllm.exceptions import VLLMValidationError
@@ -24,6 +24,9 @@ CHECKS_ENDED = (
 )
 REPLAYED = "in a replayed step"
 
+#: inputs by step
+Steps = Sequence[Sequence[Tensor]]
+
 
 def weights_of(*modules: nn.Module) -> set[int]:
     """Names of the memory of all parameters, which no step writes."""
@@ -34,7 +37,7 @@ def weights_of(*modules: nn.Module) -> set[int]:
 @torch.inference_mode()
 def check_replays(
     function: Callable[..., Any],
-    steps: Sequence[Sequence[Tensor]],
+    steps: Steps,
     *,
     split: bool = False,
     between: Callable[[int], None] = lambda step: None,
@@ -47,26 +50,48 @@ def check_replays(
 
     Raises VLLMValidationError without steps, and for inputs that differ in shape or dtype.
     """
-    if not steps:
-        raise VLLMValidationError("give at least one step's inputs", "steps")
-    kinds = [[(t.shape, t.dtype) for t in step] for step in steps]
-    if kinds != [kinds[0]] * len(kinds):
-        raise VLLMValidationError("all steps need inputs of the same shapes and dtypes", "steps")
+    same_kinds(steps)
     recorder = Recorder(weights_of(function) if isinstance(function, nn.Module) else set())
-    inputs = [tensor.clone() for tensor in steps[0]]
     checks = (CHECKS_RUN.format(steps=len(steps)),)
     try:
-        checked = CheckedRun(lambda: function(*inputs), recorder, split=split)
-        for number, step in enumerate(steps):
-            between(number)
-            for tensor, value in zip(inputs, step, strict=True):
-                tensor.copy_(value)
-            checked.step(lambda: function(*inputs))
+        replay_steps(function, steps, recorder, SimulatedGraph, split, between)
     except Exception as error:
         if not recorder.host_calls.ended_by(error):
             raise
         checks = (CHECKS_ENDED.format(error=error),)
     recorder.check_after()
-    name = type(function).__qualname__ if isinstance(function, nn.Module) else function.__qualname__
     found = dict.fromkeys(recorder.findings, REPLAYED)
-    return join_report(name, found, checks=checks)
+    return join_report(name_of(function), found, checks=checks)
+
+
+def same_kinds(steps: Steps) -> None:
+    """VLLMValidationError without steps, and for inputs that differ in shape or dtype."""
+    if not steps:
+        raise VLLMValidationError("give at least one step's inputs", "steps")
+    kinds = [[(t.shape, t.dtype) for t in step] for step in steps]
+    if kinds != [kinds[0]] * len(kinds):
+        raise VLLMValidationError("all steps need inputs of the same shapes and dtypes", "steps")
+
+
+def replay_steps(
+    function: Callable[..., Any],
+    steps: Steps,
+    recorder: Recorder,
+    graph: type[SimulatedGraph],
+    split: bool,
+    between: Callable[[int], None],
+) -> CheckedRun:
+    """Capture `function(*steps[0])` and take every step; what is found is the recorder's."""
+    inputs = [tensor.clone() for tensor in steps[0]]
+    checked = CheckedRun(lambda: function(*inputs), recorder, split=split, graph=graph)
+    for number, step in enumerate(steps):
+        between(number)
+        for tensor, value in zip(inputs, step, strict=True):
+            tensor.copy_(value)
+        checked.step(lambda: function(*inputs))
+    return checked
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """As reports name it."""
+    return type(function).__qualname__ if isinstance(function, nn.Module) else function.__qualname__

@@ -12,9 +12,15 @@ import torch
 from vllm.compilation.graph_safety.simulator.addresses import FrozenAddresses
 from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
+from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.functions import weights_of
-from vllm.compilation.graph_safety.simulator.outcomes import first_other, not_finite, run_steps
+from vllm.compilation.graph_safety.simulator.outcomes import (
+    first_other,
+    not_finite,
+    run_steps,
+    step_spot,
+)
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.trace import NotReplayable
 from vllm.compilation.graph_safety.walker import Finding
@@ -67,22 +73,27 @@ def check_steps(
 
 
 def check_runner(
-    runner: ModelRunner, steps: int, progress: Callable[[str], None] = lambda name: None
+    runner: ModelRunner,
+    steps: int,
+    progress: Callable[[str], None] = lambda name: None,
+    *,
+    recorder_of: type[Recorder] = Recorder,
+    graph: type[SimulatedGraph] = SimulatedGraph,
 ) -> StepsReport:
-    """The same for a runner whose model has its weights; its memory is made here."""
+    """The same for a runner whose model has its weights; its memory is made here. What records and
+    what captures is the CPU's, or a GPU's for a runner there (`device.captured_graph`)."""
     driver = Driver(runner)
-    recorder = Recorder(weights_of(*runner.models))
+    recorder = recorder_of(weights_of(*runner.models))
     plan = _plan(runner)
     for problem in size_problems(runner, plan):
         recorder.report(problem.hazard, problem.spot, problem.message)
-    graphs = CheckedGraphs(runner, plan, recorder)
+    graphs = CheckedGraphs(runner, plan, recorder, graph)
     runner.graphs = graphs
     addresses = FrozenAddresses([checked.trace for checked in graphs.captures], owners(runner))
     found = addresses.without_owner()
     replayed = run_steps(runner, driver, steps, progress)
     found += addresses.moved()
-    first = next(graphs.captures[0].trace.launches())
-    found += [NotReplayable(15, first.spot, message) for message in not_finite(runner, driver)]
+    found += [NotReplayable(15, step_spot(), message) for message in not_finite(runner, driver)]
     recorder.check_after()
     runner.graphs = StepGraphs()
     driver.restart()
@@ -91,7 +102,7 @@ def check_runner(
     difference = first_other(replayed, eager)
     # With another finding the difference is that hazard's.
     if difference is not None and not recorder.findings:
-        found.append(NotReplayable(22, first.spot, f"{difference} than without graphs"))
+        found.append(NotReplayable(22, step_spot(), f"{difference} than without graphs"))
     for one in found:
         recorder.report_once(one.hazard, one.spot, one.message)
     return StepsReport(

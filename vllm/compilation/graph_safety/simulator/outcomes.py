@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm.compilation.graph_safety.simulator.checked_run import same_bits
 from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.spots import Spot
 from vllm.compilation.graph_safety.simulator.tensors import tensors_in
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -62,3 +63,8 @@ def not_finite(runner: ModelRunner, driver: Driver) -> list[str]:
             if not all(bool(view.isfinite().all()) for view in views):
                 found.append(f"the state of {name} holds NaN or infinities after the steps")
     return found
+
+
+def step_spot() -> Spot:
+    """Where a runner launches a step's model, for what has no place of its own."""
+    return Spot(ModelRunner._run_model.__code__, 0, ModelRunner.__module__)

@@ -59,3 +59,12 @@ def _branch(node: ast.If) -> int:
     if isinstance(last, ast.Return | ast.Continue):
         return 8
     return 11 if isinstance(last, ast.Break) else 5
+
+
+def stores_element(spot: Spot) -> bool:
+    """Whether the call at `spot` is that of `tensor[index] = ...`."""
+    for node in spot.surroundings():
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        if any(isinstance(t, ast.Subscript) and isinstance(t.ctx, ast.Store) for t in targets):
+            return True
+    return False

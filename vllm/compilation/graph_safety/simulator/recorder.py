@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -126,8 +126,12 @@ class Recorder:
             stack.enter_context(_Calls(self))
             stack.enter_context(_Ops(self))
             stack.callback(self.end_segment)
-            stack.enter_context(self.host_calls.watched())
+            stack.enter_context(self.watched())
             yield trace
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside the block what the host calls is seen."""
+        return self.host_calls.watched()
 
     @contextmanager
     def breaks(self) -> Iterator[None]:
@@ -147,6 +151,15 @@ class Recorder:
         finally:
             self.begin_segment()
             set_recorder(before)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside the block ops are the machinery's."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def begin_segment(self) -> int:
         """From here on launches are recorded; the number of the segment."""
@@ -175,7 +188,7 @@ class Recorder:
                 self._read("to('cpu') gives a device value to the host", args)
             elif function in _FROM_HOST and not tensors_in(args):
                 message = f"{_FROM_HOST[function]} copies from Python's memory in every run"
-                self.report(7, here(), message)
+                self._suspect(7, here(), message)
         return function(*args, **kwargs)
 
     def op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +200,7 @@ class Recorder:
             self._read(f"{name} gives a device value to the host", args)
             return op(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _depends_on_data(name, args):
-            self.report(2, here(), f"the shape of {name}'s result depends on data")
+            self._suspect(2, here(), f"the shape of {name}'s result depends on data")
         if op.namespace != "aten":
             self._check_strides(name, args)
         return self._launch(name, op, args, kwargs, mutates=op._schema.is_mutable)
@@ -282,8 +295,13 @@ class Recorder:
             "",
         )
         spot = here()
-        self._trace.reads.append(spot)
-        self.report(read_hazard(spot, producer), spot, message)
+        self._suspect(read_hazard(spot, producer), spot, message, is_read=True)
+
+    def _suspect(self, hazard: int, spot: Spot, message: str, *, is_read: bool = False) -> None:
+        """A call that waits on a device: nothing waits on a CPU, so that its name must do."""
+        if is_read:
+            self._trace.reads.append(spot)
+        self.report(hazard, spot, message)
 
     def _check_strides(self, name: str, args: tuple[Any, ...]) -> None:
         for tensor in tensors_in(args):

@@ -9,6 +9,7 @@ import functools
 import linecache
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -33,7 +34,10 @@ _MACHINERY = (
     registry.__file__,
     contextlib.__file__,
     functools.__file__,
+    warnings.__file__,
 )
+#: what is too long to be shown
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 if sys.version_info >= (3, 11):
@@ -83,7 +87,7 @@ class Spot:
     def finding(self, hazard: int, message: str) -> Finding:
         line, end, column, end_column = self.region
         node = self._node()
-        text = "" if node is None else ast.unparse(node)
+        text = "" if node is None or isinstance(node, _DEFINITIONS) else ast.unparse(node)
         function = f"{self.module}.{qualified_name(self.code)}"
         return Finding(self.path, line, column + 1, hazard, message, function, text)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The events of a streamed response, and the items that they build up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

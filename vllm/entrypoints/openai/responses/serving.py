@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/responses` over the chat route."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

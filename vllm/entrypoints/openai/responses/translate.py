@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A response request as the chat request that means the same."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from typing import Any

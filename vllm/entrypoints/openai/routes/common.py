@@ -11,15 +11,16 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm.entrypoints.openai.deadline import Deadline, shutting_down
 from vllm.entrypoints.openai.errors import APIError, describe, error_response
 from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.serving_engine import RequestContext
 from vllm.entrypoints.openai.state import server_of
 from vllm.entrypoints.openai.streaming import (
     ClientGoneError,
+    Deadline,
     EventSource,
     EventStream,
+    shutting_down,
     until_disconnect,
 )
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that generate, and those that show what such a request would send to the engine."""
+"""The routes that generate, end that, and show what a request would send to the engine."""
+
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator
 
 from vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.protocol.token_generate import TokenGenerateRequest
+from vllm.entrypoints.openai.protocol.sampling import as_list
+from vllm.entrypoints.openai.protocol.token_generate import (
+    DetokenizeRequest,
+    TokenGenerateRequest,
+    TokenizeRequest,
+)
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.routes.common import body_schema, respond
+from vllm.entrypoints.openai.routes.common import body_schema, parse_body, respond
 from vllm.entrypoints.openai.state import server_of
 
 router = APIRouter()
@@ -66,3 +75,45 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a message request has."""
     return await respond(request, CountTokensRequest, server_of(request).messages.count)
+
+
+class AbortRequest(RequestModel):
+    """The `id` of one reply or of several."""
+
+    request_ids: Annotated[list[str], BeforeValidator(as_list)]
+
+
+@router.post("/abort_requests", openapi_extra=body_schema(AbortRequest))
+async def abort_requests(request: Request) -> Response:
+    """End requests with finish reason "abort"; ids that are not running are ignored."""
+    body = await parse_body(request, AbortRequest)
+    await server_of(request).siblings.abort(body.request_ids)
+    return Response()
+
+
+info_router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    return await respond(request, TokenizeRequest, server_of(request).tokenization.tokenize)
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Text of token ids."""
+    return await respond(request, DetokenizeRequest, server_of(request).tokenization.detokenize)
+
+
+@info_router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Class, size, special tokens and chat template of the tokenizer."""
+    renderer = server_of(request).renderer
+    tokenizer = renderer.require_tokenizer("tokenizer")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "special_tokens": {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
+        "chat_template": renderer.options.chat_template or tokenizer.chat_template,
+    }

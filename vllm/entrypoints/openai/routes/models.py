@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/models`."""
+"""The served model: its names, the placement of a supernet, what its experts do."""
+
+from http import HTTPStatus
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 
-from vllm.entrypoints.openai.protocol.models import ModelCard, ModelList
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.protocol.base import RequestModel
+from vllm.entrypoints.openai.routes.common import body_schema, parse_body
+from vllm.entrypoints.openai.serving_models import ModelCard, ModelList
 from vllm.entrypoints.openai.state import server_of
+from vllm.v1.metrics.expert_metrics import imbalance, total_counts
 
 router = APIRouter()
 
@@ -19,3 +27,68 @@ async def list_models(request: Request) -> ModelList:
 async def show_model(request: Request, name: str) -> ModelCard:
     """One served name."""
     return server_of(request).models.card(name)
+
+
+class PlacementRequest(RequestModel):
+    """A name for every layer, or a short form; `mode` as in `AsyncLLM.change_placement`."""
+
+    placement: str | list[str]
+    mode: Literal["wait", "refuse"] = "wait"
+
+
+@router.get("/placements")
+async def get_placements(request: Request) -> dict[str, Any]:
+    """The mixer of each layer that has several, and the names there are; 400 for no supernet."""
+    engine = server_of(request).engine
+    (placed, *_) = await engine.collective_rpc("get_layer_placements")
+    (mixers, *_) = await engine.collective_rpc("get_mixer_names")
+    return {"placements": placed, "mixers": list(mixers)}
+
+
+@router.post("/placements", openapi_extra=body_schema(PlacementRequest))
+async def set_placements(request: Request) -> dict[str, Any]:
+    """Use other mixers; replies once they are in use. Running requests end with the old ones, new
+    ones wait. 400, and nothing changed, for mixers that the model has not, or that do not fit."""
+    body = await parse_body(request, PlacementRequest)
+    await server_of(request).engine.change_placement(body.placement, body.mode)
+    return await get_placements(request)
+
+
+class ExpertLoad(BaseModel):
+    """One layer since the start of the engine.
+
+    `tokens [experts]`: how many each routed expert got, those of warm-up and padding left out.
+    `imbalance`: the most over the mean, 1 where all got as many; null before the first token.
+    """
+
+    layer: str
+    tokens: list[int]
+    imbalance: float | None
+
+
+class ExpertLoads(BaseModel):
+    """In the order of the layers."""
+
+    layers: list[ExpertLoad]
+
+
+@router.get("/experts")
+async def experts(request: Request) -> ExpertLoads:
+    """Tokens per expert and layer; 404 where nothing is counted."""
+    engine = server_of(request).engine
+    counts: dict[str, list[int]] = {}
+    if engine.vllm_config.observability_config.expert_counts:
+        counted = await engine.collective_rpc("expert_counts")
+        counts = total_counts(counted, engine.vllm_config.parallel_config.world_size)
+    if not counts:
+        raise APIError(
+            HTTPStatus.NOT_FOUND,
+            "NotFoundError",
+            "no experts are counted: serve a mixture of experts with --expert-counts",
+        )
+    return ExpertLoads(
+        layers=[
+            ExpertLoad(layer=layer, tokens=tokens, imbalance=imbalance(tokens))
+            for layer, tokens in counts.items()
+        ]
+    )

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of other servers that clients may try: a 501 that says what to use instead."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention over the paged cache."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,6 @@ from vllm.utils.torch_utils import dtype_name, get_kv_cache_torch_dtype
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
-
-__all__ = ["Attention"]
 
 
 class Attention(nn.Module, AttentionLayerBase):
@@ -227,22 +226,15 @@ class Attention(nn.Module, AttentionLayerBase):
         return self.attn_backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        block_size = vllm_config.cache_config.block_size
-        if self.sliding_window is None:
-            return FullAttentionSpec(
-                block_size=block_size,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                dtype=self.kv_cache_dtype,
-                lookahead=self.cache_lookahead,
-            )
-        return SlidingWindowSpec(
-            block_size=block_size,
+        kind: Callable[..., AttentionSpec] = FullAttentionSpec
+        if self.sliding_window is not None:
+            kind = partial(SlidingWindowSpec, sliding_window=self.sliding_window)
+        return kind(
+            block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.kv_cache_dtype,
             lookahead=self.cache_lookahead,
-            sliding_window=self.sliding_window,
         )
 
     def extra_repr(self) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and dtypes of recurrent state, from a config alone."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm.distributed.utils import divide

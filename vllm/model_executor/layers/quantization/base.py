@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a way of quantising weights provides: parameters, their loaders, and the product."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +13,9 @@ from torch import Tensor, nn
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.moe import ExpertScales
 from vllm.kernels.residual_stream import Norm, ResidualStream
+from vllm.model_executor.models.weights import WeightsMapper
 from vllm.model_executor.parameter import ExpertStack, ShardId, WeightLayout
 from vllm.platforms import current_platform
-
-if TYPE_CHECKING:
-    from vllm.model_executor.models.weights import WeightsMapper
 
 #: an `nn.Module` with the parameters that its method made
 Layer = Any

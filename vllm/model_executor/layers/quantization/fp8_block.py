@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float8 weights with one scale per 128 x 128 block (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float8 checkpoints, as their `quantization_config` says, and 16-bit ones made float8."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float8 experts: a mixture's matrices stacked, with their scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal

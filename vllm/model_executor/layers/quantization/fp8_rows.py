@@ -6,8 +6,6 @@ scales share a fused weight, and nothing is requantised. 16-bit checkpoints are 
 they load, shard by shard, so the 16-bit weights are never in device memory as a whole.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

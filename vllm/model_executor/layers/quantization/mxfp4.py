@@ -5,8 +5,6 @@ A number is sign, two bits of exponent and one of mantissa (e2m1); a scale is a 
 bits (e8m0). Both fit into bfloat16 and fp32 without loss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation methods by name, and which one a model uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.quantization.fp8_config import (
@@ -14,9 +13,6 @@ from vllm.model_executor.layers.quantization.fp8_config import (
     fp8_from_compressed_tensors,
 )
 from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 #: `quant_method` of a checkpoint -> its reader
 _STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in the model's dtype."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

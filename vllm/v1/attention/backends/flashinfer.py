@@ -8,6 +8,7 @@ block stride. Planning takes host integers only, so it never waits for the devic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import flashinfer
 import numpy as np
@@ -38,8 +39,7 @@ class FlashInferMetadata(AttentionMetadata):
     prefill: flashinfer.BatchPrefillWithPagedKVCacheWrapper | None
 
 
-@dataclass(frozen=True)
-class _Pages:
+class _Pages(NamedTuple):
     """FlashInfer's ragged page table of some requests."""
 
     indptr: Tensor
@@ -58,9 +58,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.spec = AttentionSpec.expect(kv_cache_spec)
+        self.spec = spec = AttentionSpec.expect(kv_cache_spec)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.impl: FlashInferImpl = layer.impl
+        impl: FlashInferImpl = layer.impl
+        self._sizes = (impl.num_heads, impl.num_kv_heads, impl.head_size, spec.block_size)
+        self._options = {
+            "window_left": impl.window_left,
+            "q_data_type": spec.dtype,
+            "kv_data_type": spec.dtype,
+            "sm_scale": impl.scale,
+        }
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True
@@ -70,9 +77,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
         decodes, reqs = common.num_decodes, common.num_reqs
         if decodes:
-            self._plan_decode(self._pages(common, 0, decodes))
+            pages = self._pages(common, 0, decodes)
+            self.decode.plan(*pages, *self._sizes, **self._options)
         if decodes < reqs:
-            self._plan_prefill(common, self._pages(common, decodes, reqs))
+            pages = self._pages(common, decodes, reqs)
+            starts = torch.from_numpy(common.prefill_query_start_loc_cpu.copy())
+            self.prefill.plan(starts, *pages, *self._sizes, causal=True, **self._options)
         return FlashInferMetadata(
             num_tokens=common.num_tokens,
             num_decodes=decodes,
@@ -94,38 +104,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             torch.from_numpy(indptr),
             indices.to(self.device, non_blocking=True),
             torch.from_numpy(last_page_len),
-        )
-
-    def _plan_decode(self, pages: _Pages) -> None:
-        self.decode.plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            self.impl.num_heads,
-            self.impl.num_kv_heads,
-            self.impl.head_size,
-            self.spec.block_size,
-            window_left=self.impl.window_left,
-            q_data_type=self.spec.dtype,
-            kv_data_type=self.spec.dtype,
-            sm_scale=self.impl.scale,
-        )
-
-    def _plan_prefill(self, common: CommonAttentionMetadata, pages: _Pages) -> None:
-        self.prefill.plan(
-            torch.from_numpy(common.prefill_query_start_loc_cpu.copy()),
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            self.impl.num_heads,
-            self.impl.num_kv_heads,
-            self.impl.head_size,
-            self.spec.block_size,
-            causal=True,
-            window_left=self.impl.window_left,
-            q_data_type=self.spec.dtype,
-            kv_data_type=self.spec.dtype,
-            sm_scale=self.impl.scale,
         )
 
 
@@ -179,9 +157,3 @@ class FlashInferBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashInferImpl]:
         return FlashInferImpl
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)

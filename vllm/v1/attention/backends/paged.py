@@ -145,9 +145,3 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
         return PagedAttentionImpl
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)

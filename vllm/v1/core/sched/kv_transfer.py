@@ -79,9 +79,6 @@ class KVTransfer:
         """Whether a waiting request holds blocks because of a load."""
         return request_id in self.loading or request_id in self.received
 
-    def begin_load(self, request_id: str) -> None:
-        self.loading.add(request_id)
-
     def after_allocation(
         self, request: Request, num_computed_tokens: int, num_external_tokens: int
     ) -> None:
@@ -127,9 +124,6 @@ class KVTransfer:
         """The step's loads are known to have come, or were reported as failed."""
         for request_id in scheduler_output.num_scheduled_tokens if self._loads else ():
             self._loads.pop(request_id, None)
-
-    def fill_metadata(self, output: SchedulerOutput) -> None:
-        output.kv_connector_metadata = self.connector.build_connector_meta(output)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Tell the connector; (whether a transfer keeps the blocks, parameters for the client)."""

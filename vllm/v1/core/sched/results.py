@@ -82,7 +82,7 @@ class SchedulerResults(SchedulerState):
         many of each client's outputs, the first ones, hold nothing but tokens."""
         failed, prompt_logprobs = runner_output.failed_req_ids, runner_output.prompt_logprobs
         special = failed.keys() | prompt_logprobs.keys() | runner_output.logprobs.keys()
-        sampled = _tokens_in_order(scheduler_output, runner_output)
+        sampled = _in_order(scheduler_output, runner_output, runner_output.sampled_token_ids, [])
         results = list(zip(requests, sampled, strict=True))
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if runner_output.num_verified:
@@ -324,13 +324,6 @@ def nothing_to_sample(request: Request) -> str | RequestConflict:
             "allowed_token_ids, bad_words and min_tokens bar them all"
         )
     return "the model's logits are not numbers"
-
-
-def _tokens_in_order(
-    scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
-) -> Sequence[list[int]]:
-    """Sampled tokens of the step's requests in the order of scheduling."""
-    return _in_order(scheduler_output, runner_output, runner_output.sampled_token_ids, [])
 
 
 def _in_order(

@@ -70,8 +70,8 @@ class Scheduler(SchedulerResults):
                 self.turns.ran(placement)
                 break
         output = self._make_output(step)
-        if self.transfer is not None:
-            self.transfer.fill_metadata(output)
+        if self.connector is not None:
+            output.kv_connector_metadata = self.connector.build_connector_meta(output)
         self._advance(step, output)
         self._in_flight.append((output, step.requests))
         return output
@@ -285,7 +285,10 @@ class Scheduler(SchedulerResults):
         self._count_prefix(request, prefix)
         request.num_computed_tokens = prefix.computed
         if prefix.load_async:
-            return self._begin_load(request)
+            assert self.transfer is not None
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.transfer.loading.add(request.request_id)
+            return _Admission.SKIPPED
         self._start(request, step, num_tokens)
         return _Admission.RUNS
 
@@ -371,12 +374,6 @@ class Scheduler(SchedulerResults):
         assert self.transfer is not None
         waiting = len(self.transfer.loading) + len(self.transfer.received)
         return len(self.running) + waiting < self.max_num_seqs
-
-    def _begin_load(self, request: Request) -> _Admission:
-        assert self.transfer is not None
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self.transfer.begin_load(request.request_id)
-        return _Admission.SKIPPED
 
     def _start(self, request: Request, step: StepPlan, num_tokens: int) -> None:
         step.only_decodes = False

@@ -16,9 +16,8 @@ from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.placement_turns import PlacementTurns
 from vllm.v1.core.sched.request_queue import create_request_queue
-from vllm.v1.core.sched.step_plan import DecodeSet
+from vllm.v1.core.sched.step_plan import DecodeSet, PlacementTurns
 from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 

@@ -183,6 +183,12 @@ class KVConnectorBase_V1(ABC):
         `num_ranks` workers; for `vllm explain`."""
         return []
 
+    @classmethod
+    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
+        """Device memory that a worker's connector, configured like this, will allocate itself: the
+        arena gets so much less, unless its size is given."""
+        return 0
+
     # ---- front end -----------------------------------------------------------------------------
 
     @classmethod

@@ -6,13 +6,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 from typing_extensions import Self
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.config import VllmConfig
 
 
 @dataclass

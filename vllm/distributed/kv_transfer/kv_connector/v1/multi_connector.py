@@ -7,27 +7,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
-from torch import Tensor
-
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    StateMemory,
     StateTier,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_children import (
+    child_classes,
+    child_extras,
+    children_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     MultiKVConnectorHandshakeMetadata,
@@ -37,73 +39,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
     child_key,
+    handshake_parts,
     part_data,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import RequestError
+from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import RequestError
-    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
-Ranks = TypeVar("Ranks")
+P = ParamSpec("P")
 Finished = tuple[bool, dict[str, Any] | None]
 
 
-def child_configs(
-    extra_config: dict[str, Any], engine_id: str | None = None
-) -> list[KVTransferConfig]:
-    """The children's configurations; ValueError when the list is missing or empty.
+def _by_each(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """The same method of every child, one after another."""
+    name = method.__name__
 
-    A child without an `engine_id` of its own gets the given one.
-    """
-    from vllm.config import KVTransferConfig
+    # Not what `method` has in its `__dict__`: it may be marked as abstract.
+    @wraps(method, updated=())
+    def forward(self: MultiConnector, *args: P.args, **kwargs: P.kwargs) -> None:
+        for child in self._children:
+            getattr(child, name)(*args, **kwargs)
 
-    given = extra_config.get("connectors")
-    if not isinstance(given, list | tuple) or not given:
-        raise ValueError(
-            "MultiConnector needs kv_connector_extra_config.connectors, a non-empty list of "
-            "kv_transfer_config objects"
-        )
-    common = {} if engine_id is None else {"engine_id": engine_id}
-    return [
-        item if isinstance(item, KVTransferConfig) else KVTransferConfig(**{**common, **item})
-        for item in given
-    ]
-
-
-def _child_classes(
-    extra_config: dict[str, Any], engine_id: str | None = None
-) -> Iterator[tuple[type[KVConnectorBase_V1], KVTransferConfig]]:
-    """Each child's class and configuration."""
-    for config in child_configs(extra_config, engine_id):
-        yield KVConnectorFactory.get_connector_class(config), config
-
-
-def _children_of(
-    vllm_config: VllmConfig,
-) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
-    """Each child's class and the engine's configuration as that child sees it."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    children = _child_classes(transfer.kv_connector_extra_config, transfer.engine_id)
-    for child_cls, config in children:
-        child_config = copy.copy(vllm_config)
-        child_config.kv_transfer_config = config
-        yield child_cls, child_config
-
-
-@dataclass
-class _SchedulerState:
-    """Which child loads a request, and how many further children hold a finished one's blocks."""
-
-    loading: dict[str, int] = field(default_factory=dict)
-    extra_async_saves: dict[str, int] = field(default_factory=dict)
+    return forward
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -117,11 +77,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._children: list[KVConnectorBase_V1] = []
-        for _, child_config in _children_of(vllm_config):
+        for _, child_config in children_of(vllm_config):
             self._children.append(
                 KVConnectorFactory.create_connector(child_config, role, kv_cache_config)
             )
-        self._scheduler = _SchedulerState()
+        # Scheduler side: which child loads a request.
+        self._loading: dict[str, int] = {}
+        # Scheduler side: how many further children hold a finished request's blocks.
+        self._extra_holders: dict[str, int] = {}
         # Worker side: reports still missing of requests that several children send.
         self._extra_async_saves: dict[str, int] = {}
 
@@ -129,10 +92,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return all(
-            child_cls.supports_hma_config(child)
-            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
-        )
+        children = child_classes(kv_transfer_config.kv_connector_extra_config)
+        return all(child.supports_hma_config(config) for child, config in children)
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
@@ -142,7 +103,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The children's common demand; ValueError when they disagree."""
         demands: dict[str, str] = {}
-        for child_cls, child_config in _children_of(vllm_config):
+        for child_cls, child_config in children_of(vllm_config):
             layout = child_cls.get_required_kvcache_layout(child_config)
             if layout is not None:
                 demands[layout] = child_cls.__name__
@@ -152,38 +113,28 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child_cls.requires_piecewise_for_cudagraph(child.kv_connector_extra_config)
-            for child_cls, child in _child_classes(extra_config)
-        )
+        children = child_extras(extra_config)
+        return any(child.requires_piecewise_for_cudagraph(extra) for child, extra in children)
 
     @classmethod
     def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child_cls.acts_on_every_layer(child.kv_connector_extra_config)
-            for child_cls, child in _child_classes(extra_config)
-        )
+        children = child_extras(extra_config)
+        return any(child.acts_on_every_layer(extra) for child, extra in children)
 
     @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child_cls.reads_recurrent_state(child.kv_connector_extra_config)
-            for child_cls, child in _child_classes(extra_config)
-        )
+        children = child_extras(extra_config)
+        return any(child.reads_recurrent_state(extra) for child, extra in children)
 
     @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return all(
-            child_cls.supports_pipeline_stages(child)
-            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
-        )
+        children = child_classes(kv_transfer_config.kv_connector_extra_config)
+        return all(child.supports_pipeline_stages(config) for child, config in children)
 
     @classmethod
     def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return all(
-            KVConnectorFactory.get_connector_class(child).supports_several_hosts(child)
-            for child in child_configs(kv_transfer_config.kv_connector_extra_config)
-        )
+        children = child_classes(kv_transfer_config.kv_connector_extra_config)
+        return all(child.supports_several_hosts(config) for child, config in children)
 
     @classmethod
     def state_tiers(
@@ -191,9 +142,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> list[StateTier]:
         return [
             tier
-            for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config)
+            for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config)
             for tier in child_cls.state_tiers(child, plan, num_ranks)
         ]
+
+    @classmethod
+    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
+        return sum(
+            child_cls.device_bytes(child, device_type)
+            for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config)
+        )
 
     # ---- front end -----------------------------------------------------------------------------
 
@@ -219,7 +177,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics | None:
         children: dict[str, KVConnectorPromMetrics] = {}
-        for index, (child_cls, child_config) in enumerate(_children_of(vllm_config)):
+        for index, (child_cls, child_config) in enumerate(children_of(vllm_config)):
             made = child_cls.build_prom_metrics(
                 child_config, metric_types, labelnames, per_engine_labelvalues
             )
@@ -231,29 +189,19 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def check_request(
         cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
     ) -> None:
-        for child_cls, child in _child_classes(kv_transfer_config.kv_connector_extra_config):
+        for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config):
             child_cls.check_request(child, params, num_completions)
 
     # ---- worker side ---------------------------------------------------------------------------
 
-    def register_memory(self, memory: StateMemory) -> None:
-        """Each child gets the form it asks for."""
-        for child in self._children:
-            child.register_memory(memory)
-
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        for child in self._children:
-            child.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: Tensor, attn_backend: type[AttentionBackend]
-    ) -> None:
-        for child in self._children:
-            child.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        for child in self._children:
-            child.set_host_xfer_buffer_ops(copy_operation)
+    register_memory = _by_each(KVConnectorBase_V1.register_memory)
+    register_kv_caches = _by_each(KVConnectorBase_V1.register_kv_caches)
+    register_cross_layers_kv_cache = _by_each(KVConnectorBase_V1.register_cross_layers_kv_cache)
+    set_host_xfer_buffer_ops = _by_each(KVConnectorBase_V1.set_host_xfer_buffer_ops)
+    start_load_kv = _by_each(KVConnectorBase_V1.start_load_kv)
+    wait_for_layer_load = _by_each(KVConnectorBase_V1.wait_for_layer_load)
+    save_kv_layer = _by_each(KVConnectorBase_V1.save_kv_layer)
+    wait_for_save = _by_each(KVConnectorBase_V1.wait_for_save)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, MultiKVConnectorMetadata)
@@ -278,24 +226,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         super().clear_connector_metadata()
         for child in self._children:
             child.clear_connector_metadata()
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        for child in self._children:
-            child.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        for child in self._children:
-            child.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
-        for child in self._children:
-            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        for child in self._children:
-            child.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent: set[str] = set()
@@ -359,13 +289,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side ------------------------------------------------------------------------
 
-    def on_new_request(self, request: Request) -> None:
-        for child in self._children:
-            child.on_new_request(request)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        for child in self._children:
-            child.bind_gpu_block_pool(gpu_block_pool)
+    on_new_request = _by_each(KVConnectorBase_V1.on_new_request)
+    bind_gpu_block_pool = _by_each(KVConnectorBase_V1.bind_gpu_block_pool)
 
     def get_prefix_hash_root(self) -> bytes | None:
         """The children's common demand; ValueError when they differ."""
@@ -389,13 +314,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 undecided = True
             elif num_tokens > 0 and chosen[0] == 0:
                 chosen = (num_tokens, runs_beside)
-                self._scheduler.loading[request.request_id] = index
+                self._loading[request.request_id] = index
         return (None, False) if undecided else chosen
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        loading = self._scheduler.loading.get(request.request_id)
+        loading = self._loading.get(request.request_id)
         nothing = blocks.new_empty()
         for index, child in enumerate(self._children):
             if index == loading:
@@ -404,7 +329,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 child.update_state_after_alloc(request, nothing, 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        extra, self._scheduler.extra_async_saves = self._scheduler.extra_async_saves, {}
+        extra, self._extra_holders = self._extra_holders, {}
         return MultiKVConnectorMetadata(
             tuple(child.build_connector_meta(scheduler_output) for child in self._children), extra
         )
@@ -446,8 +371,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             params = child_params if params is None else params
         if num_saves > 1:
-            self._scheduler.extra_async_saves[req_id] = num_saves - 1
-        self._scheduler.loading.pop(req_id, None)
+            self._extra_holders[req_id] = num_saves - 1
+        self._loading.pop(req_id, None)
         return num_saves > 0, params
 
     def has_pending_push_work(self) -> bool:
@@ -468,27 +393,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         for index, child in enumerate(self._children):
-            child.set_xfer_handshake_metadata(_parts(metadata, index))
+            child.set_xfer_handshake_metadata(handshake_parts(metadata, index))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for index, child in enumerate(self._children):
-            child.set_xfer_handshake_metadata_pp_aware(_parts(metadata, index))
+            child.set_xfer_handshake_metadata_pp_aware(handshake_parts(metadata, index))
 
     def reset_cache(self) -> bool | None:
-        answers = [child.reset_cache() for child in self._children]
-        known = [answer for answer in answers if answer is not None]
+        known = [done for child in self._children if (done := child.reset_cache()) is not None]
         return all(known) if known else None
-
-
-def _parts(
-    metadata: dict[Ranks, KVConnectorHandshakeMetadata], index: int
-) -> dict[Ranks, KVConnectorHandshakeMetadata]:
-    """What a child's workers said, by rank."""
-    found = {}
-    for ranks, message in metadata.items():
-        assert isinstance(message, MultiKVConnectorHandshakeMetadata)
-        if (part := message.parts[index]) is not None:
-            found[ranks] = part
-    return found

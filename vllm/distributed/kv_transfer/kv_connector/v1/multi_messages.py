@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+Ranks = TypeVar("Ranks")
 
 
 @dataclass
@@ -120,3 +122,15 @@ def _join_all(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...
         b if a is None else a if b is None else a.aggregate(b)
         for a, b in zip(first, second, strict=True)
     )
+
+
+def handshake_parts(
+    metadata: dict[Ranks, KVConnectorHandshakeMetadata], index: int
+) -> dict[Ranks, KVConnectorHandshakeMetadata]:
+    """What a child's workers said, by rank."""
+    found = {}
+    for ranks, message in metadata.items():
+        assert isinstance(message, MultiKVConnectorHandshakeMetadata)
+        if (part := message.parts[index]) is not None:
+            found[ranks] = part
+    return found

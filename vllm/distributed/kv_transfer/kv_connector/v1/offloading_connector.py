@@ -4,24 +4,23 @@
 Any kind of state: whole blocks of the arena move, so nothing here knows what a layer keeps.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from vllm import decisions
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ArenaConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     StateTier,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.identity import store_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore, store_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     OffloadingMetadata,
+    OffloadingPromMetrics,
+    OffloadingStats,
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduling import OffloadingScheduler
@@ -29,23 +28,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import (
     OffloadingSettings,
     check_engine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import (
-    OffloadingPromMetrics,
-    OffloadingStats,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import HostMemory, Transfers
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 
 class OffloadingConnector(ArenaConnector):

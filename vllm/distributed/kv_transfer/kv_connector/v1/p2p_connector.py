@@ -2,28 +2,31 @@
 """One engine computes prompts, another answers them; see docs/disaggregation.md.
 
 Any kind of state: whole blocks of the arena move, so nothing here knows what a layer keeps. State
-leaves when its request has ended, when the recurrent part is complete, and passes through host
+leaves when its request has ended, when the recurrent part is complete, and passes through staging
 memory on both sides: its bytes are sealed there before they leave and checked before they enter.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+import torch
 from torch import Tensor
 
 from vllm import decisions
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ArenaConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p import staging_device
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import BlockCopies
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import peer_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
     P2pHandshake,
     P2pMetadata,
+    P2pPromMetrics,
+    P2pStats,
     Place,
     RemoteState,
 )
@@ -36,20 +39,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.scheduling import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.sending import Sender
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.settings import P2pSettings
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.stats import P2pPromMetrics, P2pStats
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import (
+    HOST,
+    Staging,
+    staging_device_bytes,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging_device import Choice
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.tcp_transport import TcpTransport
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import CannotRegister, Transport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import MessageServer
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
-    from vllm.v1.request import Request
+#: the decision which memory state passes through
+STAGED = "state passes through"
 
 
 class P2pConnector(ArenaConnector):
@@ -84,6 +91,19 @@ class P2pConnector(ArenaConnector):
         return TcpTransport()
 
     @classmethod
+    def staging_choice(cls, settings: P2pSettings, device_type: str) -> Choice:
+        """Where an engine on devices of this type stages state."""
+        return Choice(False, "TCP moves bytes of host memory")
+
+    @classmethod
+    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
+        settings = P2pSettings.of(kv_transfer_config, cls.transport_keys)
+        if not cls.staging_choice(settings, device_type).on_device:
+            return 0
+        sides = kv_transfer_config.is_kv_producer + kv_transfer_config.is_kv_consumer
+        return sides * staging_device_bytes(settings.staging_bytes)
+
+    @classmethod
     def check_request(
         cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
     ) -> None:
@@ -111,18 +131,13 @@ class P2pConnector(ArenaConnector):
     def register_arena(self, arena: Tensor, plan: ArenaPlan) -> None:
         rank = get_tensor_model_parallel_rank()
         settings, transfer = self._settings, self._kv_transfer_config
-        outgoing = incoming = None
-        if transfer.is_kv_producer:
-            outgoing = Staging(settings.staging_bytes, pinned=arena.is_cuda)
-        if transfer.is_kv_consumer:
-            incoming = Staging(settings.staging_bytes, pinned=arena.is_cuda)
         transport = self._transport = self.make_transport(rank)
-        transport.register(
-            None if outgoing is None else outgoing.buffer.numpy(),
-            None if incoming is None else incoming.buffer.numpy(),
-        )
+        outgoing, incoming = self._stage(transport, arena, plan)
         copies = BlockCopies(arena, plan)
         identity = peer_identity(self._vllm_config, self._config)
+        staging = outgoing or incoming
+        assert staging is not None, "an engine is a producer, a consumer or both"
+        identity[staging_device.KEY] = staging.buffer.device.type
         if outgoing is not None:
             self._sender = Sender(
                 copies, outgoing, transport, transfer.engine_id, identity, settings.lease_s
@@ -142,6 +157,41 @@ class P2pConnector(ArenaConnector):
             self._receiver = Receiver(
                 copies, incoming, transport, identity, rank, self._num_ranks, settings.timeout_s
             )
+
+    def _stage(
+        self, transport: Transport, arena: Tensor, plan: ArenaPlan
+    ) -> tuple[Staging | None, Staging | None]:
+        """Memory for what leaves and for what comes, where it was chosen to be; the transport knows
+        it then. `CannotRegister` where it was required to be and cannot."""
+        choice = self.staging_choice(self._settings, arena.device.type)
+        if choice.on_device:
+            try:
+                staged = self._stage_on(arena.device, transport, plan)
+            except CannotRegister as error:
+                if choice.required:
+                    raise
+                choice = Choice(False, str(error))
+        if not choice.on_device:
+            staged = self._stage_on(HOST, transport, plan, pinned=arena.is_cuda)
+        where = [f"memory of {arena.device}", "host memory"]
+        chosen, other = where if choice.on_device else reversed(where)
+        decisions.record(STAGED, chosen, choice.why, other if arena.is_cuda else None)
+        return staged
+
+    def _stage_on(
+        self, device: torch.device, transport: Transport, plan: ArenaPlan, pinned: bool = False
+    ) -> tuple[Staging | None, Staging | None]:
+        transfer, num_bytes = self._kv_transfer_config, self._settings.staging_bytes
+        smallest = min(group.block_bytes for group in plan.groups)
+        outgoing, incoming = (
+            Staging(num_bytes, pinned, device, smallest) if used else None
+            for used in (transfer.is_kv_producer, transfer.is_kv_consumer)
+        )
+        transport.register(
+            None if outgoing is None else outgoing.buffer,
+            None if incoming is None else incoming.buffer,
+        )
+        return outgoing, incoming
 
     def get_handshake_metadata(self) -> P2pHandshake | None:
         if self._server is None:
@@ -209,7 +259,7 @@ class P2pConnector(ArenaConnector):
         decisions.record(
             "state transfer",
             f"{type(self).__name__}, peers ask at {host}, ports {', '.join(map(str, ports))}",
-            f"{room} bytes of host memory per rank hold what peers have not fetched",
+            f"{room} bytes of staging memory per rank hold what peers have not fetched",
         )
 
     def on_new_request(self, request: Request) -> None:

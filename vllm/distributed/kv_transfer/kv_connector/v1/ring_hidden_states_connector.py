@@ -12,39 +12,35 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.extra_config import ExtraConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
     HiddenStatesConnector,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
-    RowSave,
-    RowsMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
+    RowSave,
+    RowsMetadata,
     end_with_error,
     ended_badly,
     missing_rows,
     tokens_to_save,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
-from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_ring import POLICIES, Policy, RingWriter, Rows, record_bytes
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, StoredRows
 from vllm.logger import init_logger
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -63,25 +59,18 @@ class RingSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> RingSettings:
         """Raises `VLLMValidationError` for unknown keys and values that cannot be honoured."""
-        for key in given:
-            if key not in _KEYS:
-                known = ", ".join(_KEYS)
-                raise _refused(key, given[key], f"kv_connector_extra_config knows {known}")
+        extra = ExtraConfig("RingHiddenStatesConnector", given)
+        extra.check_keys(_KEYS)
         path = given.get("ring_path")
         if not isinstance(path, str) or not path:
-            raise _refused("ring_path", path, "name a file, such as /dev/shm/rows")
+            raise extra.refused("ring_path", path, "name a file, such as /dev/shm/rows")
         num_bytes = given.get("ring_bytes", _DEFAULT_BYTES)
         if type(num_bytes) is not int or num_bytes <= 0:
-            raise _refused("ring_bytes", num_bytes, "give a positive number of bytes")
+            raise extra.refused("ring_bytes", num_bytes, "give a positive number of bytes")
         policy = given.get("when_full", "wait")
         if policy not in POLICIES:
-            raise _refused("when_full", policy, f"choose one of {', '.join(POLICIES)}")
+            raise extra.refused("when_full", policy, f"choose one of {', '.join(POLICIES)}")
         return cls(path, num_bytes, policy)
-
-
-def _refused(key: str, value: Any, instead: str) -> VLLMValidationError:
-    message = f"RingHiddenStatesConnector: {key} {value!r}: {instead}"
-    return VLLMValidationError(message, parameter=key, value=value)
 
 
 class _Saver:

@@ -4,8 +4,6 @@
 The digest is XXH3-64, which finds damage, not forgery. Bytes that do not have it are never decoded.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +15,8 @@ from torch import Tensor
 
 from vllm._extension import cpu_ops
 
-#: the longest input with formulas of its own, which the compiled op does not have
-_SHORT = 240
+#: the longest input with formulas of its own, which the compiled ops do not have
+SHORT = 240
 
 #: first byte, bytes
 Span = tuple[int, int]
@@ -37,7 +35,7 @@ def num_threads() -> int:
 def digests(data: Tensor, spans: Sequence[Span]) -> list[int]:
     """XXH3-64 of each of these parts of a contiguous `uint8 [n]` on the CPU; other threads run
     meanwhile."""
-    if any(size <= _SHORT for _, size in spans):
+    if any(size <= SHORT for _, size in spans):
         parts = (data[start : start + size] for start, size in spans)
         return [xxhash.xxh3_64_intdigest(part.numpy().data) for part in parts]
     if not spans:

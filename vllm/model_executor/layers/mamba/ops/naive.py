@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the references of Mamba1 and Mamba2 share: sequence by sequence, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,11 +19,9 @@ class Tokens(Protocol):
 
     def step(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """Output and state after token `t`."""
-        ...
 
     def update(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """Key of each group, error and decay of token `t`, as a journal keeps them."""
-        ...
 
 
 #: of the convolution's output `[tokens, channels]` of these tokens of the batch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scans of Mamba1 and Mamba2 are given; `Gates` is what each kind needs besides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reference as the kernel of a platform that has no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec

@@ -1,34 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all connectors of captured hidden states have in common."""
 
-from __future__ import annotations
-
+import os
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ConnectorBesideSteps
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
-    SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.group import (
-    LAYER_NAME_MARKER,
-    find_hidden_states_group,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import RowsMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import RowsMetadata
 from vllm.distributed.parallel_state import stores_hidden_states
-from vllm.hidden_states_storage import storage_dtype_of
+from vllm.forward_context import ForwardContext
+from vllm.hidden_states_storage import RowFormat, StorageDtype, storage_dtype_of
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+
+def storage_path(transfer: KVTransferConfig) -> str:
+    """The files' directory, absolute."""
+    return os.path.abspath(os.fspath(transfer.get_from_extra_config("shared_storage_path", "/tmp")))
+
+
+def num_writer_threads(transfer: KVTransferConfig) -> int:
+    """Files written at a time; ValueError below 1."""
+    count = int(transfer.get_from_extra_config("num_writer_threads", 8))
+    if count < 1:
+        raise ValueError(f"num_writer_threads must be >= 1, got {count}")
+    return count
+
+
+def flag(transfer: KVTransferConfig, key: str, default: bool) -> bool:
+    """ValueError for anything but true or false."""
+    value = transfer.get_from_extra_config(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"kv_connector_extra_config {key!r} must be true or false: {value!r}")
+    return value
+
+
+#: part of the layer's name, for configurations that do not show its spec
+LAYER_NAME_MARKER = "cache_only_layers"
+
+
+@dataclass(frozen=True)
+class HiddenStatesGroup:
+    """`index` among the groups, the group's own `block_size`, and the layer in it.
+
+    `layer_name` is None where the scheduler's view of the group does not single the layer out.
+    `spec`: the layer's, or what that view shows of it.
+    """
+
+    index: int
+    block_size: int
+    layer_name: str | None
+    spec: KVCacheSpec
+
+    def row_format(self, storage: StorageDtype) -> RowFormat:
+        """Of the layer's rows; ValueError where its spec is not shown."""
+        if not self.spec.is_hidden_states:
+            raise ValueError(
+                f"state group {self.index} shows {self.spec.label}, not its captured hidden states"
+            )
+        [view] = self.spec.views
+        _, columns, hidden = view.shape
+        return RowFormat(columns, hidden, view.dtype, storage)
+
+
+def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGroup:
+    """The group that holds captured hidden states, as the layers' specs say.
+
+    A sole group is it whatever its spec says, since a scheduler may see only its first member.
+    On a pipeline stage that does not hold the layer, the group has no name.
+    ValueError when there is no such group or more than one.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    found: list[tuple[int, str | None]] = [
+        (i, name)
+        for i, group in enumerate(groups)
+        for name, spec in group.layer_specs.items()
+        if spec.is_hidden_states
+    ]
+    found += [
+        (i, None)
+        for i, group in enumerate(groups)
+        if not group.layer_names and group.kv_cache_spec.is_hidden_states
+    ]
+    if len(found) == 1:
+        index, name = found[0]
+        spec = groups[index].kv_cache_spec
+        layer_spec = spec if name is None else spec.of_layer(name)
+        return HiddenStatesGroup(index, spec.block_size, name, layer_spec)
+    if not found and len(groups) == 1:
+        names = [n for n in groups[0].layer_names if LAYER_NAME_MARKER in n]
+        layer_name = names[0] if len(names) == 1 else None
+        spec = groups[0].kv_cache_spec
+        return HiddenStatesGroup(0, spec.block_size, layer_name, spec)
+    raise ValueError(
+        f"expected one layer of captured hidden states in {len(groups)} state group(s), found "
+        f"{len(found)}; extraction needs speculative_config.method extract_hidden_states"
+    )
 
 
 class Saver(Protocol):
@@ -36,7 +112,6 @@ class Saver(Protocol):
 
     def step(self, saves: Any, finished_req_ids: set[str]) -> set[str]:
         """Take the step's saves; returns the requests whose blocks are not needed any more."""
-        ...
 
     def shutdown(self) -> None: ...
 
@@ -44,7 +119,7 @@ class Saver(Protocol):
 SaverT = TypeVar("SaverT", bound=Saver)
 
 
-class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA, Generic[SaverT]):
+class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
     """Store-only: rows stay in the cache until their request has ended and are then copied out.
 
     A subclass says where to (`_make_saver`), and when (`request_finished`, and a `RowsMetadata` of
@@ -67,19 +142,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA, Generic[SaverT]):
         speculative = vllm_config.speculative_config
         if speculative is None or not speculative.uses_extract_hidden_states():
             raise ValueError(f"{name} needs speculative_config.method 'extract_hidden_states'")
-        if kv_cache_config is None:
-            raise ValueError(f"{name} needs kv_cache_config")
-        self._group = find_hidden_states_group(kv_cache_config)
+        self._group = find_hidden_states_group(self._config)
         self._storage = storage_dtype_of(self._kv_transfer_config.kv_connector_extra_config)
         self._saver: SaverT | None = None
-
-    @classmethod
-    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        return False
-
-    @classmethod
-    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        return False
 
     @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -115,17 +180,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA, Generic[SaverT]):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Store-only."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Store-only."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
-        """Rows stay in the cache until their request has finished."""
-
-    def wait_for_save(self) -> None:
-        """Nothing of this step is read during it."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         metadata = self._get_connector_metadata()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock file beside a data file: `<path>.lock`, held with flock(2) until it is complete."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which file a request's hidden states go to: always one below the storage directory."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cached rows to host memory, without stopping the device."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker side: lock first, copy when finished, write in the background."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable
@@ -12,16 +10,16 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import tensor_file
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.metadata import (
-    ExampleHiddenStatesConnectorMetadata,
-    PendingSave,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import PathRefused
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.storage import Storage, Target
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import Storage, Target
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
 from vllm.logger import init_logger
 from vllm.v1.engine import RequestConflict, RequestError

@@ -5,8 +5,6 @@ Format: github.com/huggingface/safetensors, "Format". The library's own writer a
 file, which would give reserved space back in the middle of writing, when the disk may be full.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that write finished rows to disk."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a waiting request gets back from host memory and files."""
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadedBlock, LoadJob
@@ -15,16 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import (
     TierSearch,
     content_of,
 )
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
 from vllm.v1.core.prefix_cache import reads_prefix_cache
 from vllm.v1.core.prefix_lookup import PrefixMatch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 
 @dataclass

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of offloading: stores, loads and the tiers between them, step by step."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name, parse_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.loads import LoadScheduling
@@ -15,12 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import StoreScheduling
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 
 
 class OffloadingScheduler:

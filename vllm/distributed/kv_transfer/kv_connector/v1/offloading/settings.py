@@ -6,20 +6,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arc import Arc
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.extra_config import ExtraConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
+    Arc,
+    EvictionPolicy,
+    Lru,
+)
 from vllm.exceptions import VLLMValidationError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import ArenaPlan
+from vllm.v1.kv_cache_interface import ArenaPlan
 
 _KEYS = ("cpu_bytes_to_use", "eviction_policy", "secondary_tiers", "spec_name")
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
 _TIER_KEYS = ("type", "root_dir", "max_bytes")
+_BYTES = "a positive number of bytes"
 #: files a tier may fill unless it says otherwise (100 GiB)
 _FILE_BYTES = 100 * 2**30
 
@@ -44,15 +47,17 @@ class OffloadingSettings:
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> OffloadingSettings:
         """Raises `VLLMValidationError` for unknown keys and values that cannot be honoured."""
-        _check_keys(extra_config, _KEYS, "kv_connector_extra_config")
+        extra = _extra(extra_config)
+        extra.check_keys(_KEYS)
         policy = extra_config.get("eviction_policy", "lru")
         if not isinstance(policy, str) or policy not in _POLICIES:
-            raise _refused("eviction_policy", policy, f"choose one of {', '.join(_POLICIES)}")
+            raise extra.refused("eviction_policy", policy, f"choose one of {', '.join(_POLICIES)}")
         spec = extra_config.get("spec_name", _SPECS[0])
         if spec not in _SPECS:
-            raise _refused("spec_name", spec, f"choose one of {', '.join(_SPECS)}, or leave it out")
+            instead = f"choose one of {', '.join(_SPECS)}, or leave it out"
+            raise extra.refused("spec_name", spec, instead)
         return cls(
-            _positive_bytes(extra_config, "cpu_bytes_to_use"),
+            int(extra.positive("cpu_bytes_to_use", what=_BYTES)),
             _file_tier(extra_config.get("secondary_tiers", [])),
             _POLICIES[policy],
         )
@@ -61,7 +66,7 @@ class OffloadingSettings:
         """Pages of host memory per rank; `VLLMValidationError` if not one fits."""
         pages = self.cpu_bytes // num_ranks // plan.page_bytes
         if pages < 1:
-            raise _refused(
+            raise _extra().refused(
                 "cpu_bytes_to_use",
                 self.cpu_bytes,
                 f"one page of this model's state takes {plan.page_bytes} bytes on each of "
@@ -76,7 +81,9 @@ class OffloadingSettings:
         pages = self.files.max_bytes // num_ranks // plan.page_bytes
         if pages < 1:
             needed = plan.page_bytes * num_ranks
-            raise _refused("max_bytes", self.files.max_bytes, f"give at least {needed} bytes")
+            raise _extra().refused(
+                "max_bytes", self.files.max_bytes, f"give at least {needed} bytes"
+            )
         return pages
 
 
@@ -92,34 +99,21 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def _file_tier(tiers: Any) -> FileTierSettings | None:
+    refused = _extra().refused
     if not isinstance(tiers, list | tuple) or len(tiers) > 1:
-        raise _refused("secondary_tiers", tiers, "give a list of at most one tier")
+        raise refused("secondary_tiers", tiers, "give a list of at most one tier")
     if not tiers:
         return None
-    [tier] = tiers
-    _check_keys(tier, _TIER_KEYS, "secondary_tiers[0]")
-    if tier.get("type") != "fs":
-        raise _refused("secondary_tiers[0].type", tier.get("type"), "the only type is 'fs', files")
-    if not tier.get("root_dir"):
-        raise _refused("secondary_tiers[0].root_dir", tier.get("root_dir"), "name a directory")
-    max_bytes = _positive_bytes({"max_bytes": _FILE_BYTES, **tier}, "max_bytes")
-    return FileTierSettings(os.path.abspath(os.fspath(tier["root_dir"])), max_bytes)
+    tier = _extra({"max_bytes": _FILE_BYTES, **tiers[0]})
+    kind, root = tier.given.get("type"), tier.given.get("root_dir")
+    tier.check_keys(_TIER_KEYS, "secondary_tiers[0]")
+    if kind != "fs":
+        raise refused("secondary_tiers[0].type", kind, "the only type is 'fs', files")
+    if not root:
+        raise refused("secondary_tiers[0].root_dir", root, "name a directory")
+    max_bytes = int(tier.positive("max_bytes", what=_BYTES))
+    return FileTierSettings(os.path.abspath(os.fspath(root)), max_bytes)
 
 
-def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in given:
-        if key not in known:
-            raise _refused(key, given[key], f"{where} knows {', '.join(known)}")
-
-
-def _positive_bytes(given: Mapping[str, Any], key: str) -> int:
-    value = given.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise _refused(key, value, "give a positive number of bytes")
-    return int(value)
-
-
-def _refused(key: str, value: Any, instead: str) -> VLLMValidationError:
-    return VLLMValidationError(
-        f"OffloadingConnector: {key} {value!r}: {instead}", parameter=key, value=value
-    )
+def _extra(given: Mapping[str, Any] | None = None) -> ExtraConfig:
+    return ExtraConfig("OffloadingConnector", given or {})

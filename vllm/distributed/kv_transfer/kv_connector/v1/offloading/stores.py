@@ -7,8 +7,6 @@ device is held for that: a block that is reused meanwhile makes the step wait fo
 stream order. What host memory has no room for waits on the device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ of the device's cache, and the managers of the groups search them with the same 
 can be restored exactly where the device could have continued it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

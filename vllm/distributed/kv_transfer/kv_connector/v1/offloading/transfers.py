@@ -16,17 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
     LoadedBlock,
     LoadJob,
+    OffloadingStats,
     StoredBlock,
     StoreJob,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stats import OffloadingStats
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import (
     SealBroken,
     balanced,
@@ -35,6 +34,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.seal import (
 )
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
+
+
+class HostMemory:
+    """`num_pages` pages; the null page of the plan takes no memory. Page-locked with `pinned`, so
+    that a device copies at the link's speed."""
+
+    def __init__(self, plan: ArenaPlan, num_pages: int, pinned: bool) -> None:
+        self._plan = plan
+        self._num_pages = num_pages
+        self.buffer = torch.empty(num_pages * plan.page_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes = self.buffer.numpy()
+
+    def num_blocks(self, group: int) -> int:
+        """One more than the largest block id of the group."""
+        return (self._num_pages + 1) * self._plan.groups[group].blocks_per_page
+
+    def span(self, group: int, block: int, count: int) -> Tensor:
+        """`uint8 [count * block_stride]`: `count` blocks from `block` on."""
+        stride = self._plan.block_stride(group)
+        start = block * stride - self._plan.page_bytes
+        return self.buffer[start : start + count * stride]
+
+    def extent(self, group: int, block: int) -> tuple[int, int]:
+        """First byte in `buffer` and bytes of a block's data, without padding."""
+        start = block * self._plan.block_stride(group) - self._plan.page_bytes
+        return start, self._plan.groups[group].block_bytes
+
+    def block(self, group: int, block: int) -> np.ndarray:
+        """`uint8 [block_bytes]`: a block's data."""
+        start, size = self.extent(group, block)
+        return self._bytes[start : start + size]
+
 
 logger = init_logger(__name__)
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks between the arena and a segment of host memory, where they lie side by side.
+"""Blocks between the arena and a segment of staging memory, where they lie side by side.
 
 Copies run on two side streams, one per direction; whoever calls waits for them, so call from a
-thread that may wait.
+thread that may wait. The memory is registered with the transport once.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.block_runs import runs
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import Places
 from vllm.v1.kv_cache_interface import ArenaPlan
 
@@ -52,13 +50,13 @@ class BlockCopies:
         event.record(torch.cuda.current_stream(self._arena.device))
         return event
 
-    def to_host(self, places: Places, segment: Tensor, after: torch.cuda.Event | None) -> None:
+    def to_staging(self, places: Places, segment: Tensor, after: torch.cuda.Event | None) -> None:
         """Returns when `segment`, `uint8 [bytes]`, holds the blocks."""
-        self._copy(places, segment, after, self._out, to_host=True)
+        self._copy(places, segment, after, self._out, to_staging=True)
 
-    def to_device(self, places: Places, segment: Tensor, after: torch.cuda.Event | None) -> None:
+    def to_arena(self, places: Places, segment: Tensor, after: torch.cuda.Event | None) -> None:
         """Returns when the blocks are as in `segment`, `uint8 [bytes]`."""
-        self._copy(places, segment, after, self._in, to_host=False)
+        self._copy(places, segment, after, self._in, to_staging=False)
 
     def _copy(
         self,
@@ -66,14 +64,14 @@ class BlockCopies:
         segment: Tensor,
         after: torch.cuda.Event | None,
         stream: torch.cuda.Stream | None,
-        to_host: bool,
+        to_staging: bool,
     ) -> None:
         with torch.cuda.stream(stream):
             if stream is not None and after is not None:
                 stream.wait_event(after)
             for first, start, size in self._spans(places):
                 there, here = self._arena[first : first + size], segment[start : start + size]
-                target, source = (here, there) if to_host else (there, here)
+                target, source = (here, there) if to_staging else (there, here)
                 target.copy_(source, non_blocking=True)
             if stream is not None:
                 stream.synchronize()

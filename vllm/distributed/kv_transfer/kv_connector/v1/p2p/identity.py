@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two engines must have in common to exchange state, compared field by field."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.version import __version__
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
 #: raised whenever the messages or what they mean change
-PROTOCOL = 1
+PROTOCOL = 2
 #: bytes at the end of every file of weights that say which training run wrote it
 _TAIL_BYTES = 64 * 1024
 #: characters of a value that an error shows
@@ -63,8 +59,7 @@ def peer_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> Identity:
             for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
         ],
     }
-    loaded: Identity = json.loads(json.dumps(identity))
-    return loaded
+    return json.loads(json.dumps(identity))
 
 
 def compare(mine: Identity, theirs: Identity, peer: str) -> None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes through NIXL: RDMA, shared memory or TCP, whatever its back end finds.
+"""Bytes through NIXL: NVLink, RDMA, shared memory or TCP, whatever its back end finds.
 
 The library has no time limits, and its agent is not thread-safe: calls are short, made under a
 lock, and a transfer is polled until the deadline. A dead peer is an exception or a state `ERR`.
 """
-
-from __future__ import annotations
 
 import itertools
 import threading
@@ -14,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
+import torch
+from torch import Tensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import (
+    CannotRegister,
     Range,
     StillWriting,
     Transport,
@@ -48,41 +48,63 @@ class NixlTransport(Transport):
         self._name = name
         self._lock = threading.Lock()
         self._regions: list[Any] = []
+        self._device: torch.device | None = None
         self._readable = self._target = 0
-        #: agent name -> where its readable memory begins
-        self._peers: dict[str, int] = {}
+        #: agent name -> where its readable memory begins, and on which of its devices
+        self._peers: dict[str, tuple[int, int]] = {}
 
-    def register(self, readable: np.ndarray | None, target: np.ndarray | None) -> None:
+    def register(self, readable: Tensor | None, target: Tensor | None) -> None:
         for buffer in (readable, target):
-            if buffer is not None:
-                region = [(buffer.ctypes.data, buffer.nbytes, 0, "")]
-                self._regions.append(self._agent.register_memory(region, "DRAM"))
-        self._readable = 0 if readable is None else readable.ctypes.data
-        self._target = 0 if target is None else target.ctypes.data
+            if buffer is None:
+                continue
+            if buffer.is_cuda:
+                self._device = buffer.device
+            region = [(buffer.data_ptr(), buffer.nbytes, self._device_id, "")]
+            try:
+                self._regions.append(self._agent.register_memory(region, self._kind))
+            except Exception as error:  # the library's exceptions have no public base
+                self._device = None
+                self._deregister()
+                raise CannotRegister(
+                    f"NIXL cannot use memory of {buffer.device}: {error!r}"
+                ) from error
+        self._readable = 0 if readable is None else readable.data_ptr()
+        self._target = 0 if target is None else target.data_ptr()
+
+    @property
+    def _kind(self) -> str:
+        """NIXL's name of the registered memory's kind."""
+        return "DRAM" if self._device is None else "VRAM"
+
+    @property
+    def _device_id(self) -> int:
+        return 0 if self._device is None else self._device.index or 0
 
     def describe(self) -> bytes:
         with self._lock:
             metadata: bytes = self._agent.get_agent_metadata()
-        return msgspec.msgpack.encode([self._name, metadata, self._readable])
+        return msgspec.msgpack.encode([self._name, metadata, self._readable, self._device_id])
 
     def connect(self, address: Address, description: bytes) -> str:
-        name, metadata, start = msgspec.msgpack.decode(description)
+        name, metadata, start, device_id = msgspec.msgpack.decode(description)
         with self._lock:
             if name != self._name:  # an engine may be its own peer
                 self._agent.add_remote_agent(metadata)
-            self._peers[name] = start
+            self._peers[name] = start, device_id
         return str(name)
 
     def read(self, peer: str, ranges: Sequence[Range], deadline: Deadline) -> None:
-        base = self._peers[peer]
-        local = [(self._target + part.local, part.size, 0) for part in ranges]
-        remote = [(base + part.remote, part.size, 0) for part in ranges]
+        base, remote_id = self._peers[peer]
+        local = [(self._target + part.local, part.size, self._device_id) for part in ranges]
+        remote = [(base + part.remote, part.size, remote_id) for part in ranges]
+        if self._device is not None:
+            _make_current(self._device)
         with self._lock:
             try:
                 handle = self._agent.initialize_xfer(
                     "READ",
-                    self._agent.get_xfer_descs(local, "DRAM"),
-                    self._agent.get_xfer_descs(remote, "DRAM"),
+                    self._agent.get_xfer_descs(local, self._kind),
+                    self._agent.get_xfer_descs(remote, self._kind),
                     peer,
                 )
             except Exception as error:  # the library's exceptions have no public base
@@ -128,7 +150,16 @@ class NixlTransport(Transport):
         for peer in list(self._peers):
             self.disconnect(peer)
         with self._lock:
-            for region in self._regions:
-                self._agent.deregister_memory(region)
-            self._regions.clear()
+            self._deregister()
             self._agent = None
+
+    def _deregister(self) -> None:
+        for region in self._regions:
+            self._agent.deregister_memory(region)
+        self._regions.clear()
+
+
+def _make_current(device: torch.device) -> None:
+    """This thread's CUDA context, which UCX takes as it is, becomes the device's."""
+    torch.cuda.set_device(device)
+    torch.cuda.current_stream(device).query()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer's worker: fetches state, and lets it into the arena when it is what was sealed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict
@@ -26,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
     MAX_WAIT_S,
+    P2pStats,
     ReceiveJob,
     RemoteState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.stats import P2pStats
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import (
     Range,
     StillWriting,
@@ -44,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     PeerRefused,
     ask,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, Sealer, compare_digests
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken, compare_digests
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
 
@@ -96,7 +94,7 @@ class Receiver:
         self._beat_s = 1.0
         self._closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-receive")
-        self._sealer = Sealer("kv-p2p-check")
+        self._sealer = staging.make_sealer("kv-p2p-check")
         self._beats = threading.Thread(target=self._beat, name="kv-p2p-beats", daemon=True)
         self._beats.start()
 
@@ -181,7 +179,7 @@ class Receiver:
             for source, one in zip(sources, found, strict=True):
                 what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
                 compare_digests(one, source.sealed, what)
-            self._copies.to_device(job.places, segment, after)
+            self._copies.to_arena(job.places, segment, after)
         except StillWriting:
             self._part_with(job.remote)
             raise  # the segment stays taken: something may still write to it

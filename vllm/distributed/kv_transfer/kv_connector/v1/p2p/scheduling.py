@@ -5,10 +5,9 @@ A producer computes all of a prompt but its last token: the consumer computes th
 logits, and continues a recurrent state only at exactly the token where it was left.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import digest
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.prefix_cache import reads_prefix_cache
-from vllm.v1.request import RequestStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 

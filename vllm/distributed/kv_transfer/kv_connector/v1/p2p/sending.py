@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A producer's worker: keeps the state of ended requests in host memory until it was fetched.
+"""A producer's worker: keeps the state of ended requests in staging memory until it was fetched.
 
 State that nobody asks for goes when its lease ends; whoever intends to fetch it extends the lease.
 """
-
-from __future__ import annotations
 
 import logging
 import socket
@@ -24,9 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     segment_bytes,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import Identity
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import MAX_WAIT_S, SendJob
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import MAX_WAIT_S, P2pStats, SendJob
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.stats import P2pStats
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     Deadline,
@@ -35,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     PeerLost,
     send,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.seal import Sealer
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -75,7 +71,7 @@ class Sender:
         self._stats = P2pStats()
         self._closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-send")
-        self._sealer = Sealer("kv-p2p-seal")
+        self._sealer = staging.make_sealer("kv-p2p-seal")
         self._reaper = threading.Thread(target=self._expire, name="kv-p2p-leases", daemon=True)
         self._reaper.start()
 
@@ -124,7 +120,7 @@ class Sender:
         offset = self._staging.allocate(size, Deadline(self._lease_s))
         try:
             segment = self._staging.buffer[offset : offset + size]
-            self._copies.to_host(job.places, segment, after)
+            self._copies.to_staging(job.places, segment, after)
             seals: list[list[tuple[int, int]]] = [[] for _ in job.places]
             indices = [place.nth for own in job.places for place in own]
             staged = list(parts(plan, job.places))

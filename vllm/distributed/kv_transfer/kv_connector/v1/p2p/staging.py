@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that state passes through, registered with the transport once."""
+"""Memory that state passes through, on the host or on the device; registered with the transport
+once."""
 
 from __future__ import annotations
 
@@ -7,21 +8,46 @@ import threading
 
 import torch
 
+from vllm.distributed.kv_transfer.kv_connector.v1.device_seal import DeviceSealer, device_seal_bytes
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Deadline, PeerLost
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import Sealer
+
+HOST = torch.device("cpu")
 
 _ALIGNMENT = 256
+#: blocks are larger; for what is planned before they are known
+_USUAL_BLOCK_BYTES = 1024
+
+
+def staging_device_bytes(num_bytes: int) -> int:
+    """Device memory that a `Staging` of `num_bytes` on a device takes up with its sealer."""
+    return num_bytes + device_seal_bytes(num_bytes, _USUAL_BLOCK_BYTES)
 
 
 class Staging:
-    """`num_bytes` of host memory, given out in segments, first fit. Page-locked with `pinned`."""
+    """`num_bytes` on `device`, given out in segments, first fit. Host memory is page-locked with
+    `pinned`. `smallest`: bytes of the smallest block that passes through."""
 
-    def __init__(self, num_bytes: int, pinned: bool) -> None:
-        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(
+        self,
+        num_bytes: int,
+        pinned: bool = False,
+        device: torch.device = HOST,
+        smallest: int = _USUAL_BLOCK_BYTES,
+    ) -> None:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._smallest = smallest
         self._changed = threading.Condition()
         #: start -> end of free ranges, in order, no two of them adjacent
         self._free = [(0, num_bytes)]
         self._sizes: dict[int, int] = {}
         self._closed = False
+
+    def make_sealer(self, name: str) -> Sealer | DeviceSealer:
+        """What makes digests of segments where they are."""
+        if self.buffer.is_cuda:
+            return DeviceSealer(self.buffer.device, len(self.buffer), self._smallest)
+        return Sealer(name)
 
     def allocate(self, num_bytes: int, deadline: Deadline) -> int:
         """Offset of a segment; waits for room. `PeerLost` at the deadline, or when closed."""

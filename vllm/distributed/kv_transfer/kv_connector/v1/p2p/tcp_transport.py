@@ -7,9 +7,13 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+from torch import Tensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Range, Transport
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import (
+    CannotRegister,
+    Range,
+    Transport,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     Address,
     Deadline,
@@ -31,11 +35,14 @@ class TcpTransport(Transport):
         self._target = memoryview(b"")
         self._peers: dict[str, tuple[Address, bytes]] = {}
 
-    def register(self, readable: np.ndarray | None, target: np.ndarray | None) -> None:
+    def register(self, readable: Tensor | None, target: Tensor | None) -> None:
+        for memory in (readable, target):
+            if memory is not None and memory.is_cuda:
+                raise CannotRegister("TCP moves bytes of host memory")
         if readable is not None:
-            self._readable = readable.data
+            self._readable = readable.numpy().data
         if target is not None:
-            self._target = target.data
+            self._target = target.numpy().data
 
     def describe(self) -> bytes:
         return self._key

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries the bytes. A transport knows registered host memory and peers, and nothing else."""
-
-from __future__ import annotations
+"""What carries the bytes. A transport knows registered memory and peers, and nothing else."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
+from torch import Tensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Address, Deadline, Handler
 
@@ -24,13 +22,18 @@ class StillWriting(ConnectionError):
     """A read failed and may go on writing: the memory it was to fill must not be used again."""
 
 
+class CannotRegister(RuntimeError):
+    """Memory of this kind cannot be read by peers, or written by reads."""
+
+
 class Transport(ABC):
     """One per worker, called from several threads at once."""
 
     @abstractmethod
-    def register(self, readable: np.ndarray | None, target: np.ndarray | None) -> None:
-        """`uint8 [bytes]` each: what peers may read, and where reads arrive. Called once, before
-        anything else."""
+    def register(self, readable: Tensor | None, target: Tensor | None) -> None:
+        """`uint8 [bytes]` each, both in host memory or both on one device: what peers may read, and
+        where reads arrive. Called once, before anything else. `CannotRegister` for memory of a
+        device that it cannot reach."""
 
     @abstractmethod
     def describe(self) -> bytes:

@@ -5,8 +5,6 @@ A peer that died answers with a reset connection at once; one that hangs is give
 deadline. Whoever can connect may ask: keep the port inside the cluster's network.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

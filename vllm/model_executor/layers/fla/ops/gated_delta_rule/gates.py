@@ -16,6 +16,13 @@ def softplus(x):
 
 
 @triton.jit
+def step_size(dt, bias, low, high):
+    """`clamp(softplus(dt + bias), low, high)` in fp32."""
+    size = softplus(dt.to(tl.float32) + bias)
+    return tl.minimum(tl.maximum(size, low), high)
+
+
+@triton.jit
 def gate(a, b, A_log_ptr, dt_bias_ptr, head, COMPUTE: tl.constexpr, BETA: tl.constexpr):
     """`(g, beta)` fp32 from the projections, or `(a, b)` themselves when already gates.
 

@@ -5,8 +5,6 @@ Convolution, gates, the journal's pending tokens, the new token and the gated no
 row's bits follow from that row alone, and its states' updates are those of `gdn_commit`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the scans of long sequences are cut, decided from host integers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels of grouped Mamba are given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

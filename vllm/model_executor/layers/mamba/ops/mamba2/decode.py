@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.kernels.journal import Journal
-from vllm.model_executor.layers.mamba.ops.mamba2.chunk_scan import step_size
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.gates import step_size
 from vllm.model_executor.layers.mamba.ops.mamba2.problem import Mamba2Decode
 from vllm.utils.math_utils import cdiv, next_power_of_2
 

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch of the experts' products: tensor maps, the shape, the grid.
+#include <algorithm>
+
+#include "hopper/experts.cuh"
+#include "hopper/tensor_map.h"
+#include "launch.h"
+
+namespace vllm_cuda {
+
+namespace {
+
+using experts::Shape;
+
+// Boxes of 64 columns of 16 bits, swizzled by 128 bytes, of a tensor whose first dimension is
+// dense; e4m3 counts as half as many columns.
+template <int RANK>
+const char* encode_boxes(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[RANK],
+                         const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK]) {
+  const MapEncoder encode = map_encoder();
+  if (encode == nullptr) return "the driver has no tensor maps";
+  cuuint32_t steps[RANK];
+  std::fill(steps, steps + RANK, 1);
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(data), sizes, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? nullptr : "the driver rejects a tensor map";
+}
+
+template <typename S>
+const char* encode_weight(CUtensorMap& map, const ExpertsArgs& args) {
+  const cuuint64_t row = args.row_bytes, n = args.n, experts = args.num_experts;
+  if constexpr (S::GATED) {
+    const cuuint64_t sizes[] = {row / 2, 8, 2, n / 8, experts};
+    const cuuint64_t strides[] = {row, n * row, 8 * row, 2 * n * row};
+    const cuuint32_t box[] = {64, 8, 2, S::FETCHED / 16, 1};
+    return encode_boxes(map, args.weight, sizes, strides, box);
+  } else {
+    const cuuint64_t sizes[] = {row / 2, n, experts};
+    const cuuint64_t strides[] = {row, n * row};
+    const cuuint32_t box[] = {64, S::FETCHED, 1};
+    return encode_boxes(map, args.weight, sizes, strides, box);
+  }
+}
+
+template <typename S>
+const char* launch_shape(const ExpertsArgs& args, const ExpertsLaunch& launch) {
+  static_assert(sizeof(experts::Shared<S>) <= kMaxSharedBytes);
+  CUtensorMap weights{};
+  if (const char* wrong = encode_weight<S>(weights, args)) return wrong;
+  int ctas = 0;
+  const cudaError_t error = multiprocessors(launch.device, ctas);
+  if (error != cudaSuccess) return describe(error);
+  const int columns = (args.n + S::OUTPUTS - 1) / S::OUTPUTS;
+  const int64_t tiles = int64_t{args.num_blocks} * columns;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = S::CLUSTER;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = S::CLUSTER * static_cast<unsigned>(std::min<int64_t>(ctas / S::CLUSTER, tiles));
+  config.blockDim = experts::kThreads;
+  config.dynamicSmemBytes = sizeof(experts::Shared<S>);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = attributes;
+  config.numAttrs = launch.overlap ? 2 : 1;
+  return describe(cudaLaunchKernelEx(&config, experts_kernel<S>, weights, args,
+                                     args.row_bytes / static_cast<int>(kTileRowBytes), columns));
+}
+
+// Compiled shapes, each for blocks of another height. All are loaded at the first launch, so that
+// none is while a graph is captured.
+template <typename... S>
+const char* launch_height(const ExpertsArgs& args, const ExpertsLaunch& launch) {
+  cudaError_t error = cudaSuccess;
+  const auto allow = [&](cudaError_t next) { error = error == cudaSuccess ? next : error; };
+  (allow(allow_shared_memory<experts_kernel<S>>(launch.device)), ...);
+  if (error != cudaSuccess) return describe(error);
+  const char* wrong = "blocks have 64, 128 or, without scales, 320 places";
+  ((launch.height == S::HEIGHT ? void(wrong = launch_shape<S>(args, launch)) : void()), ...);
+  return wrong;
+}
+
+// Few places of an expert are bound by the bytes of its weights, many by the products.
+template <bool GATED, bool SCALED>
+const char* launch_kind(const ExpertsArgs& args, const ExpertsLaunch& launch) {
+  using Few = Shape<64, 1, 8, 1, GATED, SCALED>;
+  using Some = Shape<128, 2, 4, 1, GATED, SCALED>;
+  if constexpr (SCALED) {
+    return launch_height<Few, Some>(args, launch);
+  } else {
+    return launch_height<Few, Some, Shape<160, 2, 4, 2, GATED, SCALED>>(args, launch);
+  }
+}
+
+}  // namespace
+
+const char* launch_experts(const ExpertsArgs& args, const ExpertsLaunch& launch) {
+  const bool scaled = args.x_scale != nullptr;
+  if (launch.gated) {
+    return scaled ? launch_kind<true, true>(args, launch) : launch_kind<true, false>(args, launch);
+  }
+  return scaled ? launch_kind<false, true>(args, launch) : launch_kind<false, false>(args, launch);
+}
+
+}  // namespace vllm_cuda

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over ranks, alone and with the residual stream's addition and norm."""
