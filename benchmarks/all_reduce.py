@@ -12,114 +12,14 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import get_context
 from statistics import median
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from vllm.compilation.piecewise import DeviceGraph
-from vllm.distributed import parallel_state
-from vllm.kernels.residual_stream import Norm
-from vllm.platforms import current_platform
+from benchmarks.rank_sums import measure_rank
 from vllm.utils.start_method import start_method
 
 _KB = (8, 16, 32, 64, 128, 256, 512)
-_SUMS = 64
-
-
-def _join(rank: int, ranks: int, method: str) -> torch.device:
-    current_platform.prepare_collectives()
-    parallel_state.init_distributed_environment(
-        ranks, rank, method, backend=current_platform.dist_backend
-    )
-    parallel_state.initialize_model_parallel(ranks)
-    if not current_platform.is_cuda():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
-    parallel_state.share_memory()
-    return device
-
-
-def _variants(device: torch.device, kb: int, hidden: int) -> dict[str, Callable[[], object]]:
-    """Name -> one sum of a message of `kb`."""
-    tokens = max(1, kb * 512 // hidden)
-    message = torch.zeros(kb * 512, dtype=torch.bfloat16, device=device)
-    rows, residual = (message.new_zeros(tokens, hidden) for _ in range(2))
-    norm = Norm(message.new_zeros(hidden), 1e-6, True)
-    group = parallel_state.get_tp_group()
-    kernels, peers = current_platform.kernels, group.peer_sums
-
-    def library(x: torch.Tensor) -> None:
-        dist.all_reduce(x, group=group.device_group)
-
-    def library_then_norm() -> None:
-        library(rows)
-        kernels.fused_add_rms_norm(rows, residual, norm.weight, norm.eps, one_plus=True)
-
-    found: dict[str, Callable[[], object]] = {
-        current_platform.dist_backend: lambda: library(message)
-    }
-    if peers is not None and peers.takes(message):
-        found["peers"] = lambda: peers.sum(message)
-    found["then norm"] = library_then_norm
-    if peers is not None and peers.takes_norm(rows, residual):
-        found["with norm"] = lambda: peers.sum_add_norm(rows, residual, norm)
-    return found
-
-
-def _many(device: torch.device, one: Callable[[], object]) -> Callable[[], None]:
-    """Runs `_SUMS` of them."""
-
-    def run() -> None:
-        for _ in range(_SUMS):
-            one()
-
-    run()  # the library connects what messages of this size take
-    if device.type == "cpu":
-        return run
-    graph = DeviceGraph(torch.cuda.graph_pool_handle())
-    graph.begin()
-    try:
-        run()
-    finally:
-        graph.end()
-    return graph.replay
-
-
-def _time_us(run: Callable[[], None]) -> float:
-    """Of one sum; all ranks begin at once."""
-    parallel_state.get_tp_group().barrier()
-    current_platform.synchronize()
-    began = time.perf_counter()
-    run()
-    current_platform.synchronize()
-    return (time.perf_counter() - began) / _SUMS * 1e6
-
-
-def _measure(
-    rank: int,
-    ranks: int,
-    method: str,
-    sizes_kb: Sequence[int],
-    hidden: int,
-    repeats: int,
-    results: Any,
-) -> None:
-    torch.set_num_threads(1)
-    device = _join(rank, ranks, method)
-    for kb in sizes_kb:
-        times = {}
-        for name, one in _variants(device, kb, hidden).items():
-            run = _many(device, one)
-            times[name] = [_time_us(run) for _ in range(repeats)]
-            del run  # a communicator does not end before the graphs that use it
-        results.put((kb, times))
-    parallel_state.destroy_distributed_environment()
 
 
 def measure(
@@ -130,7 +30,7 @@ def measure(
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, f"file://{folder}/store", sizes_kb, hidden, repeats, results)
-        workers = [context.Process(target=_measure, args=(r, *arguments)) for r in range(ranks)]
+        workers = [context.Process(target=measure_rank, args=(r, *arguments)) for r in range(ranks)]
         for worker in workers:
             worker.start()
         found: dict[int, list[dict[str, list[float]]]] = {kb: [] for kb in sizes_kb}

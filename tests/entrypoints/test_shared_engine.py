@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,6 +23,14 @@ __all__ = ["make_llm", "model"]
 
 #: seconds after which a test is stuck
 STUCK_S = 60
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts raise, also where the tests run in the background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=["in-process", "own process"])
@@ -108,7 +117,7 @@ def test_turns_go_round():
     assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 57, 3))
 
 
-def test_an_interrupted_wait_gives_its_turn_back():
+def test_an_interrupted_wait_gives_its_turn_back(interruptible):
     turn = Turn(lambda: None)
     holds, let_go = threading.Event(), threading.Event()
 

@@ -29,7 +29,7 @@ MUTATIONS = [
 @pytest.fixture
 def reread() -> Iterator[None]:
     """Sources are read from `linecache`, before and after."""
-    caches = (sources._parsed, sources._definitions, sources.rebound_names, sources.imported_names)
+    caches = (sources.parsed, sources._definitions, sources.rebound_names, sources.imported_names)
     for cache in caches:
         cache.cache_clear()
     yield

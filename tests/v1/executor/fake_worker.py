@@ -108,11 +108,18 @@ def processes(executor: Executor) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in executor.collective_rpc("pid")]
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
 def gone(workers: list[psutil.Process]) -> bool:
     """Looks only: waiting for them is the executor's."""
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
-        if not any(process.is_running() and process.status() != "zombie" for process in workers):
+        if not any(map(_runs, workers)):
             return True
         time.sleep(0.02)
     return False
