@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.distributed.kv_transfer import planted_connectors
 from tests.distributed.kv_transfer.planted_connectors import damage_sample
 from tests.forked_python import run_python
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.seal import num_threads
 from vllm.testing.connectors import (
     CHECKS,
     VIOLATIONS,
@@ -29,9 +31,13 @@ pytestmark = pytest.mark.slow
 def damage_host_memory(
     scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
 ) -> bool:
-    """Flip a bit of everything that host memory holds."""
-    host = worker._transfers._host  # type: ignore[attr-defined]
-    host.buffer.bitwise_xor_(1)
+    """Flip a bit of everything that host memory holds, sealed: what changes between a copy and its
+    digest nobody can notice."""
+    transfers = worker._transfers  # type: ignore[attr-defined]
+    together = threading.Barrier(num_threads())
+    for waiting in [transfers._threads.submit(together.wait) for _ in range(together.parties)]:
+        waiting.result()
+    transfers._host.buffer.bitwise_xor_(1)
     return True
 
 
