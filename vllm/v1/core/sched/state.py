@@ -16,8 +16,8 @@ from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import create_request_queue
-from vllm.v1.core.sched.step_plan import DecodeSet, PlacementTurns
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.step_plan import DecodeSet
 from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
@@ -63,7 +63,7 @@ class SchedulerState(SchedulerInterface):
         self._use_memory(kv_cache_config)
 
         self.requests: dict[str, Request] = {}
-        self.waiting = create_request_queue(config.policy)
+        self.waiting = RequestQueue(self.by_priority)
         self.running: list[Request] = []
         self.awaiting_stop: set[str] = set()
         self.finished_req_ids: set[str] = set()
@@ -122,7 +122,7 @@ class SchedulerState(SchedulerInterface):
         if placements:
             pool = BlockPool(kv_cache_config.plan)
             pins = PinnedPrefixes(pool)
-            #: by placement; they share the memory
+            #: by placement, who ran longest ago first; they share the memory
             self.caches = {
                 i: self._create_kv_cache_manager(
                     kv_cache_config.of_placement(i), pool, pins, placed.first
@@ -131,7 +131,6 @@ class SchedulerState(SchedulerInterface):
             }
         else:
             self.caches = {0: self._create_kv_cache_manager(kv_cache_config)}
-        self.turns = PlacementTurns(list(self.caches))
         #: of the placement that the engine has at its start; the memory as a whole is in any
         self.kv_cache_manager = self.caches[0]
 
@@ -163,7 +162,6 @@ class SchedulerState(SchedulerInterface):
         pool, pins = self.kv_cache_manager.block_pool, self.kv_cache_manager.pins
         pool.pages.set_groups(placed.first, [group.blocks_per_page for group in own.plan.groups])
         self.caches[placement] = self._create_kv_cache_manager(own, pool, pins, placed.first)
-        self.turns.join(placement)
 
     def _create_kv_cache_manager(
         self,

@@ -117,31 +117,3 @@ class DecodeSet:
 def drafts_of(num_tokens: Mapping[str, int]) -> dict[str, list[int]]:
     """`SchedulerOutput.scheduled_spec_decode_tokens` of requests that verify drafts."""
     return {req_id: [UNKNOWN] * (count - 1) for req_id, count in num_tokens.items() if count > 1}
-
-
-class PlacementTurns:
-    """Placements take turns: who ran longest ago is asked first, and one that has nothing to run
-    loses nothing but the question. So none waits for more than a step of every other one."""
-
-    def __init__(self, placements: Sequence[int] = (0,)) -> None:
-        self._order = list(placements)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one placement only."""
-        return len(self._order) == 1
-
-    def join(self, placement: int) -> None:
-        """A further placement, or one in another's place."""
-        if placement not in self._order:
-            self._order.append(placement)
-
-    def order(self) -> list[int]:
-        """Who is asked for a step, in this order."""
-        return list(self._order)
-
-    def ran(self, placement: int) -> None:
-        """A step of this placement was scheduled."""
-        if len(self._order) > 1:
-            self._order.remove(placement)
-            self._order.append(placement)
