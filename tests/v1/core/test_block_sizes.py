@@ -11,7 +11,7 @@ from state_cases import BLOCK, done, full, generate, manager_of, recurrent, requ
 from vllm.config import CacheConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.prefix_cache import CoarsePrefix, LookaheadPrefix
+from vllm.v1.core.prefix_cache import GroupPrefix
 
 
 def hit(manager: KVCacheManager, tokens: Any) -> int:
@@ -57,11 +57,11 @@ def test_the_receipt_counts_in_the_groups_own_blocks() -> None:
 
 def test_hashes_are_those_of_the_prefixes_that_end_there() -> None:
     prefix = request("a", range(100))
-    coarse = CoarsePrefix(prefix, 48)
-    assert coarse.block_hashes == [prefix.prefix_hash(48), prefix.prefix_hash(96)]
+    coarse = GroupPrefix(prefix, 48)
+    assert list(coarse.block_hashes) == [prefix.prefix_hash(48), prefix.prefix_hash(96)]
     assert coarse.prefix_parent(97) == prefix.prefix_hash(96)
     assert coarse.prefix_parent(95) == prefix.prefix_hash(48)
-    assert list(LookaheadPrefix(coarse, 1).block_hashes) == [
+    assert list(GroupPrefix(prefix, 48, 1).block_hashes) == [
         prefix.prefix_hash(49),
         prefix.prefix_hash(97),
     ]

@@ -38,39 +38,17 @@ class Prefix(Protocol):
         ...
 
 
-class CoarsePrefix:
-    """`prefix` for a group whose blocks take `block_size` tokens, a multiple of the hashed ones: a
-    block has the hash of the prefix that it ends."""
+class GroupPrefix:
+    """`prefix` for a group whose blocks take `block_size` tokens, a multiple of the hashed ones,
+    and whose rows depend on `num_ahead` tokens after their own.
 
-    def __init__(self, prefix: Prefix, block_size: int) -> None:
-        self._prefix, self._block_size = prefix, block_size
+    A block has the hash of the prefix that it ends, those tokens included: what is named is
+    content, and the content of a block or tail is equal only if they are as well.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        return self._prefix.num_tokens
-
-    @property
-    def hash_block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def block_hashes(self) -> Sequence[BlockHash]:
-        ratio = self._block_size // self._prefix.hash_block_size
-        return self._prefix.block_hashes[ratio - 1 :: ratio]
-
-    def prefix_parent(self, num_tokens: int) -> BlockHash:
-        return self._prefix.prefix_parent(num_tokens - num_tokens % self._block_size)
-
-    def prefix_hash(self, num_tokens: int) -> BlockHash:
-        return self._prefix.prefix_hash(num_tokens)
-
-
-class LookaheadPrefix:
-    """`prefix` for a group whose rows depend on `num_ahead` tokens after their own: what is named
-    is content, and the content of a block or tail is equal only if those tokens are as well."""
-
-    def __init__(self, prefix: Prefix, num_ahead: int) -> None:
+    def __init__(self, prefix: Prefix, block_size: int, num_ahead: int = 0) -> None:
         self._prefix, self._num_ahead = prefix, num_ahead
+        self.hash_block_size = block_size
 
     @property
     def num_tokens(self) -> int:
@@ -78,24 +56,20 @@ class LookaheadPrefix:
         return self._prefix.num_tokens - self._num_ahead
 
     @property
-    def hash_block_size(self) -> int:
-        return self._prefix.hash_block_size
-
-    @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        return _LookaheadHashes(self)
+        return _BlockHashes(self)
 
     def prefix_parent(self, num_tokens: int) -> BlockHash:
-        return self._prefix.prefix_parent(num_tokens)
+        return self._prefix.prefix_parent(num_tokens - num_tokens % self.hash_block_size)
 
     def prefix_hash(self, num_tokens: int) -> BlockHash:
         return self._prefix.prefix_hash(num_tokens + self._num_ahead)
 
 
-class _LookaheadHashes(Sequence[BlockHash]):
+class _BlockHashes(Sequence[BlockHash]):
     """Made when they are asked for: most are read once, or never."""
 
-    def __init__(self, prefix: LookaheadPrefix) -> None:
+    def __init__(self, prefix: GroupPrefix) -> None:
         self._prefix = prefix
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.prefix_cache import CoarsePrefix, GroupHit, LookaheadPrefix, Prefix
+from vllm.v1.core.prefix_cache import GroupHit, GroupPrefix, Prefix
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
@@ -45,9 +45,9 @@ class SingleTypeKVCacheManager(ABC):
 
     def keys(self, prefix: Prefix) -> Prefix:
         """Under which hashes this group's blocks and tails of a prefix are found."""
-        if self.block_size != prefix.hash_block_size:
-            prefix = CoarsePrefix(prefix, self.block_size)
-        return LookaheadPrefix(prefix, self.num_ahead) if self.num_ahead else prefix
+        if self.num_ahead or self.block_size != prefix.hash_block_size:
+            return GroupPrefix(prefix, self.block_size, self.num_ahead)
+        return prefix
 
     # ---- what differs between kinds ------------------------------------------------------------
 
