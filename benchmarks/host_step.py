@@ -92,12 +92,6 @@ class NoBackend(AttentionBackend):
     def get_builder_cls() -> type[AttentionMetadataBuilder[AttentionMetadata]]:
         return NoMetadataBuilder
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        raise NotImplementedError("no layer has a cache")
-
 
 class NoLayer(AttentionLayerBase):
     """Keeps state of some kind and never touches it."""

@@ -22,7 +22,7 @@ from vllm.engine.resolve import resolve
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.naive import NaiveKernels
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.model_executor.state_layers import collect_layers
 from vllm.platforms import current_platform
@@ -59,6 +59,15 @@ def make_config(path: Path, **fields: Any) -> VllmConfig:
     )
 
 
+def get_model(config: VllmConfig) -> nn.Module:
+    """The model with its weights, as a worker makes it."""
+    loader = get_model_loader(config.load_config)
+    model = loader.build_model(config, config.model_config)
+    with torch.no_grad():
+        loader.fill(model, config.model_config)
+    return model
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens of one sequence in one step: `token_ids` from position `start` on."""
@@ -92,9 +101,7 @@ class Harness:
                 for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
             )
         assert isinstance(spec, AttentionSpec)
-        shape = layer.get_attn_backend().get_kv_cache_shape(
-            1 + self.num_seqs * BLOCKS_PER_SEQ, spec.block_size, spec.num_kv_heads, spec.head_size
-        )
+        shape = (1 + self.num_seqs * BLOCKS_PER_SEQ, *spec.views[0].shape)
         return torch.full(shape, torch.nan, dtype=spec.dtype, device=self.device)
 
     def _common(self, chunks: list[Chunk], recurrent: bool) -> CommonAttentionMetadata:

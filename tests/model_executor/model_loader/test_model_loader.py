@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model_executor.harness import make_config
+from tests.model_executor.harness import get_model, make_config
 from tests.tiny_models import tiny_model
 from vllm.config import LoadConfig
-from vllm.model_executor.model_loader import get_model, get_model_loader
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import initialize_dummy_weights
 from vllm.model_executor.model_loader.weight_utils import (
     safetensors_files,

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from tests.dflash_models import MASK_ID, Block, DFlashReference, write_dflash
 from tests.draft_models import TINY, Shape, gen
-from tests.model_executor.harness import BLOCK_SIZE, BLOCKS_PER_SEQ, make_config
+from tests.model_executor.harness import BLOCK_SIZE, BLOCKS_PER_SEQ, get_model, make_config
 from tests.tiny_models import tiny_model
 from vllm.config.draft_methods import resolve_method
 from vllm.config.draft_methods.dflash import DFlashSettings
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.step import Progress
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.dflash import DFlashDraftModel
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.state_layers import collect_layers
@@ -56,10 +55,7 @@ class Drafting:
         for layer in self.layers.values():
             spec: Any = layer.get_kv_cache_spec(config)
             blocks = 1 + len(ANCHORS) * BLOCKS_PER_SEQ
-            shape = layer.get_attn_backend().get_kv_cache_shape(
-                blocks, spec.block_size, spec.num_kv_heads, spec.head_size
-            )
-            layer.kv_cache = torch.full(shape, torch.nan)
+            layer.kv_cache = torch.full((blocks, *spec.views[0].shape), torch.nan)
 
     def run(self, size: int) -> Tensor:
         """Logits `[anchors, size, draft vocab]` of the blocks after `ANCHORS`."""

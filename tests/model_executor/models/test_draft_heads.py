@@ -24,13 +24,12 @@ from tests.draft_models import (
     write_eagle3,
     write_speculators_mtp,
 )
-from tests.model_executor.harness import Chunk, Harness, make_config
+from tests.model_executor.harness import Chunk, Harness, get_model, make_config
 from tests.tiny_models import make_tiny
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.config.draft_methods.mtp import MtpSettings
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.step import Progress
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.spec_decode.head_drafter import Eagle3Drafter, HeadDrafter, MtpDrafter

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.model_executor.harness import make_config
+from tests.model_executor.harness import get_model, make_config
 from tests.tiny_models import tiny_model
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
 

@@ -217,7 +217,6 @@ def test_layer_is_found_and_describes_itself() -> None:
     assert spec.page_size_bytes == 16 * 3 * HIDDEN * 4
     assert found[LAYER].get_attn_backend() is CacheOnlyAttentionBackend
     assert CacheOnlyAttentionBackend.supports_full_graph
-    assert CacheOnlyAttentionBackend.get_kv_cache_shape(9, 16, 3, 8) == (9, 16, 3, 8)
     plan = ArenaPlan(page_bytes=256, num_pages=4, groups=())
     groups = [KVCacheGroupSpec(["other"], spec), KVCacheGroupSpec([LAYER], spec)]
     proposer.validate_same_kv_cache_group(KVCacheConfig(4, [], groups, plan))

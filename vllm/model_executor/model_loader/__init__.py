@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to a model with weights on its device."""
 
-from torch import nn
-
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.base import (
     BaseModelLoader,
     DummyModelLoader,
@@ -11,7 +9,7 @@ from vllm.model_executor.model_loader.base import (
     initialize_model,
 )
 
-__all__ = ["BaseModelLoader", "get_model", "get_model_loader", "initialize_model"]
+__all__ = ["BaseModelLoader", "get_model_loader", "initialize_model"]
 
 _LOADERS: dict[str, type[BaseModelLoader]] = {
     "auto": SafetensorsModelLoader,
@@ -30,18 +28,3 @@ def get_model_loader(load_config: LoadConfig) -> BaseModelLoader:
             f"supported: {sorted(_LOADERS)}"
         )
     return loader(load_config)
-
-
-def get_model(
-    vllm_config: VllmConfig, model_config: ModelConfig | None = None, prefix: str = ""
-) -> nn.Module:
-    """The model on its device, weights loaded, in evaluation mode, without gradients.
-
-    Raises ValueError for an unknown architecture or a checkpoint that does not fit.
-    """
-    loader = get_model_loader(vllm_config.load_config)
-    return loader.load_model(
-        vllm_config=vllm_config,
-        model_config=model_config or vllm_config.model_config,
-        prefix=prefix,
-    )

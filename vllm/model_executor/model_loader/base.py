@@ -2,8 +2,6 @@
 """Loaders: build the model on its device, fill it from a checkpoint or by chance, freeze it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -21,17 +19,7 @@ from vllm.model_executor.models.interfaces import LoadsPart, VllmModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import AfterLoading, get_weight_attr
-
-
-@contextmanager
-def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the default of new floating-point tensors inside the block."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
+from vllm.utils.torch_utils import set_default_torch_dtype as set_default_torch_dtype
 
 
 def initialize_model(
@@ -57,16 +45,14 @@ class BaseModelLoader(ABC):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill every parameter of `model` in place."""
 
-    def build_model(
-        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
-    ) -> nn.Module:
+    def build_model(self, vllm_config: VllmConfig, model_config: ModelConfig) -> nn.Module:
         """The frozen model on its device, its weights uninitialised.
 
         Raises ValueError for an unsupported architecture.
         """
         device = torch.device(vllm_config.device_config.device)
         with torch.no_grad(), set_default_torch_dtype(model_config.dtype), device:
-            model = initialize_model(vllm_config, model_config, prefix)
+            model = initialize_model(vllm_config, model_config)
         return model.eval().requires_grad_(False)
 
     def fill(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -79,15 +65,6 @@ class BaseModelLoader(ABC):
         for module in model.modules():
             if isinstance(module, AfterLoading):
                 module.process_weights_after_loading()
-
-    def load_model(
-        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
-    ) -> nn.Module:
-        """See `get_model`."""
-        model = self.build_model(vllm_config, model_config, prefix)
-        with torch.no_grad():
-            self.fill(model, model_config)
-        return model
 
 
 class SafetensorsModelLoader(BaseModelLoader):

@@ -80,12 +80,6 @@ class CacheOnlyAttentionBackend(AttentionBackend):
     def get_impl_cls() -> type[CacheOnlyAttentionImpl]:
         return CacheOnlyAttentionImpl
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads, head_size)
-
 
 class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
     """Keeps `num_heads` rows of `head_size` elements per token, in the model's dtype."""

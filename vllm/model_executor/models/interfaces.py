@@ -18,8 +18,6 @@ from vllm.sequence import IntermediateTensors
 if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-ModelOrClass = nn.Module | type[nn.Module]
-
 
 class VllmModel(Protocol):
     """What the engine calls on every model, besides `torch.nn.Module`.
@@ -49,8 +47,6 @@ class VllmModel(Protocol):
 class HasInnerState:
     """Keeps recurrent state between steps."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-
 
 class IsHybrid:
     """Mixes attention with recurrent layers; says the recurrent layers' state from a config."""
@@ -73,8 +69,6 @@ class IsHybrid:
 class SupportsPP:
     """Can run as pipeline stages: built by `make_layers`, it returns `IntermediateTensors` on all
     but the last and takes them on all but the first."""
-
-    supports_pp: ClassVar[Literal[True]] = True
 
     @abstractmethod
     def stage_streams(self) -> tuple[int, int]:
@@ -181,8 +175,6 @@ class EagleModelMixin:
 class SupportsEagle3:
     """Returns residual streams: `forward` gives `(hidden, [one per id])` once ids are set."""
 
-    supports_eagle3: ClassVar[Literal[True]] = True
-
     @abstractmethod
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Choose the ids; raises ValueError for one outside `0 .. num_layers`."""
@@ -190,22 +182,6 @@ class SupportsEagle3:
     @abstractmethod
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Ids of a draft model that names none."""
-
-
-def _is(model: ModelOrClass, base: type) -> bool:
-    return issubclass(model, base) if isinstance(model, type) else isinstance(model, base)
-
-
-def has_inner_state(model: ModelOrClass) -> bool:
-    return _is(model, HasInnerState)
-
-
-def is_hybrid(model: ModelOrClass) -> bool:
-    return _is(model, IsHybrid)
-
-
-def supports_pp(model: ModelOrClass) -> bool:
-    return _is(model, SupportsPP)
 
 
 def as_stage(model: nn.Module) -> SupportsPP:
@@ -221,7 +197,3 @@ def as_stage(model: nn.Module) -> SupportsPP:
         f"--pipeline-parallel-size: {reason}; use --tensor-parallel-size instead",
         "pipeline_parallel_size",
     )
-
-
-def supports_eagle3(model: ModelOrClass) -> bool:
-    return _is(model, SupportsEagle3)

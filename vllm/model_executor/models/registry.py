@@ -98,17 +98,11 @@ class _ModelRegistry:
 
     def is_hybrid_model(self, architectures: str | Iterable[str]) -> bool:
         """Whether the model mixes attention with recurrent layers."""
-        return interfaces.is_hybrid(self.resolve_model_cls(architectures)[0])
-
-    def has_inner_state(self, architectures: str | Iterable[str]) -> bool:
-        return interfaces.has_inner_state(self.resolve_model_cls(architectures)[0])
+        return issubclass(self.resolve_model_cls(architectures)[0], interfaces.IsHybrid)
 
     def has_placements(self, architectures: str | Iterable[str]) -> bool:
         """Whether a model's layers may have several token mixers each."""
         return issubclass(self.resolve_model_cls(architectures)[0], interfaces.HasPlacements)
-
-    def supports_eagle3(self, architectures: str | Iterable[str]) -> bool:
-        return interfaces.supports_eagle3(self.resolve_model_cls(architectures)[0])
 
     def _unknown(self, names: list[str]) -> ValueError:
         return ValueError(

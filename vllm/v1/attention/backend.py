@@ -114,11 +114,3 @@ class AttentionBackend(ABC):
     def get_impl_cls() -> type[Any]:
         """What runs one layer's attention; recurrent layers call the kernels themselves."""
         raise NotImplementedError("this backend has no attention implementation")
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache, blocks first; by default the keys of a block, then
-        its values."""
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)

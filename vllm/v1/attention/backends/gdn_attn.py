@@ -155,9 +155,3 @@ class GDNAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:
         return GDNAttentionMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        raise ValueError("recurrent state has the shapes its MambaSpec names, not a paged shape")

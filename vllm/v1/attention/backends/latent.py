@@ -144,9 +144,3 @@ class LatentAttentionBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[LatentAttentionImpl]:
         return LatentAttentionImpl
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads * head_size)
