@@ -20,9 +20,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import MissingLayer
-from vllm.model_executor.state_layers import collect_layers
+from vllm.model_executor.state_layers import collect_layers, modules_in_use
 from vllm.v1.core.decode_cost import ExpertsWork, PartWork, StateWork
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -37,10 +36,7 @@ def decode_work(
     use, named by the kind of its state, and the rest; then what is outside of layers. A pipeline
     stage before the last makes no logits."""
     layers = {id(layer): layer for layer in collect_layers(vllm_config, model).values()}
-    unused: set[int] = set()
-    if isinstance(model, HasPlacements):
-        unused = {id(part) for mixer in model.unused_mixers() for part in mixer.modules()}
-    modules = [(path, m) for path, m in model.named_modules() if id(m) not in unused]
+    modules = list(modules_in_use(model))
     mixers = {_place(path) for path, module in modules if id(module) in layers}
     has_head = any(isinstance(module, ParallelLMHead) for _, module in modules)
     is_tied = makes_logits and not has_head
@@ -159,14 +155,9 @@ def step_collectives(
     """Every collective of a step, in the order of the modules; of a pipeline stage, whether it is
     the first one, which embeds, and the last one, which makes logits, by the embedding if it has
     no head. An element of the activations takes `element_bytes`."""
-    unused: set[int] = set()
-    if isinstance(model, HasPlacements):
-        unused = {id(part) for mixer in model.unused_mixers() for part in mixer.modules()}
     has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
     found: list[Collective] = []
-    for module in model.modules():
-        if id(module) in unused:
-            continue
+    for _, module in modules_in_use(model):
         if isinstance(module, VocabParallelEmbedding):
             is_head = isinstance(module, ParallelLMHead)
             if is_first and not is_head:

@@ -15,9 +15,10 @@ from vllm.kernels.journal import JournalSize
 from vllm.kernels.step import Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.layers.moe import check_expert_parallel
-from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
+from vllm.model_executor.model_loader.base import initialize_model
 from vllm.model_executor.models.interfaces import as_stage
 from vllm.model_executor.state_layers import collect_layers
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.spec_decode.drafter import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture

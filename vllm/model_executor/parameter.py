@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
 
 ShardId = str | int
@@ -87,6 +88,12 @@ class Section:
     @property
     def local_size(self) -> int:
         return per_rank("rows or columns of a weight", self.size, self.parts)
+
+
+def sharded_section(size: int) -> Section:
+    """All of one matrix, cut over the tensor-parallel group."""
+    group = get_tp_group()
+    return Section(0, size, group.world_size, group.rank_in_group)
 
 
 def local_size(sections: Sequence[Section]) -> int:

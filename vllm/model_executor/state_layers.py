@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model that keep state: found once it is built, then shown to clients."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -10,6 +10,17 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.placements import Placement
+
+
+def modules_in_use(
+    model: nn.Module, placement: Placement | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by path, of a supernet but for mixers that no layer uses, now or with
+    `placement`."""
+    unused: set[int] = set()
+    if isinstance(model, HasPlacements):
+        unused = {id(one) for mixer in model.unused_mixers(placement) for one in mixer.modules()}
+    return ((path, m) for path, m in model.named_modules() if id(m) not in unused)
 
 
 def collect_layers(
@@ -27,12 +38,8 @@ def collect_layers(
     names = {id(layer): name for name, layer in entered.items()}
     layers: dict[str, AttentionLayerBase] = {}
     for model in models:
-        unused: set[int] = set()
-        if isinstance(model, HasPlacements):
-            for mixer in model.unused_mixers(placement):
-                unused |= {id(module) for module in mixer.modules()}
-        for module in model.modules():
-            if isinstance(module, AttentionLayerBase) and id(module) not in unused:
+        for _, module in modules_in_use(model, placement):
+            if isinstance(module, AttentionLayerBase):
                 name = names.get(id(module)) or module.layer_name
                 if name in layers:
                     raise ValueError(f"two layers with state are named {name!r}")

@@ -10,6 +10,7 @@ import torch
 from quantized_models import Format, quantise
 from torch import Tensor, nn
 
+from tests.model_executor.layers.ranks import as_rank
 from vllm.kernels import fp8
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -73,9 +74,10 @@ def test_fused_columns(form: Format, size: int) -> None:
     sizes = [384, 128, 96, 32]
     weights = [matrix(n, scale=2.0**i) for i, n in enumerate(sizes)]
     for rank in range(size):
-        layer = MergedColumnParallelLinear(
-            HIDDEN, sizes, bias=False, quant_config=CONFIGS[form], tp_rank=rank, tp_size=size
-        )
+        with as_rank(rank, size):
+            layer = MergedColumnParallelLinear(
+                HIDDEN, sizes, bias=False, quant_config=CONFIGS[form]
+            )
         both = load(layer, form, torch.cat(weights[:2]), (0, 1))
         plain = [*both.split(sizes[:2]), load(layer, form, weights[2], 2)]
         plain.append(load(layer, form, weights[3], 3))
@@ -90,9 +92,8 @@ def test_qkv_heads(form: Format) -> None:
     sizes: Sequence[tuple[ShardId, int]] = (("q", 4 * 48), ("k", 2 * 48), ("v", 2 * 48))
     weights = {name: matrix(rows) for name, rows in sizes}
     for rank in range(4):
-        layer = QKVParallelLinear(
-            HIDDEN, 48, 4, 2, bias=False, quant_config=CONFIGS[form], tp_rank=rank, tp_size=4
-        )
+        with as_rank(rank, 4):
+            layer = QKVParallelLinear(HIDDEN, 48, 4, 2, bias=False, quant_config=CONFIGS[form])
         plain = {name: load(layer, form, weight, name) for name, weight in weights.items()}
         head = slice(48 * (rank // 2), 48 * (rank // 2 + 1))
         expected = [plain["q"].chunk(4)[rank], plain["k"][head], plain["v"][head]]
@@ -104,10 +105,11 @@ def test_row_shards(form: Format) -> None:
     weight, x = matrix(80, 512), torch.randn(3, 512)
     outputs = []
     for rank in range(2):
-        layer = RowParallelLinear(
-            512, 80, bias=False, reduce_results=False, return_bias=False,
-            quant_config=CONFIGS[form], tp_rank=rank, tp_size=2,
-        )  # fmt: skip
+        with as_rank(rank, 2):
+            layer = RowParallelLinear(
+                512, 80, bias=False, reduce_results=False, return_bias=False,
+                quant_config=CONFIGS[form]
+            )  # fmt: skip
         plain = load(layer, form, weight)
         finish(layer)
         torch.testing.assert_close(dequantised(layer), plain.chunk(2, 1)[rank])
@@ -118,7 +120,8 @@ def test_row_shards(form: Format) -> None:
 
 def test_block_shards_must_be_whole_along_the_input() -> None:
     with pytest.raises(ValueError, match="over 2 ranks cuts the 128-wide.*input of 384"):
-        RowParallelLinear(384, 80, quant_config=CONFIGS["block"], tp_rank=0, tp_size=2)
+        with as_rank(0, 2):
+            RowParallelLinear(384, 80, quant_config=CONFIGS["block"])
 
 
 def test_block_scales_for_libraries_need_whole_blocks() -> None:
@@ -151,13 +154,13 @@ def test_quantising_at_load(dim: int) -> None:
     for rank in range(2):
         layer: nn.Module
         if dim == 0:
-            layer = MergedColumnParallelLinear(
-                512, [64, 32], False, quant_config=config, tp_rank=rank, tp_size=2
-            )
+            with as_rank(rank, 2):
+                layer = MergedColumnParallelLinear(512, [64, 32], False, quant_config=config)
             layer.weight.weight_loader(layer.weight, weight)
             part = torch.cat([weight[:64].chunk(2)[rank], weight[64:].chunk(2)[rank]])
         else:
-            layer = RowParallelLinear(512, 96, False, quant_config=config, tp_rank=rank, tp_size=2)
+            with as_rank(rank, 2):
+                layer = RowParallelLinear(512, 96, False, quant_config=config)
             layer.weight.weight_loader(layer.weight, weight)
             part = weight.chunk(2, 1)[rank]
         values, scale = fp8.quantize_rows(part)

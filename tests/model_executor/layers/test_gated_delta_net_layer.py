@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.compilation.fake_graphs import Tape
 from tests.model_executor.harness import make_config
 from tests.model_executor.layers.mixer_steps import run
+from tests.model_executor.layers.ranks import as_rank
 from tests.tiny_models import tiny_model
 from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -66,7 +67,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 
 def build(prefix: str, rank: int, size: int) -> GatedDeltaNet:
-    layer = GatedDeltaNet(SHAPE, prefix, tp_rank=rank, tp_size=size)
+    with as_rank(rank, size):
+        layer = GatedDeltaNet(SHAPE, prefix)
     AutoWeightsLoader(layer, fused=GatedDeltaNet.CHECKPOINT_NAMES).load_weights(
         checkpoint().items()
     )
@@ -107,7 +109,8 @@ def test_state_spec(config: VllmConfig) -> None:
     assert spec.dtypes == (torch.float32, torch.float32)
     assert spec.block_size == config.model_config.max_model_len
     assert spec.mamba_type is MambaAttentionBackendEnum.GDN_ATTN
-    sharded = GatedDeltaNet(SHAPE, "other", tp_rank=0, tp_size=2).get_kv_cache_spec(config)
+    with as_rank(0, 2):
+        sharded = GatedDeltaNet(SHAPE, "other").get_kv_cache_spec(config)
     assert sharded.shapes == ((3, KEY + VALUE // 2), (2, 12, 8))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.model_executor.harness import make_config
 from tests.model_executor.layers.mixer_steps import run
+from tests.model_executor.layers.ranks import as_rank
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.kimi_delta_attention import (
@@ -52,7 +53,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 
 def build(prefix: str, rank: int, size: int) -> KimiDeltaAttention:
-    layer = KimiDeltaAttention(SHAPE, prefix, tp_rank=rank, tp_size=size)
+    with as_rank(rank, size):
+        layer = KimiDeltaAttention(SHAPE, prefix)
     loader = AutoWeightsLoader(layer, fused=KimiDeltaAttention.CHECKPOINT_NAMES)
     loader.load_weights(checkpoint().items())
     return layer

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.model_executor.harness import BLOCK_SIZE, Chunk, Harness, make_config
+from tests.model_executor.layers.ranks import as_rank
 from tests.tiny_models import hf_model, tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.kernels.latent_attention import LatentAttentionProblem
@@ -36,7 +37,8 @@ def test_it_keeps_one_row_per_token_whatever_the_ranks(config: VllmConfig) -> No
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=40, dtype=torch.float32
     )
     for size in (1, 2, 4):
-        layer = MultiHeadLatentAttention(SHAPE, "layer", tp_rank=0, tp_size=size)
+        with as_rank(0, size):
+            layer = MultiHeadLatentAttention(SHAPE, "layer")
         assert layer.get_kv_cache_spec(config) == expected
         assert layer.num_heads == 4 // size
     assert config.model_config.use_mla and config.model_config.get_head_size() == 40
@@ -45,7 +47,8 @@ def test_it_keeps_one_row_per_token_whatever_the_ranks(config: VllmConfig) -> No
 
 def test_refusals(config: VllmConfig) -> None:
     with pytest.raises(ValueError, match="4 attention heads cannot be divided among 3"):
-        MultiHeadLatentAttention(SHAPE, "layer", tp_rank=0, tp_size=3)
+        with as_rank(0, 3):
+            MultiHeadLatentAttention(SHAPE, "layer")
     config.attention_backend = "FLASHINFER"
     with pytest.raises(ValueError, match="FLASHINFER does not run latent attention"):
         MultiHeadLatentAttention(SHAPE, "layer")
@@ -88,7 +91,8 @@ def test_ranks_add_up_to_the_whole_layer() -> None:
     parts = []
     for rank in range(2):
         with set_current_vllm_config(harness.config):
-            layer = MultiHeadLatentAttention(SHAPE, whole.layer_name, tp_rank=rank, tp_size=2)
+            with as_rank(rank, 2):
+                layer = MultiHeadLatentAttention(SHAPE, whole.layer_name)
         layer.o_proj.reduce_results = False
         for name, param in layer.named_parameters():
             loader = getattr(param, "weight_loader")  # noqa: B009

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model_executor.layers.ranks import as_rank
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -40,7 +41,8 @@ def test_column_shards_concatenate(size: int) -> None:
     weight, bias, x = weights(16, HIDDEN), weights(16), weights(5, HIDDEN)
     parts = []
     for rank in range(size):
-        layer = ColumnParallelLinear(HIDDEN, 16, tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            layer = ColumnParallelLinear(HIDDEN, 16)
         load(layer, weight, bias)
         parts.append(layer(x)[0])
     torch.testing.assert_close(torch.cat(parts, -1), x @ weight.T + bias)
@@ -51,9 +53,8 @@ def test_row_shards_sum(size: int) -> None:
     weight, bias, x = weights(16, HIDDEN), weights(16), weights(5, HIDDEN)
     total = torch.zeros(5, 16)
     for rank in range(size):
-        layer = RowParallelLinear(
-            HIDDEN, 16, input_is_parallel=False, reduce_results=False, tp_rank=rank, tp_size=size
-        )
+        with as_rank(rank, size):
+            layer = RowParallelLinear(HIDDEN, 16, input_is_parallel=False, reduce_results=False)
         load(layer, weight, bias)
         total += layer(x)[0]
     torch.testing.assert_close(total, x @ weight.T + bias)
@@ -65,7 +66,8 @@ def test_merged_shards_keep_matrices_apart(size: int, fused: bool) -> None:
     gate, up, x = weights(8, HIDDEN), weights(16, HIDDEN), weights(5, HIDDEN)
     found: list[list[Tensor]] = []
     for rank in range(size):
-        layer = MergedColumnParallelLinear(HIDDEN, [8, 16], bias=False, tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            layer = MergedColumnParallelLinear(HIDDEN, [8, 16], bias=False)
         if fused:
             load(layer, torch.cat([gate, up]))
         else:
@@ -78,7 +80,8 @@ def test_merged_shards_keep_matrices_apart(size: int, fused: bool) -> None:
 
 def test_several_sections_stored_as_one_tensor() -> None:
     q, k, z = weights(8, HIDDEN), weights(4, HIDDEN), weights(6, HIDDEN)
-    layer = MergedColumnParallelLinear(HIDDEN, [8, 4, 6], bias=False, tp_rank=1, tp_size=2)
+    with as_rank(1, 2):
+        layer = MergedColumnParallelLinear(HIDDEN, [8, 4, 6], bias=False)
     load(layer, torch.cat([q, k]), None, (0, 1))
     load(layer, z, None, 2)
     assert torch.equal(layer.weight, torch.cat([q[4:], k[2:], z[3:]]))
@@ -93,7 +96,8 @@ def test_qkv_shards_by_heads_and_copies_kv_heads(size: int) -> None:
     sizes = [heads * head, kv_heads * head, kv_heads * head]
     biases = dict(zip("qkv", bias.split(sizes), strict=True))
     for rank in range(size):
-        layer = QKVParallelLinear(HIDDEN, head, heads, kv_heads, tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            layer = QKVParallelLinear(HIDDEN, head, heads, kv_heads)
         for name, weight in (("q", q), ("k", k), ("v", v)):
             load(layer, weight, biases[name], name)
         per_rank = heads // size
@@ -127,7 +131,8 @@ def test_output_forms() -> None:
 
 
 def test_weights_of_another_shape_are_refused() -> None:
-    layer = QKVParallelLinear(HIDDEN, 4, 4, 2, tp_rank=0, tp_size=2)
+    with as_rank(0, 2):
+        layer = QKVParallelLinear(HIDDEN, 4, 4, 2)
     with pytest.raises(WeightShapeError, match=r"expected shape \[8, 24\], found \[16, 24\]"):
         load(layer, weights(16, HIDDEN), None, "k")
     with pytest.raises(KeyError):
@@ -138,7 +143,8 @@ def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot gather"):
         MergedColumnParallelLinear(4, [4, 4], gather_output=True)
     with pytest.raises(ValueError, match="cannot be divided among 2"):
-        ColumnParallelLinear(4, 5, tp_rank=0, tp_size=2)
+        with as_rank(0, 2):
+            ColumnParallelLinear(4, 5)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -148,7 +154,8 @@ def test_vocabulary_shards(size: int) -> None:
     weight, hidden = weights(vocab, HIDDEN), weights(3, HIDDEN)
     tables, logits = [], []
     for rank in range(size):
-        head = ParallelLMHead(vocab, HIDDEN, padding_size=8, tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            head = ParallelLMHead(vocab, HIDDEN, padding_size=8)
         head.weight.weight_loader(head.weight, weight)
         tables.append(head.weight)
         logits.append(hidden @ head.weight.T)
@@ -162,7 +169,8 @@ def test_sharded_lookup_sums_to_the_embedding() -> None:
     weight, ids = weights(10, HIDDEN), torch.tensor([0, 9, 4, 5, 3])
     total = torch.zeros(5, HIDDEN)
     for rank in range(2):
-        table = VocabParallelEmbedding(10, HIDDEN, padding_size=1, tp_rank=rank, tp_size=2)
+        with as_rank(rank, 2):
+            table = VocabParallelEmbedding(10, HIDDEN, padding_size=1)
         table.weight.weight_loader(table.weight, weight)
         total += table(ids)
     assert torch.equal(total, weight[ids])
@@ -177,10 +185,3 @@ def test_logits_processor_options() -> None:
     torch.testing.assert_close(LogitsProcessor(70, 60)(head, hidden), plain[:, :60])
     capped = LogitsProcessor(70, scale=0.5, soft_cap=2.0)(head, hidden)
     torch.testing.assert_close(capped, torch.tanh(plain / 2))
-
-
-def test_tied_head_is_one_parameter() -> None:
-    table = VocabParallelEmbedding(70, HIDDEN)
-    head = ParallelLMHead(70, HIDDEN).tie_weights(table)
-    both = torch.nn.ModuleList([table, head])
-    assert [name for name, _ in both.named_parameters()] == ["0.weight"]

@@ -14,6 +14,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from tests.kernels.cases import error_ratio
 from tests.model_executor.harness import make_config
 from tests.model_executor.layers.mixer_steps import run
+from tests.model_executor.layers.ranks import as_rank
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
@@ -57,7 +58,8 @@ def checkpoint(shape: Mamba2Shape) -> dict[str, Tensor]:
 
 
 def build(shape: Mamba2Shape, prefix: str, rank: int, size: int) -> Mamba2:
-    layer = Mamba2(shape, prefix, tp_rank=rank, tp_size=size)
+    with as_rank(rank, size):
+        layer = Mamba2(shape, prefix)
     AutoWeightsLoader(layer).load_weights(checkpoint(shape).items())
     return layer
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.model_executor.layers.ranks import as_rank
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
@@ -27,8 +28,8 @@ SHAPES = {
     "routed alone": PLAIN,
     "shared in the stack": replace(PLAIN, shared_intermediate_size=INNER),
     "gated, in the stack": replace(PLAIN, shared_intermediate_size=INNER, shared_gate=True),
-    "shared apart": replace(PLAIN, shared_intermediate_size=20),
-    "gated, apart": replace(PLAIN, shared_intermediate_size=20, shared_gate=True),
+    "shared apart": replace(PLAIN, shared_intermediate_size=24),
+    "gated, apart": replace(PLAIN, shared_intermediate_size=24, shared_gate=True),
     "bias": replace(
         PLAIN, rule=RoutingRule(2, "sigmoid", epsilon=1e-20, scale=2.5), correction_bias=True
     ),
@@ -61,7 +62,8 @@ def load(param: nn.Parameter, *args: object) -> None:
 
 def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
     """The layer with the checkpoint's weights."""
-    layer = MixtureOfExperts(shape, "mlp", tp_rank=rank, tp_size=size)
+    with as_rank(rank, size):
+        layer = MixtureOfExperts(shape, "mlp")
     tensors = checkpoint(shape)
     load(layer.router.weight, tensors["gate"], 0)
     if shape.shared == "gated":
@@ -126,8 +128,6 @@ def test_the_layer_is_the_sum_of_its_experts(shape: MixtureShape) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has half of every expert's intermediate size."""
-    if shape.shared is not None and not shape.stacks_shared:
-        pytest.skip("the shared network's ranks are those of the process: tests/parity/test_ranks")
     monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x, in_place: x)
     x = torch.randn(9, HIDDEN)
     ranks = [make(shape, rank, 2) for rank in range(2)]
@@ -145,7 +145,7 @@ def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.Monk
 def test_ranks_with_whole_experts_add_up(
     shape: MixtureShape, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that do not divide the five experts, too; the shared network is whole on each here."""
+    """Ranks that do not divide the five experts, too; each has its part of the shared network."""
     monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x, in_place: x)
     config = VllmConfig(parallel_config=ParallelConfig(enable_expert_parallel=True))
     x = torch.randn(9, HIDDEN)
@@ -160,11 +160,6 @@ def test_ranks_with_whole_experts_add_up(
         )
         assert (rank.shared_expert is None) == (shape.shared is None)
     total = sum(rank(x) for rank in ranks)
-    if (shared := ranks[0].shared_expert) is not None:
-        gate = 1.0
-        if shape.shared_gate:
-            gate = (x @ checkpoint(shape)["shared_gate"].t()).sigmoid()
-        total -= (size - 1) * gate * shared(x)
     torch.testing.assert_close(total, make(shape)(x), rtol=1e-4, atol=1e-5)
 
 
@@ -200,8 +195,10 @@ def test_experts_quantised_here_are_what_was_loaded() -> None:
     """Whole and by ranks, stacked and one by one, within float8's half unit of the last place."""
     tensors, name = checkpoint(PLAIN), "model.layers.0.mlp"
     for rank, size in ((0, 1), (1, 2)):
-        layer = MixtureOfExperts(PLAIN, name, fp8_at_load(), tp_rank=rank, tp_size=size)
-        other = MixtureOfExperts(PLAIN, name, fp8_at_load(), tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            layer = MixtureOfExperts(PLAIN, name, fp8_at_load())
+        with as_rank(rank, size):
+            other = MixtureOfExperts(PLAIN, name, fp8_at_load())
         load(layer.experts.gate_up_proj, tensors["gate_up"])
         load(layer.experts.down_proj, tensors["down"])
         for expert in range(EXPERTS):
@@ -210,7 +207,8 @@ def test_experts_quantised_here_are_what_was_loaded() -> None:
             load(other.experts.down_proj, tensors["down"][expert], (expert, 0))
         scales = layer.experts.method.scales(layer.experts)
         assert scales is not None
-        whole = MixtureOfExperts(PLAIN, name, tp_rank=rank, tp_size=size)
+        with as_rank(rank, size):
+            whole = MixtureOfExperts(PLAIN, name)
         load(whole.experts.gate_up_proj, tensors["gate_up"])
         load(whole.experts.down_proj, tensors["down"])
         for param, scale in (("gate_up_proj", scales.gate_up), ("down_proj", scales.down)):
@@ -232,7 +230,8 @@ def test_block_scales_are_cut_with_their_experts() -> None:
     blocks = torch.rand(3, 1, 2)
     values = torch.randn(3, HIDDEN, 256).to(FP8)
     for rank in range(2):
-        layer = MixtureOfExperts(shape, "mlp", Fp8Config("block"), tp_rank=rank, tp_size=2)
+        with as_rank(rank, 2):
+            layer = MixtureOfExperts(shape, "mlp", Fp8Config("block"))
         load(layer.experts.down_proj, values)
         load(layer.experts.down_proj_scale_inv, blocks)
         part = layer.experts.down_proj_scale_inv
@@ -243,7 +242,8 @@ def test_block_scales_are_cut_with_their_experts() -> None:
     with pytest.raises(WeightDtypeError, match="expected float8_e4m3fn, found torch.float32"):
         load(layer.experts.down_proj, values.float())
     with pytest.raises(ValueError, match="cuts the 128-wide scale blocks"):
-        MixtureOfExperts(PLAIN, "mlp", Fp8Config("block"), tp_rank=0, tp_size=2)
+        with as_rank(0, 2):
+            MixtureOfExperts(PLAIN, "mlp", Fp8Config("block"))
 
 
 def test_what_a_checkpoint_leaves_in_16_bits() -> None:

@@ -2,10 +2,11 @@
 """Gated delta net (arXiv 2412.06464) as in Qwen3.5: convolution, gated delta rule, gated norm."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import divide, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalStack
@@ -16,7 +17,6 @@ from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
-    resolve_tp,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
@@ -95,43 +95,39 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         shape: GatedDeltaNetShape,
         prefix: str = "",
         *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape = shape
-        self.tp_size = size
+        self.tp_size = size = get_tp_group().world_size
         self.journal_key_heads = per_rank("recurrent key heads", shape.num_k_heads, size)
         self.num_v_heads = per_rank("recurrent value heads", shape.num_v_heads, size)
         key_dim, value_dim = shape.key_dim, shape.value_dim
         self.conv_dim = divide(2 * key_dim + value_dim, size)
         gates = [shape.num_v_heads, shape.num_v_heads]
         apart = _gates_apart(quant_config, prefix, shape.num_v_heads)
-        options: dict[str, Any] = {"bias": False, "tp_rank": rank, "tp_size": size}
         self.in_proj = MergedColumnParallelLinear(
             shape.hidden_size,
             [key_dim, key_dim, value_dim, value_dim, *([] if apart else gates)],
             quant_config=quant_config,
+            bias=False,
             prefix=f"{prefix}.in_proj_qkvz" if apart else f"{prefix}.in_proj",
-            **options,
         )
         self.in_proj_ba: MergedColumnParallelLinear | None = None
         if apart:
             self.in_proj_ba = MergedColumnParallelLinear(
-                shape.hidden_size, gates, prefix=f"{prefix}.in_proj_ba", **options
+                shape.hidden_size, gates, bias=False, prefix=f"{prefix}.in_proj_ba"
             )
         self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
-        self.A_log = decay_parameter(shape.num_v_heads, rank, size)
-        self.dt_bias = decay_parameter(shape.num_v_heads, rank, size)
+        self.A_log = decay_parameter(shape.num_v_heads)
+        self.dt_bias = decay_parameter(shape.num_v_heads)
         self.norm = RMSNormGated(shape.head_v_dim, shape.eps)
         self.out_proj = RowParallelLinear(
             value_dim,
             shape.hidden_size,
             quant_config=quant_config,
+            bias=False,
             prefix=f"{prefix}.out_proj",
-            **options,
         )
         self.layer_name = prefix
 
@@ -139,8 +135,9 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         """`[tokens, hidden] -> [tokens, hidden]`."""
         return self.out_proj(self.mixed(*self.project(hidden_states)))[0]
 
-    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
-        """The stream, added up, with this layer of its norm as a branch; and its sum."""
+    def after_norm(
+        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
         if self.in_proj_ba is None:
             parts, total = self.in_proj.after_norm(norm, stream)
             projections = self._split(parts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import divide, per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
@@ -16,7 +17,6 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    resolve_tp,
 )
 from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
     Mamba1Decode,
@@ -27,7 +27,7 @@ from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_parameter
 from vllm.model_executor.layers.short_convolution import ShortConvolution
-from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.parameter import empty_parameter, sections_loader, sharded_section
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
@@ -78,12 +78,10 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         shape: GroupedMambaShape,
         prefix: str = "",
         *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        size = get_tp_group().world_size
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.journal_key_heads = per_rank(
             "groups of recurrent heads", shape.shared // shape.state_size, size
@@ -93,17 +91,16 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         def options(name: str) -> dict[str, Any]:
             return {"prefix": f"{prefix}.{name}", "quant_config": quant_config}
 
-        shard: dict[str, Any] = {"tp_rank": rank, "tp_size": size}
         hidden, low = shape.hidden_size, shape.dt_rank
         sizes = [shape.inner, shape.shared, shape.shared, shape.inner]
         self.in_proj = MergedColumnParallelLinear(
-            hidden, sizes, bias=shape.proj_bias, **options("in_proj"), **shard
+            hidden, sizes, bias=shape.proj_bias, **options("in_proj")
         )
         self.dt_in_proj = ReplicatedLinear(hidden, low, bias=False, **options("dt_in_proj"))
         self.dt_proj = ColumnParallelLinear(
-            low, shape.inner, bias=shape.dt_bias, **options("dt_proj"), **shard
+            low, shape.inner, bias=shape.dt_bias, **options("dt_proj")
         )
-        whole = Section(0, shape.inner, size, rank)
+        whole = sharded_section(shape.inner)
         section = whole if shape.repeats_first else self.in_proj.sections[1]
         self.conv1d = ShortConvolution((section,), shape.conv_kernel_size, bias=shape.conv_bias)
         # fp32 whatever the model: see `decay_parameter`.
@@ -111,10 +108,10 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         set_weight_attrs(
             self.A_log, {"weight_loader": sections_loader((whole,)), "dummy_range": (-3.0, -1.0)}
         )
-        self.D = decay_parameter(shape.inner, rank, size)
+        self.D = decay_parameter(shape.inner)
         self.register_buffer("no_bias", torch.zeros(self.inner), persistent=False)
         self.out_proj = RowParallelLinear(
-            shape.inner, hidden, bias=shape.proj_bias, **options("out_proj"), **shard
+            shape.inner, hidden, bias=shape.proj_bias, **options("out_proj")
         )
 
     no_bias: Tensor

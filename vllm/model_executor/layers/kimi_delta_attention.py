@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
@@ -16,7 +17,6 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    resolve_tp,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
@@ -85,12 +85,10 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         shape: KimiDeltaAttentionShape,
         prefix: str = "",
         *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        size = get_tp_group().world_size
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
         self.journal_key_heads = self.num_heads
@@ -99,18 +97,17 @@ class KimiDeltaAttention(RecurrentMixer, KeepsJournal):
         def options(name: str) -> dict[str, Any]:
             return {"bias": False, "prefix": f"{prefix}.{name}", "quant_config": quant_config}
 
-        shard: dict[str, Any] = {"tp_rank": rank, "tp_size": size}
         sizes = [width, width, width, shape.num_heads]
-        self.qkvb_proj = MergedColumnParallelLinear(hidden, sizes, **options("qkvb_proj"), **shard)
+        self.qkvb_proj = MergedColumnParallelLinear(hidden, sizes, **options("qkvb_proj"))
         self.f_a_proj = ReplicatedLinear(hidden, low, **options("f_a_proj"))
-        self.f_b_proj = ColumnParallelLinear(low, width, **options("f_b_proj"), **shard)
+        self.f_b_proj = ColumnParallelLinear(low, width, **options("f_b_proj"))
         self.g_a_proj = ReplicatedLinear(hidden, low, **options("g_a_proj"))
-        self.g_b_proj = ColumnParallelLinear(low, width, **options("g_b_proj"), **shard)
+        self.g_b_proj = ColumnParallelLinear(low, width, **options("g_b_proj"))
         self.conv1d = ShortConvolution(self.qkvb_proj.sections[:3], shape.conv_kernel_size)
-        self.A_log = decay_parameter(shape.num_heads, rank, size)
-        self.dt_bias = decay_parameter(width, rank, size)
+        self.A_log = decay_parameter(shape.num_heads)
+        self.dt_bias = decay_parameter(width)
         self.o_norm = RMSNorm(shape.head_dim, shape.eps)
-        self.o_proj = RowParallelLinear(width, hidden, **options("o_proj"), **shard)
+        self.o_proj = RowParallelLinear(width, hidden, **options("o_proj"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
@@ -19,7 +20,6 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    resolve_tp,
 )
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -80,22 +80,18 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
         *,
         interleaved: bool = False,
         scale: float | None = None,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
     ) -> None:
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
         self.shape, self.layer_name = shape, prefix
         self.rotary_emb, self.interleaved = rotary_emb, interleaved
         heads = shape.num_heads
-        self.num_heads = per_rank("attention heads", heads, size)
-        shard: dict[str, Any] = {"tp_rank": rank, "tp_size": size}
+        self.num_heads = per_rank("attention heads", heads, get_tp_group().world_size)
 
         def options(name: str, bias: bool = False) -> dict[str, Any]:
             return {"bias": bias, "prefix": f"{prefix}.{name}", "quant_config": quant_config}
 
         def of_heads(inputs: int, name: str) -> ColumnParallelLinear:
-            return ColumnParallelLinear(inputs, heads * shape.query_dim, **options(name), **shard)
+            return ColumnParallelLinear(inputs, heads * shape.query_dim, **options(name))
 
         if shape.query_latent_dim is None:
             self.q_proj = of_heads(shape.hidden_size, "q_proj")
@@ -115,10 +111,9 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
             heads * (shape.nope_dim + shape.value_dim),
             bias=False,
             prefix=f"{prefix}.kv_b_proj",
-            **shard,
         )
         self.o_proj = RowParallelLinear(
-            heads * shape.value_dim, shape.hidden_size, **options("o_proj", shape.bias), **shard
+            heads * shape.value_dim, shape.hidden_size, **options("o_proj", shape.bias)
         )
         self._choose_backend(shape.query_dim**-0.5 if scale is None else scale)
 

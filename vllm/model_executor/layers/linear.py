@@ -19,11 +19,7 @@ from vllm.distributed.communication_op import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    get_tp_group,
-)
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import divide
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import Fp8Rows
@@ -49,15 +45,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return current_platform.kernels.linear(x, weight, bias)
 
 
-def resolve_tp(tp_rank: int | None, tp_size: int | None, disable_tp: bool) -> tuple[int, int]:
-    """A layer's place in its tensor-parallel group; explicit values win."""
-    if disable_tp:
-        return 0, 1
-    rank = get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
-    size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
-    return rank, size
-
-
 class LinearOptions(TypedDict, total=False):
     """What every linear layer is told by name: see `LinearBase`."""
 
@@ -66,14 +53,6 @@ class LinearOptions(TypedDict, total=False):
     quant_config: QuantizationConfig | None
     prefix: str
     return_bias: bool
-
-
-class ShardedOptions(LinearOptions, total=False):
-    """The same of a sharded layer, and its place in the group: see `resolve_tp`."""
-
-    disable_tp: bool
-    tp_rank: int | None
-    tp_size: int | None
 
 
 class LinearBase(nn.Module, AfterLoading):
@@ -96,8 +75,6 @@ class LinearBase(nn.Module, AfterLoading):
         prefix: str = "",
         return_bias: bool = True,
         disable_tp: bool = False,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
     ) -> None:
         super().__init__()
         self.input_size = input_size
@@ -107,7 +84,9 @@ class LinearBase(nn.Module, AfterLoading):
         self.prefix = prefix
         self.quant_config = quant_config
         self.return_bias = return_bias
-        self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp)
+        group = get_tp_group()
+        self.tp_rank = 0 if disable_tp else group.rank_in_group
+        self.tp_size = 1 if disable_tp else group.world_size
 
     def create_parameters(self, layout: WeightLayout, bias: bool) -> None:
         """Make the weight's parameters and, if asked, `bias [rows]`, on the default device."""
@@ -165,7 +144,7 @@ class ColumnParallelLinear(LinearBase, Communicates):
         bias: bool = True,
         gather_output: bool = False,
         output_sizes: Sequence[int] | None = None,
-        **options: Unpack[ShardedOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__(input_size, output_size, **options)
         self.gather_output = gather_output
@@ -284,7 +263,7 @@ class RowParallelLinear(LinearBase, Communicates):
         bias: bool = True,
         input_is_parallel: bool = True,
         reduce_results: bool = True,
-        **options: Unpack[ShardedOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__(input_size, output_size, **options)
         self.input_is_parallel = input_is_parallel

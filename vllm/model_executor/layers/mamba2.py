@@ -12,13 +12,13 @@ from torch.nn.functional import silu
 
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import divide, per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
-    resolve_tp,
 )
 from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
     Mamba2Decode,
@@ -28,7 +28,7 @@ from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_parameter
 from vllm.model_executor.layers.short_convolution import ShortConvolution
-from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.parameter import Section, empty_parameter, sections_loader, sharded_section
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
@@ -167,33 +167,28 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         shape: Mamba2Shape,
         prefix: str = "",
         *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        size = get_tp_group().world_size
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
         self.num_groups = shape.num_groups // _group_parts(shape.num_groups, size)
         self.journal_key_heads = self.num_groups
         self.width = divide(shape.width, size)
-        options: dict[str, Any] = {
-            "quant_config": quant_config,
-            "tp_rank": rank,
-            "tp_size": size,
-        }
-        self.in_proj = Mamba2Projection(shape, prefix=f"{prefix}.in_proj", **options)
+        self.in_proj = Mamba2Projection(
+            shape, prefix=f"{prefix}.in_proj", quant_config=quant_config
+        )
         self.register_buffer("multipliers", self._channel_multipliers(), persistent=False)
         sections = self.in_proj.sections[1:4]
         self.conv1d = ShortConvolution(sections, shape.conv_kernel_size, bias=shape.conv_bias)
-        self.A_log = decay_parameter(shape.num_heads, rank, size)
-        self.dt_bias = decay_parameter(shape.num_heads, rank, size)
-        self.D = decay_parameter(shape.num_heads, rank, size)
+        self.A_log = decay_parameter(shape.num_heads)
+        self.dt_bias = decay_parameter(shape.num_heads)
+        self.D = decay_parameter(shape.num_heads)
         self.norm: GatedGroupNorm | None = None
         if shape.norm_groups:
             self.norm = GatedGroupNorm(
-                Section(0, shape.width, size, rank),
+                sharded_section(shape.width),
                 shape.norm_groups,
                 shape.eps,
                 norm_before_gate=shape.norm_before_gate,
@@ -203,7 +198,7 @@ class Mamba2(RecurrentMixer, KeepsJournal):
             shape.hidden_size,
             shape.proj_bias if shape.out_bias is None else shape.out_bias,
             prefix=f"{prefix}.out_proj",
-            **options,
+            quant_config=quant_config,
         )
 
     def _channel_multipliers(self) -> Tensor | None:

@@ -15,12 +15,13 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.layers.linear import ReplicatedLinear, linear, resolve_tp
+from vllm.model_executor.layers.linear import ReplicatedLinear, linear
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
 from vllm.model_executor.layers.quantization.base import ExpertsMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedExpertsMethod
@@ -279,9 +280,6 @@ class MixtureOfExperts(nn.Module, Communicates):
         shape: MixtureShape,
         prefix: str = "",
         quant_config: QuantizationConfig | None = None,
-        *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
     ) -> None:
         super().__init__()
         shape.rule.check(shape.num_experts)
@@ -301,7 +299,8 @@ class MixtureOfExperts(nn.Module, Communicates):
             quant_config, f"{prefix}.experts"
         ):
             shape = replace(shape, may_stack_shared=False)
-        rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        group = get_tp_group()
+        self.tp_size = group.world_size
         config = get_current_vllm_config_or_none()
         expert_parallel = config is not None and _spreads_experts(config, self.tp_size)
         if expert_parallel:
@@ -315,7 +314,7 @@ class MixtureOfExperts(nn.Module, Communicates):
         #: for it is read while the others sleep
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
-        self.experts = Experts(shape, method, rank, self.tp_size, expert_parallel)
+        self.experts = Experts(shape, method, group.rank_in_group, self.tp_size, expert_parallel)
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if shape.latent_size:

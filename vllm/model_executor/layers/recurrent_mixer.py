@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.parameter import empty_parameter, sections_loader, sharded_section
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum, MambaSpec
@@ -35,6 +37,13 @@ class RecurrentMixer(nn.Module, AttentionLayerBase):
     def decode_flops_per_element(self) -> float:
         """A decay, and products with the key, of the error and with the query."""
         return 7.0
+
+    def after_norm(
+        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
+    ) -> tuple[ResidualStream, Tensor]:
+        """As `SelfAttention.after_norm`; a recurrence needs no positions."""
+        normed, total = norm.enter(stream)
+        return ResidualStream(total, self(normed)), total
 
     def mix(self, out: Tensor, *tokens: Tensor) -> None:
         """Everything that touches state: `tokens`, `[tokens, ...]` each, to `out [tokens, ...]`.
@@ -88,13 +97,14 @@ class RecurrentMixer(nn.Module, AttentionLayerBase):
         return GDNAttentionBackend
 
 
-def decay_parameter(entries: int, rank: int, size: int) -> nn.Parameter:
+def decay_parameter(entries: int) -> nn.Parameter:
     """One that decays are made of, sharded; loaded from a tensor of any shape with as many entries.
 
     It is fp32 whatever the model: a decay near 1 does not survive bf16.
     """
-    param = empty_parameter(entries // size, dtype=torch.float32)
-    load = sections_loader((Section(0, entries, size, rank),))
+    section = sharded_section(entries)
+    param = empty_parameter(section.local_size, dtype=torch.float32)
+    load = sections_loader((section,))
 
     def load_flat(param: Tensor, loaded: Tensor) -> None:
         load(param, loaded.flatten())

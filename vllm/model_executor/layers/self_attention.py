@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.distributed.utils import per_rank
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
@@ -18,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.parameter import Section, empty_parameter, sections_loader
+from vllm.model_executor.parameter import empty_parameter, sections_loader, sharded_section
 from vllm.model_executor.utils import set_weight_attrs
 
 
@@ -52,8 +49,7 @@ class SelfAttentionShape:
 
 def _sinks(num_heads: int) -> nn.Parameter:
     """This rank's, fp32: they are added to exponentials of scores."""
-    size = get_tensor_model_parallel_world_size()
-    section = Section(0, num_heads, size, get_tensor_model_parallel_rank())
+    section = sharded_section(num_heads)
     param = empty_parameter(section.local_size, dtype=torch.float32)
     set_weight_attrs(
         param, {"weight_loader": sections_loader((section,)), "dummy_range": (-1.0, 1.0)}

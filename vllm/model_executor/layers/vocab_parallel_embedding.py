@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import divide
-from vllm.model_executor.layers.linear import resolve_tp
 from vllm.model_executor.parameter import WeightShapeError, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -33,16 +33,14 @@ class VocabParallelEmbedding(nn.Module, Communicates):
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
         quant_config: object | None = None,
         prefix: str = "",
-        *,
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
     ) -> None:
         super().__init__()
         if quant_config is not None:
             raise ValueError(f"{prefix or 'embedding'}: quantized weights are not supported yet")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size, disable_tp=False)
+        group = get_tp_group()
+        self.tp_rank, self.tp_size = group.rank_in_group, group.world_size
         unit = padding_size * self.tp_size
         self.num_embeddings_padded = -(-num_embeddings // unit) * unit
         self.num_embeddings_per_partition = divide(self.num_embeddings_padded, self.tp_size)
@@ -102,11 +100,6 @@ class ParallelLMHead(VocabParallelEmbedding):
             where = options.get("prefix") or "lm_head"
             raise ValueError(f"{where}: an output head with bias is not supported")
         super().__init__(num_embeddings, embedding_dim, **options)
-
-    def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
-        """Use the input embedding's weight; its name disappears from the parameters."""
-        self.weight = embedding.weight
-        return self
 
     def forward(self, input_ids: Tensor) -> Tensor:
         raise RuntimeError("an output head has no embedding lookup; use LogitsProcessor")

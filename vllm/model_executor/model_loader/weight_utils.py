@@ -11,17 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.model_executor.model_loader.device_stream import (
     StoredTensor,
     read_header,
     stream_tensors,
 )
-from vllm.model_executor.parameter import Section, load_sections
 from vllm.model_executor.parameter import default_weight_loader as default_weight_loader
+from vllm.model_executor.parameter import load_sections, sharded_section
 
 INDEX_NAME = "model.safetensors.index.json"
 #: file -> names to read from it, None for all
@@ -152,12 +148,7 @@ def sharded_weight_loader(shard_axis: int) -> Callable[[Tensor, Tensor], None]:
     """A weight loader that cuts `shard_axis` evenly over the tensor-parallel group."""
 
     def load(param: Tensor, loaded: Tensor) -> None:
-        section = Section(
-            0,
-            loaded.shape[shard_axis],
-            get_tensor_model_parallel_world_size(),
-            get_tensor_model_parallel_rank(),
-        )
+        section = sharded_section(loaded.shape[shard_axis])
         load_sections(param, loaded, sections=(section,), dim=shard_axis)
 
     return load

@@ -59,7 +59,7 @@ class Apriel2DecoderLayer(DecoderLayer):
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:
-        return self.mixer.mix_stream(self.input_layernorm, positions, stream)
+        return self.mixer.after_norm(self.input_layernorm, positions, stream)
 
 
 def _new_mixer(

@@ -59,10 +59,10 @@ class Apriel2Mixer:
         """`mixer`: its description. Raises `VLLMValidationError` for what is not supported."""
 
     @abstractmethod
-    def mix_stream(
+    def after_norm(
         self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:
-        """See `DecoderLayer.mix_stream`."""
+        """The stream, added up, with this mixer of its norm as a branch; and its sum."""
 
 
 class Apriel2Attention(SelfAttention, Apriel2Mixer):
@@ -97,11 +97,6 @@ class Apriel2Attention(SelfAttention, Apriel2Mixer):
         )
         super().__init__(shape, rope, prefix, vllm_config.quant_config)
 
-    def mix_stream(
-        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        return self.after_norm(norm, positions, stream)
-
 
 class Apriel2GatedDeltaNet(GatedDeltaNet, Apriel2Mixer):
     """A gated delta net whose checkpoint has q, k, v and z one after the other, and b and a."""
@@ -130,11 +125,6 @@ class Apriel2GatedDeltaNet(GatedDeltaNet, Apriel2Mixer):
             raise unsupported(prefix, heads, "a multiple")
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
 
-    def mix_stream(
-        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        return self.after_norm(norm, stream)
-
 
 class Apriel2KimiDeltaAttention(KimiDeltaAttention, Apriel2Mixer):
     """Kimi delta attention, by default with gates of SiLU."""
@@ -162,12 +152,6 @@ class Apriel2KimiDeltaAttention(KimiDeltaAttention, Apriel2Mixer):
         )
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
 
-    def mix_stream(
-        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        normed, total = norm.enter(stream)
-        return ResidualStream(total, self(normed)), total
-
 
 class Apriel2Mamba(GroupedMamba, Apriel2Mixer):
     """Mamba with shared x and B."""
@@ -193,12 +177,6 @@ class Apriel2Mamba(GroupedMamba, Apriel2Mixer):
             repeats_first=bool(mixer.get("repeat_kv_before_conv", True)),
         )
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
-
-    def mix_stream(
-        self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
-    ) -> tuple[ResidualStream, Tensor]:
-        normed, total = norm.enter(stream)
-        return ResidualStream(total, self(normed)), total
 
 
 #: type in a description -> what is built of it
@@ -229,12 +207,12 @@ class StochasticMixer(nn.Module, Apriel2Mixer):
         )
         self.active = active
 
-    def mix_stream(
+    def after_norm(
         self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:
         mixer = self.mixers[self.active]
         assert isinstance(mixer, Apriel2Mixer)
-        return mixer.mix_stream(norm, positions, stream)
+        return mixer.after_norm(norm, positions, stream)
 
 
 def mixer_class(mixer: Description, prefix: str) -> type[Any]:

@@ -142,7 +142,7 @@ class OlmoHybridRecurrentLayer(DecoderLayer):
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:
-        return self.linear_attn.after_norm(self.input_layernorm, stream)
+        return self.linear_attn.after_norm(self.input_layernorm, positions, stream)
 
 
 class OlmoHybridAttentionLayer(DecoderLayer):

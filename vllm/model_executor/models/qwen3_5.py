@@ -76,7 +76,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
         self, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:
         if self.is_recurrent:
-            return self.linear_attn.after_norm(self.input_layernorm, stream)
+            return self.linear_attn.after_norm(self.input_layernorm, positions, stream)
         return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
