@@ -134,7 +134,7 @@ def test_what_a_step_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         prefill_lens=lens,
     )
     query = torch.arange(112.0)[:, None, None].expand(-1, 4, 24)
-    impl = LatentAttentionImpl(4, 1.0, room=512)
+    impl = LatentAttentionImpl(1.0, room=512)
     impl.forward(query, torch.zeros(4, 32, 32), torch.zeros(9, 16, 40), metadata, query[..., :16])
     found = [
         (

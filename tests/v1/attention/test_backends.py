@@ -16,6 +16,7 @@ import torch
 from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import MAX_PREFILLS, GDNAttentionBackend
@@ -141,7 +142,8 @@ def test_attention_runs_decodes_and_prefills_apart(monkeypatch: pytest.MonkeyPat
         calls.append((p.query[:, 0, 0].tolist(), *lengths, p.max_query_len, p.max_seq_len))
 
     impl = PagedAttentionImpl(1, 1, 1.0, 1)
-    impl.kernels = SimpleNamespace(paged_attention=paged_attention)  # type: ignore[assignment]
+    kernels = SimpleNamespace(paged_attention=paged_attention)
+    monkeypatch.setitem(vars(current_platform), "kernels", kernels)
     query = torch.arange(77.0).view(77, 1, 1)
     impl.forward(query, torch.empty(0), metadata, torch.empty_like(query))
     decode, prefill = calls

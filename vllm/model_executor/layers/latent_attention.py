@@ -132,9 +132,7 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
             )
         self.attn_backend = get_latent_attn_backend()
         most_tokens = config.scheduler_config.max_num_batched_tokens
-        self.impl = self.attn_backend.get_impl_cls()(
-            self.num_heads, scale, room=most_tokens * self.num_heads
-        )
+        self.impl = self.attn_backend.get_impl_cls()(scale, room=most_tokens * self.num_heads)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """`positions [tokens]` int64, `hidden_states [tokens, hidden] -> [tokens, hidden]`."""

@@ -3,7 +3,6 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
@@ -23,13 +22,11 @@ class RMSNorm(nn.Module):
     one_plus: ClassVar[bool] = False
     dummy_range: ClassVar[tuple[float, float]] = (0.9, 1.1)
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, *, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
-        self.weight = empty_parameter(hidden_size, dtype=dtype)
+        self.weight = empty_parameter(hidden_size)
         set_weight_attrs(
             self.weight,
             {"weight_loader": default_weight_loader, "dummy_range": self.dummy_range},
@@ -82,13 +79,11 @@ class GemmaRMSNorm(RMSNorm):
 class RMSNormGated(nn.Module):
     """`norm(x) * weight * silu(gate)` per head; one weight shared by all heads."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, *, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.eps = eps
-        self.weight = empty_parameter(hidden_size, dtype=dtype)
+        self.weight = empty_parameter(hidden_size)
         set_weight_attrs(
             self.weight,
             {"weight_loader": default_weight_loader, "dummy_range": RMSNorm.dummy_range},

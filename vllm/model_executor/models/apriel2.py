@@ -90,8 +90,8 @@ def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP
 
 
 class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
-    """`apriel2_text` checkpoints: plain ones, supernets, and supernets of which a pattern takes one
-    mixer of each layer, the one that its block's name names."""
+    """Plain checkpoints, supernets, and supernets of which a pattern takes one mixer of each layer,
+    the one that its block's name names. Multimodal ones are served as text."""
 
     layer_class = Apriel2DecoderLayer
     fused_names = (
@@ -166,10 +166,6 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         """As the base. Biases that the config switches off beside others are zero."""
         absent = dict(_absent_biases(self.config))
         return super().load_weights(chain(_without(weights, absent), absent.items()))
-
-
-class Apriel2ForConditionalGeneration(Apriel2ForCausalLM):
-    """Multimodal checkpoints, served as text: the vision encoder's tensors are skipped."""
 
 
 def _names_in(config: Apriel2TextConfig) -> WeightsMapper:

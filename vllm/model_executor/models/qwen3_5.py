@@ -81,7 +81,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
 
 
 class Qwen3_5ForCausalLM(HybridForCausalLM):
-    """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
+    """Text checkpoints, and multimodal ones served as text: `text_config` is the model."""
 
     layer_class = Qwen3_5DecoderLayer
     norm_class = GemmaRMSNorm
@@ -92,7 +92,3 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):
         "mtp.": "the head drafts, and method mtp of --speculative-config loads it by itself",
         "model.visual.": "only text is served",
     }
-
-
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Multimodal checkpoints, served as text: `text_config` is the model, `visual` is skipped."""

@@ -38,7 +38,7 @@ class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    """Text checkpoints; tensors may carry the multimodal wrapper's prefixes."""
+    """Text checkpoints, and multimodal ones served as text: `text_config` is the model."""
 
     layer_class = Qwen3_5MoeDecoderLayer
     fused_names = (*Qwen3_5ForCausalLM.fused_names, *Router.GATED_CHECKPOINT_NAMES)
@@ -47,7 +47,3 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         **Qwen3_5ForCausalLM.unused_weights,
         "mtp.": "no speculative method of this engine drafts with a mixture's head",
     }
-
-
-class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """Multimodal checkpoints, served as text: `text_config` is the model, `visual` is skipped."""

@@ -11,42 +11,32 @@ from vllm.model_executor.models import interfaces
 
 logger = init_logger(__name__)
 
+#: architecture -> file of this package and class; multimodal checkpoints of a family that has no
+#: class for them are served as text, without their other parts
 _MODELS: dict[str, str] = {
-    "Apriel2ForCausalLM": "vllm.model_executor.models.apriel2:Apriel2ForCausalLM",
-    "Apriel2ForConditionalGeneration": (
-        "vllm.model_executor.models.apriel2:Apriel2ForConditionalGeneration"
-    ),
-    "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v3:DeepseekV3ForCausalLM",
-    "KimiLinearForCausalLM": "vllm.model_executor.models.kimi_linear:KimiLinearForCausalLM",
-    "BambaForCausalLM": "vllm.model_executor.models.bamba:BambaForCausalLM",
-    "FalconH1ForCausalLM": "vllm.model_executor.models.falcon_h1:FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM": (
-        "vllm.model_executor.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
-    ),
-    "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h:NemotronHForCausalLM",
-    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3:Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration": (
-        "vllm.model_executor.models.gemma3:Gemma3ForConditionalGeneration"
-    ),
-    "GptOssForCausalLM": "vllm.model_executor.models.gpt_oss:GptOssForCausalLM",
-    "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
-    "OlmoHybridForCausalLM": "vllm.model_executor.models.olmo_hybrid:OlmoHybridForCausalLM",
-    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM": "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": (
-        "vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration"
-    ),
-    "Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5_moe:Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": (
-        "vllm.model_executor.models.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
-    ),
-    "ExtractHiddenStatesModel": (
-        "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel"
-    ),
+    "Apriel2ForCausalLM": "apriel2:Apriel2ForCausalLM",
+    "Apriel2ForConditionalGeneration": "apriel2:Apriel2ForCausalLM",
+    "DeepseekV2ForCausalLM": "deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3ForCausalLM",
+    "KimiLinearForCausalLM": "kimi_linear:KimiLinearForCausalLM",
+    "BambaForCausalLM": "bamba:BambaForCausalLM",
+    "FalconH1ForCausalLM": "falcon_h1:FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM": "granite_moe_hybrid:GraniteMoeHybridForCausalLM",
+    "NemotronHForCausalLM": "nemotron_h:NemotronHForCausalLM",
+    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForConditionalGeneration",
+    "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
+    "OlmoHybridForCausalLM": "olmo_hybrid:OlmoHybridForCausalLM",
+    "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "ExtractHiddenStatesModel": "extract_hidden_states:ExtractHiddenStatesModel",
 }
 
 ModelClass = type[nn.Module]
@@ -112,4 +102,4 @@ class _ModelRegistry:
         )
 
 
-ModelRegistry = _ModelRegistry(_MODELS)
+ModelRegistry = _ModelRegistry({arch: f"{__package__}.{path}" for arch, path in _MODELS.items()})

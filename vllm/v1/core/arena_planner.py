@@ -36,10 +36,20 @@ def layer_layout(group: KVCacheGroupSpec) -> tuple[dict[str, int], int]:
 
     Every layer starts at a multiple of 256 bytes; the last one is not padded.
     """
+    if not group.layer_names:
+        return {}, 0
     size = group.kv_cache_spec.page_size_bytes
     pitch = -(-size // ALIGNMENT) * ALIGNMENT
     offsets = {name: i * pitch for i, name in enumerate(group.layer_names)}
     return offsets, (len(group.layer_names) - 1) * pitch + size
+
+
+def group_plans(
+    groups: Sequence[KVCacheGroupSpec], blocks_per_page: Sequence[int]
+) -> tuple[GroupPlan, ...]:
+    """Of groups with so many blocks in a page."""
+    layouts = zip(blocks_per_page, map(layer_layout, groups), strict=True)
+    return tuple(GroupPlan(count, size, offsets) for count, (offsets, size) in layouts)
 
 
 def choose_page(block_bytes: Sequence[int]) -> PageChoice:
@@ -66,17 +76,16 @@ def choose_page(block_bytes: Sequence[int]) -> PageChoice:
 def fit_in_page(groups: Sequence[KVCacheGroupSpec], page_bytes: int) -> tuple[GroupPlan, ...]:
     """Where further groups lie in pages that were chosen for others. ValueError if a block is
     larger than a page; padding has no bound."""
-    plans = []
+    counts = []
     for group in groups:
-        offsets, size = layer_layout(group)
+        _, size = layer_layout(group)
         if size > page_bytes:
             raise ValueError(
                 f"{len(group.layer_names)} layers of {type(group.kv_cache_spec).__name__} keep "
                 f"{size} bytes in a block, more than a page of the arena ({page_bytes} bytes)"
             )
-        count = _blocks_in_page(page_bytes // ALIGNMENT, -(-size // ALIGNMENT))
-        plans.append(GroupPlan(count, size, offsets))
-    return tuple(plans)
+        counts.append(_blocks_in_page(page_bytes // ALIGNMENT, -(-size // ALIGNMENT)))
+    return group_plans(groups, counts)
 
 
 def _blocks_in_page(page: int, block: int) -> int:
@@ -128,13 +137,6 @@ def _max_blocks(first: int, last: int, block: int) -> np.ndarray:
 
 def plan_arena(groups: Sequence[KVCacheGroupSpec], num_pages: int) -> ArenaPlan:
     """The plan of an arena of `num_pages` pages for `groups` (at least one, none empty)."""
-    layouts = [layer_layout(group) for group in groups]
-    choice = choose_page([size for _, size in layouts])
-    return ArenaPlan(
-        page_bytes=choice.page_bytes,
-        num_pages=num_pages,
-        groups=tuple(
-            GroupPlan(count, size, offsets)
-            for count, (offsets, size) in zip(choice.blocks_per_page, layouts, strict=True)
-        ),
-    )
+    choice = choose_page([layer_layout(group)[1] for group in groups])
+    plans = group_plans(groups, choice.blocks_per_page)
+    return ArenaPlan(choice.page_bytes, num_pages, plans)

@@ -21,11 +21,6 @@ from vllm.v1.kv_cache_interface import (
 GIB = 1 << 30
 
 
-def _max_model_len(vllm_config: VllmConfig) -> int:
-    assert vllm_config.model_config is not None
-    return vllm_config.model_config.max_model_len
-
-
 def pages_per_request(
     groups: Sequence[KVCacheGroupSpec],
     plan: ArenaPlan,
@@ -64,7 +59,7 @@ def max_len_that_fits(
     """The longest request, up to the configured `max_model_len`, that the plan's pages hold."""
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     return largest(
-        _max_model_len(vllm_config),
+        vllm_config.model_config.max_model_len,
         lambda n: pages_per_request(groups, plan, batched, n) < plan.num_pages,
     )
 
@@ -76,7 +71,7 @@ def estimate_max_model_len(
     pages of `num_gpu_blocks_override`) hold; 0 if not even one token fits."""
     groups = get_kv_cache_groups(vllm_config, specs)
     if not groups:
-        return _max_model_len(vllm_config)
+        return vllm_config.model_config.max_model_len
     plan = filled(vllm_config, plan_arena(groups, num_pages=1), available_bytes)
     return max_len_that_fits(vllm_config, groups, plan)
 
@@ -115,7 +110,7 @@ def check_fits(
             "No memory is left for the model's state: the arena needs at least 2 pages of "
             f"{page / GIB:.3f} GiB and gets {max(plan.num_pages, 0)}; {_MORE_MEMORY}."
         )
-    longest = _max_model_len(vllm_config)
+    longest = vllm_config.model_config.max_model_len
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     needed = pages_per_request(groups, plan, batched, longest)
     if needed < plan.num_pages:
@@ -177,6 +172,11 @@ def get_kv_cache_config_from_groups(
     plan = plan_arena(groups, num_pages=1)
     plan = replace(plan, num_pages=num_pages_for(vllm_config, plan.page_bytes, available_bytes))
     check_fits(vllm_config, groups, plan)
+    return config_of(groups, plan)
+
+
+def config_of(groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan) -> KVCacheConfig:
+    """What follows from a plan."""
     return KVCacheConfig(plan.num_pages, kv_cache_tensors(groups, plan), list(groups), plan)
 
 
@@ -236,7 +236,7 @@ def get_kv_cache_capacity(
     groups, plan = kv_cache_config.kv_cache_groups, kv_cache_config.plan
     if not groups:
         raise ValueError("a model without state has no capacity limit")
-    longest = _max_model_len(vllm_config)
+    longest = vllm_config.model_config.max_model_len
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     blocks = max(plan.num_blocks(group_id) for group_id in range(len(groups)))
     tokens = largest(

@@ -12,9 +12,9 @@ from vllm.model_executor.model_outline import models_on_meta
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.placements import Placement
 from vllm.model_executor.state_layers import collect_layers
+from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.decode_cost import DEVICES, DecodeCost, DeviceSpeed, predict
 from vllm.v1.core.explain_request import cost_of_request
-from vllm.v1.core.placed_arena import placed_config
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -111,7 +111,7 @@ def _fitting(
     arena_bytes: int,
 ) -> tuple[int, ...]:
     groups = get_kv_cache_groups(vllm_config, specs)
-    arena = placed_config(vllm_config, [("", specs)], num_pages=1).of_placement(0).plan
+    arena = plan_arena(groups, num_pages=1)
     arena = replace(arena, num_pages=arena_bytes // arena.page_bytes)
     most = vllm_config.scheduler_config.max_num_batched_tokens
     if arena.num_pages < 1:

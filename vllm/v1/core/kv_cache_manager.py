@@ -71,7 +71,7 @@ class KVCacheManager:
             get_manager(group.kv_cache_spec, first_group + i, self.block_pool, exact=has_state)
             for i, group in enumerate(groups)
         ]
-        self._windowed = [m for m in self.managers if m.spec.window is not None]
+        self._windowed = [m for m in self.managers if m.window]
         self.enable_caching = enable_caching and bool(self.managers)
         if enable_kv_cache_events:
             if not self.enable_caching:
@@ -363,9 +363,7 @@ class KVCacheManager:
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Ids of all blocks of a request, per group; empty lists for an unknown one."""
-        return tuple(
-            [block.block_id for block in manager.blocks_of(request_id)] for manager in self.managers
-        )
+        return self.get_blocks(request_id).get_block_ids()
 
     @property
     def usage(self) -> float:

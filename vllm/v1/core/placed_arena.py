@@ -15,8 +15,8 @@ from vllm.v1.core.arena_planner import fit_in_page, plan_arena
 from vllm.v1.core.arena_sizing import (
     check_fits,
     check_same_layers,
+    config_of,
     filled,
-    kv_cache_tensors,
     max_len_that_fits,
     num_pages_for,
     record_plan,
@@ -43,8 +43,7 @@ def placed_config(
         own = get_kv_cache_groups(vllm_config, specs)
         placements.append(PlacementGroups(placement, len(groups), len(own)))
         groups += own
-    plan = plan_arena(groups, num_pages)
-    return KVCacheConfig(num_pages, kv_cache_tensors(groups, plan), groups, plan, placements)
+    return replace(config_of(groups, plan_arena(groups, num_pages)), placements=placements)
 
 
 def get_placed_configs(
@@ -64,8 +63,7 @@ def get_placed_configs(
     page_bytes = config.plan.page_bytes
     num_pages = num_pages_for(vllm_config, page_bytes, min(available_bytes_per_worker))
     plan = replace(config.plan, num_pages=num_pages)
-    tensors = kv_cache_tensors(config.kv_cache_groups, plan)
-    config = replace(config, num_blocks=num_pages, kv_cache_tensors=tensors, plan=plan)
+    config = replace(config_of(config.kv_cache_groups, plan), placements=config.placements)
     for i, placed in enumerate(config.placements):
         own = config.of_placement(i)
         try:
@@ -101,8 +99,7 @@ def with_placement(
     whole = replace(config.plan, groups=plans)
     placements = list(config.placements)
     placements[index : index + 1] = [PlacementGroups(placement, first_group, len(own))]
-    tensors = kv_cache_tensors(groups, whole)
-    return KVCacheConfig(config.num_blocks, tensors, groups, whole, placements)
+    return replace(config_of(groups, whole), placements=placements)
 
 
 def estimate_placed_max_model_len(

@@ -34,6 +34,8 @@ class SingleTypeKVCacheManager(ABC):
         self.num_blocks_for = spec.blocks_for
         self.num_ahead = spec.num_lookahead_tokens
         self.is_recurrent = spec.is_recurrent
+        #: tokens that are kept, 0 for all
+        self.window = spec.window or 0
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         #: blocks at the start of the list whose hashing is settled, and those of them that were
         #: found in the cache rather than computed
@@ -51,9 +53,9 @@ class SingleTypeKVCacheManager(ABC):
 
     # ---- what differs between kinds ------------------------------------------------------------
 
-    @abstractmethod
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens at the front no later step reads."""
+        return 0
 
     @abstractmethod
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
@@ -228,9 +230,6 @@ class SingleTypeKVCacheManager(ABC):
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Every token is kept: full attention, MLA and captured hidden states."""
 
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return 0
-
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
         prefix = self.keys(prefix)
         max_tokens = min(max_tokens, max(prefix.num_tokens, 0))
@@ -248,13 +247,6 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """The last `window` tokens are kept; a hit needs only the blocks its next token can see."""
-
-    def __init__(
-        self, spec: KVCacheSpec, group_id: int, pool: BlockPool, exact: bool = False
-    ) -> None:
-        super().__init__(spec, group_id, pool, exact)
-        assert spec.window is not None
-        self.window = spec.window
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(num_computed_tokens - self.window + 1, 0)
@@ -298,9 +290,6 @@ class RecurrentManager(SingleTypeKVCacheManager):
     A recurrent state exists at one token count only, so a hit needs a *checkpoint*: a block that
     holds a copy of the state (or a state its request left behind) at that count.
     """
-
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return 0
 
     def keys(self, prefix: Prefix) -> Prefix:
         """A state belongs to no block: it is found after any number of hashed blocks."""

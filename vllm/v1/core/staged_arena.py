@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.config import VllmConfig
-from vllm.v1.core.arena_planner import ALIGNMENT, PageChoice, choose_page, layer_layout
+from vllm.v1.core.arena_planner import ALIGNMENT, PageChoice, choose_page, group_plans, layer_layout
 from vllm.v1.core.arena_sizing import (
     check_fits,
     check_same_layers,
+    config_of,
     filled,
-    kv_cache_tensors,
     max_len_that_fits,
     num_pages_for,
     pages_per_request,
@@ -52,7 +52,7 @@ def get_stage_configs(
     scarcest = pages.index(min(pages))
     check_fits(vllm_config, groups[scarcest], replace(plans[scarcest], num_pages=min(pages)))
     configs = [
-        _config(own, replace(plan, num_pages=min(pages)))
+        config_of(own, replace(plan, num_pages=min(pages)))
         for own, plan in zip(groups, plans, strict=True)
     ]
     record_plan(whole_config(vllm_config, configs, workers_per_stage=1))
@@ -142,7 +142,7 @@ def _plan(
     hold most requests of full length, of those that suit one stage or the whole model."""
     if not groups[0]:
         return [ArenaPlan(ALIGNMENT, 1, ()) for _ in groups]
-    sizes = [[_block_bytes(group) for group in stage] for stage in groups]
+    sizes = [[layer_layout(group)[1] for group in stage] for stage in groups]
     whole = [sum(parts) for parts in zip(*sizes, strict=True)]
     choices = [choose_page([size or 1 for size in own]) for own in (whole, *sizes)]
     batched = vllm_config.scheduler_config.max_num_batched_tokens
@@ -156,24 +156,11 @@ def _plan(
     return max(plans, key=requests)
 
 
-def _block_bytes(group: KVCacheGroupSpec) -> int:
-    return layer_layout(group)[1] if group.layer_names else 0
-
-
 def _stage_plan(groups: Sequence[KVCacheGroupSpec], choice: PageChoice) -> ArenaPlan:
     """The smallest page of a stage that has these blocks of its layers."""
     unit = ALIGNMENT * math.lcm(*choice.blocks_per_page)
+    plans = group_plans(groups, choice.blocks_per_page)
     needed = max(
-        -(-_block_bytes(group) // ALIGNMENT) * ALIGNMENT * count
-        for group, count in zip(groups, choice.blocks_per_page, strict=True)
+        -(-plan.block_bytes // ALIGNMENT) * ALIGNMENT * plan.blocks_per_page for plan in plans
     )
-    page_bytes = max(-(-needed // unit), 1) * unit
-    plans = tuple(
-        GroupPlan(count, _block_bytes(group), layer_layout(group)[0] if group.layer_names else {})
-        for group, count in zip(groups, choice.blocks_per_page, strict=True)
-    )
-    return ArenaPlan(page_bytes, 1, plans)
-
-
-def _config(groups: Sequence[KVCacheGroupSpec], plan: ArenaPlan) -> KVCacheConfig:
-    return KVCacheConfig(plan.num_pages, kv_cache_tensors(groups, plan), list(groups), plan)
+    return ArenaPlan(max(-(-needed // unit), 1) * unit, 1, plans)

@@ -72,6 +72,7 @@ class LatentAttentionMetadataBuilder(AttentionMetadataBuilder[LatentAttentionMet
         )
 
 
+@dataclass(eq=False)
 class LatentAttentionImpl:
     """Attention of one layer; the rows of this step are already in the cache.
 
@@ -79,11 +80,8 @@ class LatentAttentionImpl:
     takes no more memory than the largest step without one.
     """
 
-    def __init__(self, num_heads: int, scale: float, room: int) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.room = room
-        self.kernels = current_platform.kernels
+    scale: float
+    room: int
 
     def forward(
         self,
@@ -97,7 +95,9 @@ class LatentAttentionImpl:
         `out [tokens, heads, value]`; decode and prefill rows run separately."""
         m = metadata
         first = m.num_decodes * m.decode_width
-        make = partial(LatentAttentionProblem, kv_b=kv_b, cache=cache, scale=self.scale)
+        make = partial(
+            LatentAttentionProblem, kv_b=kv_b, cache=cache, scale=self.scale, room=self.room
+        )
         if m.num_decodes:
             problem = make(
                 query[:first],
@@ -107,9 +107,8 @@ class LatentAttentionImpl:
                 max_query_len=m.decode_width,
                 max_seq_len=m.max_decode_len,
                 out=out[:first],
-                room=self.room,
             )
-            self.kernels.latent_attention(problem)
+            current_platform.kernels.latent_attention(problem)
         nope = query.shape[2] - (cache.shape[2] - kv_b.shape[2])
         is_long = partial(
             expansion_pays, latent=kv_b.shape[2], nope=nope, value=kv_b.shape[1] - nope
@@ -126,9 +125,8 @@ class LatentAttentionImpl:
                 max_query_len=run.max_query_len,
                 max_seq_len=m.max_decode_len if run.max_query_len == 1 else run.max_seq_len,
                 out=out[tokens],
-                room=self.room,
             )
-            self.kernels.latent_attention(problem)
+            current_platform.kernels.latent_attention(problem)
 
 
 class LatentAttentionBackend(AttentionBackend):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -36,27 +37,21 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         return PagedAttentionMetadata(**vars(common), max_decode_len=longest)
 
 
+@dataclass(eq=False)
 class PagedAttentionImpl:
-    """Attention of one layer; the keys and values of this step are already in the cache."""
+    """Attention of one layer; the keys and values of this step are already in the cache.
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        sliding_window: int | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads
-        self.sliding_window = sliding_window
-        self.kernels = current_platform.kernels
-        self.cache_scales: CacheScales | None = None
-        #: set by the layer, like the scales
-        self.rows = QueryRows.TOKENS
-        self.sinks: Tensor | None = None
+    The layer sets `cache_scales`, `rows` and `sinks`.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    sliding_window: int | None = None
+    cache_scales: CacheScales | None = None
+    rows: QueryRows = QueryRows.TOKENS
+    sinks: Tensor | None = None
 
     def forward(
         self,
@@ -68,66 +63,43 @@ class PagedAttentionImpl:
     ) -> None:
         """`query, out, gate [tokens, num_heads, head_size]`; decode and prefill rows run
         separately."""
-        decodes, tokens = metadata.num_decodes, metadata.num_tokens
-        first = decodes * metadata.decode_width
-        if decodes:
-            self._run(
-                query[:first],
-                kv_cache,
-                metadata.block_table[:decodes],
-                metadata.seq_lens[:decodes],
-                metadata.query_start_loc[: decodes + 1],
-                out[:first],
-                None if gate is None else gate[:first],
-                max_query_len=metadata.decode_width,
-                max_seq_len=metadata.max_decode_len,
-            )
-        if decodes < metadata.num_reqs:
-            longest = metadata.max_query_len
-            self._run(
-                query[first:tokens],
-                kv_cache,
-                metadata.prefill_block_table,
-                metadata.prefill_seq_lens,
-                metadata.prefill_query_start_loc,
-                out[first:tokens],
-                None if gate is None else gate[first:tokens],
-                max_query_len=longest,
-                max_seq_len=metadata.max_decode_len if longest == 1 else metadata.max_seq_len,
-            )
-
-    def _run(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        out: Tensor,
-        gate: Tensor | None,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> None:
-        scales = self.cache_scales
-        problem = AttentionProblem(
-            query,
-            kv_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+        m, scales = metadata, self.cache_scales
+        decodes = slice(0, m.num_decodes * m.decode_width)
+        prefills = slice(decodes.stop, m.num_tokens)
+        make = partial(
+            AttentionProblem,
+            kv_cache=kv_cache,
             scale=self.scale,
             sliding_window=self.sliding_window,
-            out=out,
             k_scale=1.0 if scales is None else scales.k,
             v_scale=1.0 if scales is None else scales.v,
-            gate=gate,
             rows=self.rows,
             sinks=self.sinks,
         )
-        self.kernels.paged_attention(problem)
+        if m.num_decodes:
+            problem = make(
+                query[decodes],
+                block_table=m.block_table[: m.num_decodes],
+                seq_lens=m.seq_lens[: m.num_decodes],
+                query_start_loc=m.query_start_loc[: m.num_decodes + 1],
+                max_query_len=m.decode_width,
+                max_seq_len=m.max_decode_len,
+                out=out[decodes],
+                gate=None if gate is None else gate[decodes],
+            )
+            current_platform.kernels.paged_attention(problem)
+        if m.num_decodes < m.num_reqs:
+            problem = make(
+                query[prefills],
+                block_table=m.prefill_block_table,
+                seq_lens=m.prefill_seq_lens,
+                query_start_loc=m.prefill_query_start_loc,
+                max_query_len=m.max_query_len,
+                max_seq_len=m.max_decode_len if m.max_query_len == 1 else m.max_seq_len,
+                out=out[prefills],
+                gate=None if gate is None else gate[prefills],
+            )
+            current_platform.kernels.paged_attention(problem)
 
 
 class PagedAttentionBackend(AttentionBackend):

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +30,6 @@ def create_scheduler_connector(
     if transfer_config is None or not transfer_config.is_kv_transfer_instance:
         return None
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     return KVConnectorFactory.create_connector(
         vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config
@@ -56,8 +59,6 @@ class KVTransfer:
         kv_cache_config: KVCacheConfig,
         manager: KVCacheManager,
     ) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-
         self.connector = connector
         self.loading: set[str] = set()
         self.received: set[str] = set()
