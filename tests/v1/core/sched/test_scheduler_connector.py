@@ -118,7 +118,7 @@ def test_asynchronous_load_waits_for_its_report(async_scheduling, length):
     for _ in range(4):
         assert "a" not in driver.step().num_scheduled_tokens
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert driver.scheduler.get_num_unfinished_requests() == 2
+    assert len(driver.scheduler.running) + len(driver.scheduler.waiting) == 2
     fill(driver, request, 32)
     report(driver, finished_recving={"a"})
     output = driver.step()

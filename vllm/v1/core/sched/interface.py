@@ -76,9 +76,6 @@ class SchedulerInterface(ABC):
         """Whether any request still has tokens to produce."""
 
     @abstractmethod
-    def get_num_unfinished_requests(self) -> int: ...
-
-    @abstractmethod
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:

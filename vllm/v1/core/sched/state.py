@@ -368,9 +368,6 @@ class SchedulerState(SchedulerInterface):
     def has_unfinished_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def get_num_unfinished_requests(self) -> int:
-        return len(self.running) + len(self.waiting)
-
     def shutdown(self) -> None:
         if self.connector is not None:
             self.connector.shutdown()
