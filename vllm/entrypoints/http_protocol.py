@@ -9,7 +9,7 @@ from http import HTTPStatus
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.tally import Tally
 
 #: where the ASGI scope of a request has its `PieceWriter`
@@ -62,7 +62,7 @@ def take_piece_writer(scope: Scope) -> PieceWriter | None:
 def limited_protocol(max_connections: int, tally: Tally) -> type[StreamingProtocol]:
     """The server's protocol, whose connections over the limit answer 503 to everything; `tally`:
     the open ones of all processes that serve."""
-    refusal = ErrorInfo(
+    refusal = APIError(
         HTTPStatus.SERVICE_UNAVAILABLE,
         "ServiceUnavailable",
         f"The server has {max_connections} open connections (--max-connections). Please try again "

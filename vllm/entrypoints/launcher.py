@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.tally import Counted, Tallies
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -325,7 +325,7 @@ def _stamp(*paths: str) -> tuple[float | None, ...]:
     return tuple(os.stat(p).st_mtime if os.path.exists(p) else None for p in paths)
 
 
-_REFUSAL = ErrorInfo(
+_REFUSAL = APIError(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "ServiceUnavailable",
     "The server is shutting down and takes no new requests.",

@@ -49,7 +49,7 @@ class ApiSetup:
     client_index: int
     #: one per replica
     cores: tuple[RunningCore, ...]
-    tally_path: str
+    tally_path: str | None
     #: where the processes share what they know of several replicas
     board_path: str | None
     #: level at which the cores sleep, 0 if they are awake
@@ -155,7 +155,7 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
     """Entry point: imports what is needed, then waits at `pipe` for an `ApiSetup` and serves on
     `sock`. Ends when told to, when the core dies, or when the parent is gone."""
     from vllm.entrypoints.launcher import run_server_loop, stop_start_at_signals
-    from vllm.entrypoints.tally import Tallies, TallyFile
+    from vllm.entrypoints.tally import Tallies
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
     ParentWatch(parent_pid, _ORPHAN_GRACE_S).start()
@@ -167,7 +167,7 @@ def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> N
     args = dataclasses.replace(setup.args)  # its checks import what plug-ins bring
     stop_start_at_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tallies = Tallies(TallyFile(setup.tally_path, setup.num_places), setup.place)
+    tallies = Tallies(setup.tally_path, setup.num_places, setup.place)
     made: list[ControlPort] = []
     commands: list[CommandedEngine] = []
     telling: list[asyncio.Task[None]] = []

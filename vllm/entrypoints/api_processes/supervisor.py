@@ -23,7 +23,7 @@ from vllm.entrypoints.api_processes.process import ApiSetup, import_application,
 from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
-from vllm.entrypoints.tally import TallyFile, make_tally_file
+from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
 from vllm.utils.start_method import start_method
 from vllm.v1.engine import EngineCoreOutputs
@@ -95,7 +95,7 @@ class Supervisor:
         self._core: AsyncMPClient
         self._metrics: JointMetrics
         self._sleep: JointSleep
-        self._tallies: TallyFile
+        self._tallies: Tallies
         #: of several replicas
         self._board_path: str | None = None
         self._processes: dict[int, _ApiProcess] = {}
@@ -125,8 +125,7 @@ class Supervisor:
         self._core = AsyncMPClient(self._vllm_config, self._executor_class, self._log_stats, share)
         try:
             self._core.wait_ready()
-            self._tally_path = make_tally_file(directory, num_places)
-            self._tallies = TallyFile(self._tally_path, num_places)
+            self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
             loop = asyncio.get_running_loop()
@@ -159,7 +158,7 @@ class Supervisor:
                 RunningCore(config, link.directory, link.process_id)
                 for config, link in zip(self._core.configs, self._core.links, strict=True)
             ),
-            self._tally_path,
+            self._tallies.path,
             self._board_path,
             self._sleep.level,
         )

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.asgi import HttpMiddleware
-from vllm.entrypoints.openai.errors import APIError, ErrorInfo
+from vllm.entrypoints.openai.errors import APIError
 
 _GZIP = 16 + zlib.MAX_WBITS
 #: decompressed at once, in bytes: about a millisecond of the event loop
@@ -41,13 +41,13 @@ class CompressedBodies(HttpMiddleware):
                 del headers[name]
             await self.app({**scope, "headers": headers.raw}, _Unzip(receive).receive, send)
         else:
-            info = ErrorInfo(
+            error = APIError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 "UnsupportedMediaType",
                 f"Content-Encoding {coding!r} is not supported; send the body as gzip or plain.",
             )
             # The body is unread, so the connection cannot carry another request.
-            refusal = info.response({"accept-encoding": "gzip", "connection": "close"})
+            refusal = error.response({"accept-encoding": "gzip", "connection": "close"})
             await refusal(scope, receive, send)
 
 

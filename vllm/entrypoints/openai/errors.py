@@ -2,7 +2,6 @@
 """Every error as an error object, OpenAI's or the route's own, from one mapping of exceptions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -30,34 +29,14 @@ _INTERNAL = "Internal server error; the server's log has the cause"
 
 
 class APIError(Exception):
-    """An error with its HTTP status and OpenAI error type."""
+    """An error with its HTTP status and OpenAI error type; raised, or answered as it is."""
 
-    def __init__(
-        self, status: HTTPStatus, type_: str, message: str, param: str | None = None
-    ) -> None:
+    def __init__(self, status: int, type_: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.type = type_
         self.message = message
         self.param = param
-
-
-class ModelNotFoundError(APIError):
-    """The request names a model that is not served."""
-
-    def __init__(self, name: str) -> None:
-        message = f"The model `{name}` does not exist."
-        super().__init__(HTTPStatus.NOT_FOUND, "NotFoundError", message, "model")
-
-
-@dataclass(frozen=True)
-class ErrorInfo:
-    """Body and status of one error reply."""
-
-    status: int
-    type: str
-    message: str
-    param: str | None = None
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
@@ -74,14 +53,22 @@ class ErrorInfo:
         return ErrorResponse(self, headers)
 
 
+class ModelNotFoundError(APIError):
+    """The request names a model that is not served."""
+
+    def __init__(self, name: str) -> None:
+        message = f"The model `{name}` does not exist."
+        super().__init__(HTTPStatus.NOT_FOUND, "NotFoundError", message, "model")
+
+
 class ErrorResponse(Response):
     """An error in the form that the clients of the request's route know."""
 
     media_type = "application/json"
 
-    def __init__(self, info: ErrorInfo, headers: dict[str, str] | None = None) -> None:
-        super().__init__(msgspec.json.encode(info.body()), info.status, headers)
-        self._info = info
+    def __init__(self, error: APIError, headers: dict[str, str] | None = None) -> None:
+        super().__init__(msgspec.json.encode(error.body()), error.status, headers)
+        self._error = error
         self._extra_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,10 +76,10 @@ class ErrorResponse(Response):
         if scope["type"] != "http" or not path.startswith(anthropic_errors.PATH + "/"):
             await super().__call__(scope, receive, send)
             return
-        info = self._info
-        body = anthropic_errors.error_body(info.status, info.message, info.param)
+        error = self._error
+        body = anthropic_errors.error_body(error.status, error.message, error.param)
         reply = Response(
-            msgspec.json.encode(body), info.status, self._extra_headers, self.media_type
+            msgspec.json.encode(body), error.status, self._extra_headers, self.media_type
         )
         await reply(scope, receive, send)
 
@@ -102,7 +89,7 @@ def _location(detail: Any) -> str:
     return ".".join(str(part) for part in detail["loc"] if "[" not in str(part))
 
 
-def _describe_validation(details: Sequence[Any]) -> ErrorInfo:
+def _describe_validation(details: Sequence[Any]) -> APIError:
     """All schema failures in one line; `param` is the dotted location of the first."""
     lines = []
     for detail in details[:5]:
@@ -112,15 +99,15 @@ def _describe_validation(details: Sequence[Any]) -> ErrorInfo:
     if len(details) > 5:
         lines.append(f"and {len(details) - 5} more")
     param = _location(details[0]) or None
-    return ErrorInfo(HTTPStatus.BAD_REQUEST, "Bad Request", "; ".join(lines), param)
+    return APIError(HTTPStatus.BAD_REQUEST, "Bad Request", "; ".join(lines), param)
 
 
-def describe(error: BaseException) -> ErrorInfo:
+def describe(error: BaseException) -> APIError:
     """The reply for `error`; anything unexpected is logged and becomes a plain 500."""
     if isinstance(error, APIError):
-        return ErrorInfo(error.status, error.type, error.message, error.param)
+        return error
     if isinstance(error, VLLMValidationError):
-        return ErrorInfo(HTTPStatus.BAD_REQUEST, "BadRequestError", error.message, error.parameter)
+        return APIError(HTTPStatus.BAD_REQUEST, "BadRequestError", error.message, error.parameter)
     if isinstance(error, ValidationError):
         return _describe_validation(
             error.errors(include_url=False, include_context=False, include_input=False)
@@ -130,14 +117,14 @@ def describe(error: BaseException) -> ErrorInfo:
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         type_ = "NotFoundError" if error.status_code == HTTPStatus.NOT_FOUND else phrase
-        return ErrorInfo(error.status_code, type_, str(error.detail))
+        return APIError(error.status_code, type_, str(error.detail))
     if isinstance(error, EngineSleepingError):
-        return ErrorInfo(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", str(error))
+        return APIError(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", str(error))
     if isinstance(error, EngineDeadError | EngineGenerateError):
         message = str(error) or type(error).__name__
-        return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", message)
+        return APIError(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", message)
     logger.error("request failed", exc_info=error)
-    return ErrorInfo(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", _INTERNAL)
+    return APIError(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", _INTERNAL)
 
 
 def error_response(request: Request, error: Exception) -> Response:

@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.http_protocol import PieceWriter, take_piece_writer
 from vllm.entrypoints.openai.asgi import HttpMiddleware, route_path
-from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.entrypoints.tally import OwnTally, Tally
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.tally import Tally
 from vllm.v1.metrics.prometheus import REGISTRY
 
 _GUARDED = ("/v1", "/v2", "/inference", "/abort_requests", "/placements")
-_UNAUTHORIZED = ErrorInfo(
+_UNAUTHORIZED = APIError(
     HTTPStatus.UNAUTHORIZED,
     "AuthenticationError",
     "The request needs one of the server's keys in the header `Authorization: Bearer KEY`, or in "
@@ -103,13 +103,13 @@ class BodySizeLimit(HttpMiddleware):
         return counted
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        info = ErrorInfo(
+        error = APIError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             "RequestEntityTooLarge",
             f"The request body is larger than {self.max_bytes} bytes (--max-request-body-size).",
         )
         # The rest of the body is unread, so the connection cannot carry another request.
-        await info.response({"connection": "close"})(scope, receive, send)
+        await error.response({"connection": "close"})(scope, receive, send)
 
 
 class _BodyTooLargeError(BaseException):
@@ -135,8 +135,8 @@ class HeadRequests(HttpMiddleware):
 class LoadCounter:
     """Counts the POST requests in progress, for `/load`."""
 
-    def __init__(self, tally: Tally | None = None) -> None:
-        self._tally = tally or OwnTally()
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
 
     @property
     def running(self) -> int:
@@ -254,12 +254,10 @@ class QueueLimit(HttpMiddleware):
     all processes that serve.
     """
 
-    def __init__(
-        self, app: ASGIApp, max_running: int, max_queued: int, tally: Tally | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, max_running: int, max_queued: int, tally: Tally) -> None:
         super().__init__(app)
         self._limit = max_running + max_queued
-        self._in_progress = tally or OwnTally()
+        self._in_progress = tally
 
     async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST" or route_path(scope) not in _GENERATING:
@@ -274,7 +272,7 @@ class QueueLimit(HttpMiddleware):
             self._in_progress.leave()
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        info = ErrorInfo(
+        error = APIError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "ServiceUnavailable",
             f"The server is busy: {self._limit} requests are in progress or waiting "
@@ -282,4 +280,4 @@ class QueueLimit(HttpMiddleware):
         )
         # The body is unread, so the connection cannot carry another request.
         headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
-        await info.response(headers)(scope, receive, send)
+        await error.response(headers)(scope, receive, send)

@@ -20,7 +20,7 @@ import msgspec
 from fastapi import FastAPI
 from tqdm import tqdm
 
-from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.errors import APIError
 
 #: where a line may go; answers of other routes are no JSON objects
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -117,8 +117,8 @@ async def _answer(client: httpx.AsyncClient, line: bytes) -> dict[str, Any]:
     try:
         request = BatchRequest.parse(line)
     except BadLineError as error:
-        info = ErrorInfo(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error))
-        return _output_line(error.custom_id, info.status, info.body())
+        refusal = APIError(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error))
+        return _output_line(error.custom_id, refusal.status, refusal.body())
     reply = await client.post(request.url, json=request.body)
     return _output_line(request.custom_id, reply.status_code, reply.json())
 

@@ -76,8 +76,8 @@ def _parse(model: type[Body], data: bytes) -> Body:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        info = describe(error)
-    raise APIError(HTTPStatus(info.status), info.type, info.message, info.param)
+        described = describe(error)
+    raise described
 
 
 def context_of(request: Request) -> RequestContext:
