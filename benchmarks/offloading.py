@@ -34,9 +34,8 @@ from benchmarks.prefix_cache_live import Replay, scaled
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
     Arc,
     EvictionPolicy,
-    Lru,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import StoredBlock, StoreJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import MovedBlock, StoreJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import HostMemory, Transfers
 from vllm.engine.arg_utils import EngineArgs
@@ -133,7 +132,7 @@ def measure_copy(args: argparse.Namespace) -> dict[str, Any]:
     results["page-locked copy GB/s"] = target.nbytes / plain / 1e9
     for group, layout in enumerate(plan.groups):
         first, last = layout.blocks_per_page, (pages + 1) * layout.blocks_per_page
-        blocks = [StoredBlock(group, block, block, None) for block in range(first, last)]
+        blocks = [MovedBlock(group, block, block, None) for block in range(first, last)]
         seconds = min(_timed_store(transfers, StoreJob(i, blocks)) for i in range(5))
         rate = len(blocks) * layout.block_bytes / seconds / 1e9
         results[f"group {group}: blocks of {layout.block_bytes:,} bytes GB/s"] = rate
@@ -225,14 +224,12 @@ def measure_policies(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [_chain(request) for request in make_trace(scaled(base, args.policy_scale))]
     needed = len({name for chain, _ in prompts for name in chain})
     results: dict[str, Any] = {"requests": len(prompts), "blocks that hold everything": needed}
-    results["found with all of it"] = _found(prompts, needed, 1, Lru())
+    results["found with all of it"] = _found(prompts, needed, 1, EvictionPolicy())
     for part in (0.5, 0.25, 0.125):
         pages = int(needed * part)
-        for policy in (Lru(), Arc()):
+        for name, policy in (("Lru", EvictionPolicy()), ("Arc", Arc())):
             found = _found(prompts, pages, pages, policy)
-            results[f"found with {part} on the device and in the host, {type(policy).__name__}"] = (
-                found
-            )
+            results[f"found with {part} on the device and in the host, {name}"] = found
     return results
 
 

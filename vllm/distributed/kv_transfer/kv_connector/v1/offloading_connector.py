@@ -124,7 +124,7 @@ class OffloadingConnector(ArenaConnector):
         if kv_connector_metadata.overwrites:
             self._moves.before_overwriting()
         if kv_connector_metadata.deletes:
-            self._moves.delete([name for _, name in kv_connector_metadata.deletes])
+            self._moves.delete(kv_connector_metadata.deletes)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -1,64 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier gives up first: the interface, least recently used first, and ARC."""
+"""What a tier gives up first: what was used longest ago, or what ARC says."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    Tail,
+    get_group_id,
+)
 from vllm.v1.core.page_pool import Page, PagePool
 from vllm.v1.core.page_queues import IdleQueue
 from vllm.v1.kv_cache_interface import ArenaPlan
 
 
-class EvictionPolicy(Protocol):
-    """Told what happens to a tier's contents; its pool of pages evicts in its order."""
+class EvictionPolicy:
+    """A tier's order of eviction: what was used longest ago goes first, as in any pool of pages.
+    A subclass has another order, for which it follows what the tier holds."""
 
     def make_pages(self, plan: ArenaPlan, on_evict: Callable[[KVCacheBlock], None]) -> PagePool:
-        """Called once, before anything else."""
+        """The tier's pages, which evict in this order. Called once, before anything else."""
+        return PagePool(plan, on_evict)
 
     def wanted(self, key: BlockHashWithGroupId) -> None:
         """A block is about to be taken for this content, which the tier does not have."""
 
-    def stored(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
-        """A block of the tier holds the content now."""
-
-    def used(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
-        """A request, or a store, found the content here."""
-
-    def evicted(self, key: BlockHashWithGroupId) -> None:
-        """The content left for others."""
-
-    def discarded(self, key: BlockHashWithGroupId) -> None:
-        """The content was wrong."""
+    def used(self, block: KVCacheBlock) -> None:
+        """A request, or a store, found the block's content here."""
 
     def reset(self) -> None:
         """All content is gone, and what is known of earlier content is of no use."""
 
+    # ---- `CacheObserver` of the tier -----------------------------------------------------------
 
-class Lru:
-    """What was used longest ago goes first: the order of the pool itself."""
-
-    def make_pages(self, plan: ArenaPlan, on_evict: Callable[[KVCacheBlock], None]) -> PagePool:
-        return PagePool(plan, on_evict)
-
-    def wanted(self, key: BlockHashWithGroupId) -> None:
+    def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
         return
 
-    def stored(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
+    def evicted(self, block: KVCacheBlock) -> None:
         return
 
-    def used(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
+    def invalidated(self, block: KVCacheBlock) -> None:
         return
 
-    def evicted(self, key: BlockHashWithGroupId) -> None:
-        return
 
-    def discarded(self, key: BlockHashWithGroupId) -> None:
-        return
-
-    def reset(self) -> None:
-        return
+def content_of(block: KVCacheBlock) -> tuple[BlockHashWithGroupId, Tail | None]:
+    """The name of what a tier's block holds, and the tail it is, if it is none of a full block."""
+    tail = block.tails[0] if block.tails else None
+    key = block.block_hash if tail is None else tail.key
+    assert key is not None
+    return key, tail
 
 
 #: `KVCacheBlock.credit`, and so the first part of its rank, says which list it is in
@@ -89,7 +81,7 @@ class _List:
         self.num_bytes -= size
 
 
-class Arc:
+class Arc(EvictionPolicy):
     """Adaptive replacement cache (N. Megiddo, D. S. Modha: ARC: A Self-Tuning, Low Overhead
     Replacement Cache, FAST 2003), over blocks of several sizes.
 
@@ -128,26 +120,28 @@ class Arc:
         elif self._wanted_in_b2:
             self.p = max(0.0, self.p - max(b1.num_bytes / b2.num_bytes, 1.0) * size)
 
-    def stored(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
+    def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
         known = self.b1.remove(key) or self.b2.remove(key)
         (self.t2 if known else self.t1).add(key, self._sizes[block.group_id])
         block.credit = _T2 if known else _T1
         self._forget_oldest()
 
-    def used(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
+    def used(self, block: KVCacheBlock) -> None:
+        key, _ = content_of(block)
         if self.t1.remove(key) or self.t2.remove(key):
             self.t2.add(key, self._sizes[block.group_id])
             block.credit = _T2
 
-    def evicted(self, key: BlockHashWithGroupId) -> None:
+    def evicted(self, block: KVCacheBlock) -> None:
+        key, _ = content_of(block)
         for held, gone in ((self.t1, self.b1), (self.t2, self.b2)):
             if held.remove(key):
-                gone.add(key, self._sizes[get_group_id(key)])
+                gone.add(key, self._sizes[block.group_id])
         self._forget_oldest()
 
-    def discarded(self, key: BlockHashWithGroupId) -> None:
+    def invalidated(self, block: KVCacheBlock) -> None:
         for each in (self.t1, self.t2, self.b1, self.b2):
-            each.remove(key)
+            each.remove(content_of(block)[0])
 
     def reset(self) -> None:
         for each in (self.t1, self.t2, self.b1, self.b2):

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import state_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -30,7 +31,6 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.version import __version__
 
 #: magic, digest of the data, bytes of the data
 _HEADER = struct.Struct("<8sQQ")
@@ -153,30 +153,16 @@ class FileStore:
 
 def store_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:
     """What two engines must have in common to share files; JSON values."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
     return {
-        "engine": __version__,
         "model": str(model.model),
         "revision": str(model.revision),
         "weights": _weights(str(model.model)),
         "load_format": vllm_config.load_config.load_format,
         "seed": model.seed,
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
         "speculation": None if speculative is None else str(speculative.method),
-        "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
-        "ranks": vllm_config.parallel_config.tensor_parallel_size,
-        "groups": [
-            {
-                "spec": repr(group.kv_cache_spec),
-                "layers": list(group.layer_names),
-                "block_bytes": plan.block_bytes,
-                "offsets": list(plan.layer_offsets.values()),
-            }
-            for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
-        ],
+        **state_identity(vllm_config, config),
     }
 
 

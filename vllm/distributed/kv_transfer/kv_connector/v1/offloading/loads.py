@@ -5,14 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import content_of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadedBlock, LoadJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadJob, MovedBlock
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import Place
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import (
-    Tier,
-    TierSearch,
-    content_of,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, TierSearch
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
 from vllm.v1.core.prefix_cache import reads_prefix_cache
@@ -182,9 +179,9 @@ class LoadScheduling:
         self._broken.update(blocks)
 
 
-def _message(loaded: _Loaded) -> LoadedBlock:
+def _message(loaded: _Loaded) -> MovedBlock:
     name = None
     if loaded.file is not None:
         assert loaded.key is not None
         name = file_name(loaded.key, loaded.tail)
-    return LoadedBlock(*loaded.place, loaded.host.block_id, name)
+    return MovedBlock(*loaded.place, loaded.host.block_id, name)

@@ -17,19 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 
-class StoredBlock(NamedTuple):
-    """A block on its way from the device to a slot of host memory, and to the file `name` unless
-    that is None."""
-
-    group: int
-    device_block: int
-    host_block: int
-    name: str | None
-
-
-class LoadedBlock(NamedTuple):
-    """A block on its way to the device from a slot of host memory; the slot is filled from the file
-    `name` first unless that is None."""
+class MovedBlock(NamedTuple):
+    """A block on its way between the device and a slot of host memory. `name`: the file that the
+    slot is written to after a store, or filled from before a load; None for no file."""
 
     group: int
     device_block: int
@@ -42,7 +32,7 @@ class StoreJob:
     """Blocks that leave in one step."""
 
     job_id: int
-    blocks: list[StoredBlock]
+    blocks: list[MovedBlock]
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class LoadJob:
     """Blocks that a waiting request needs."""
 
     req_id: str
-    blocks: list[LoadedBlock]
+    blocks: list[MovedBlock]
 
 
 @dataclass
@@ -58,14 +48,14 @@ class OffloadingMetadata(KVConnectorMetadata):
     """A step's transfers.
 
     `overwrites`: this step may overwrite device blocks that are still being copied out. `deletes`:
-    group and name of files to remove. `counts`: what the scheduler's side counted since the last
+    names of files to remove. `counts`: what the scheduler's side counted since the last
     step; `gauges`: what is held now.
     """
 
     stores: StoreJob | None = None
     loads: list[LoadJob] = field(default_factory=list)
     overwrites: bool = False
-    deletes: list[tuple[int, str]] = field(default_factory=list)
+    deletes: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
 

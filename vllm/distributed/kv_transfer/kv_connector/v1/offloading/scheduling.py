@@ -30,7 +30,7 @@ class OffloadingScheduler:
         names: Iterable[str] = (),
     ) -> None:
         self._host, self._files = host, files
-        self._deletes: list[tuple[int, str]] = []
+        self._deletes: list[str] = []
         self._counts: Counter[str] = Counter()
         self._gauges: dict[str, float] = {}
         self.stores = StoreScheduling(host, files, num_ranks, self._deletes, self._counts)
@@ -107,7 +107,7 @@ class OffloadingScheduler:
 class _Deleted:
     """Notes the files of blocks that the file tier forgets."""
 
-    def __init__(self, deletes: list[tuple[int, str]]) -> None:
+    def __init__(self, deletes: list[str]) -> None:
         self._deletes = deletes
 
     def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
@@ -115,9 +115,8 @@ class _Deleted:
 
     def evicted(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
-            self._deletes.append((block.group_id, file_name(block.block_hash, None)))
-        for tail in block.tails:
-            self._deletes.append((block.group_id, file_name(tail.key, tail)))
+            self._deletes.append(file_name(block.block_hash, None))
+        self._deletes += [file_name(tail.key, tail) for tail in block.tails]
 
     def invalidated(self, block: KVCacheBlock) -> None:
         return

@@ -10,17 +10,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.extra_config import ExtraConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
-    Arc,
-    EvictionPolicy,
-    Lru,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import Arc, EvictionPolicy
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import ArenaPlan
 
 _KEYS = ("cpu_bytes_to_use", "eviction_policy", "secondary_tiers", "spec_name")
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": EvictionPolicy, "arc": Arc}
 _TIER_KEYS = ("type", "root_dir", "max_bytes")
 _BYTES = "a positive number of bytes"
 #: files a tier may fill unless it says otherwise (100 GiB)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
+    MovedBlock,
     OffloadingWorkerMetadata,
-    StoredBlock,
     StoreJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
@@ -57,7 +57,7 @@ class _Store:
 class StoreScheduling:
     """Decides stores of `num_ranks` workers; observes the device's block pool.
 
-    Appends to `deletes` the files, group and name, that turned out wrong; counts in `counts`.
+    Appends to `deletes` the names of files that turned out wrong; counts in `counts`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StoreScheduling:
         host: Tier,
         files: Tier | None,
         num_ranks: int,
-        deletes: list[tuple[int, str]],
+        deletes: list[str],
         counts: Counter[str],
     ) -> None:
         self._host, self._files = host, files
@@ -153,7 +153,7 @@ class StoreScheduling:
         self._num_stores += 1
         self._stores[self._num_stores] = _Store(blocks)
         sent = [
-            StoredBlock(
+            MovedBlock(
                 *stored.place,
                 stored.host.block_id,
                 None if stored.file is None else file_name(stored.key, stored.tail),
@@ -231,7 +231,7 @@ class StoreScheduling:
             if stored.valid and i not in store.written.failed:
                 self._files.publish(stored.file, stored.key, stored.tail)
             else:
-                self._deletes.append((stored.place[0], file_name(stored.key, stored.tail)))
+                self._deletes.append(file_name(stored.key, stored.tail))
             self._files.free_blocks([stored.file])
             self._release(stored)
 

@@ -9,7 +9,7 @@ can be restored exactly where the device could have continued it.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy, Lru
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -32,9 +32,9 @@ class Tier(BlockPool):
         self, plan: ArenaPlan, num_pages: int, policy: EvictionPolicy | None = None
     ) -> None:
         self.plan = replace(plan, num_pages=num_pages + 1)  # page 0 is the null page
-        self._policy = Lru() if policy is None else policy
+        self._policy = EvictionPolicy() if policy is None else policy
         super().__init__(self.plan, self._policy.make_pages)
-        self.observers.append(_Policed(self._policy))
+        self.observers.append(self._policy)
 
     def owns(self, block: KVCacheBlock) -> bool:
         """Whether the block is of this tier."""
@@ -64,7 +64,7 @@ class Tier(BlockPool):
     def refresh(self, blocks: Sequence[KVCacheBlock]) -> None:
         """What blocks hold was found: they are the most recently used ones."""
         for block in blocks:
-            self._policy.used(block, content_of(block)[0])
+            self._policy.used(block)
         self.pages.refresh(blocks)
 
     def reset_prefix_cache(self, held_too: bool = False) -> bool:
@@ -81,30 +81,6 @@ class Tier(BlockPool):
             (group.live + len(group.idle)) * self.plan.block_stride(g)
             for g, group in enumerate(groups)
         )
-
-
-def content_of(block: KVCacheBlock) -> tuple[BlockHashWithGroupId, Tail | None]:
-    """The name of what a tier's block holds, and the tail it is, if it is none of a full block."""
-    tail = block.tails[0] if block.tails else None
-    key = block.block_hash if tail is None else tail.key
-    assert key is not None
-    return key, tail
-
-
-class _Policed:
-    """Tells the policy what a tier gains and loses."""
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
-
-    def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
-        self._policy.stored(block, key)
-
-    def evicted(self, block: KVCacheBlock) -> None:
-        self._policy.evicted(content_of(block)[0])
-
-    def invalidated(self, block: KVCacheBlock) -> None:
-        self._policy.discarded(content_of(block)[0])
 
 
 class _Both(Tier):

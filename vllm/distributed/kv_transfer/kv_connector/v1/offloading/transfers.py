@@ -20,10 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
-    LoadedBlock,
     LoadJob,
+    MovedBlock,
     OffloadingStats,
-    StoredBlock,
     StoreJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import (
@@ -166,7 +165,7 @@ class Transfers:
 
     def _seal(
         self,
-        blocks: Sequence[StoredBlock],
+        blocks: Sequence[MovedBlock],
         part: Sequence[int],
         copied: torch.cuda.Event | None,
         counter: _Parts,
@@ -203,9 +202,9 @@ class Transfers:
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove files, after what is being written."""
-        self._writer.submit(self._delete, list(names))
+        self._writer.submit(self._delete, names)
 
-    def _delete(self, names: list[str]) -> None:
+    def _delete(self, names: Sequence[str]) -> None:
         assert self._files is not None
         for name in names:
             try:
@@ -290,7 +289,7 @@ class Transfers:
 
     def _copy(
         self,
-        blocks: Sequence[StoredBlock | LoadedBlock],
+        blocks: Sequence[MovedBlock],
         stream: torch.cuda.Stream | None,
         to_host: bool,
     ) -> torch.cuda.Event | None:
@@ -308,9 +307,7 @@ class Transfers:
             event.record(stream)
             return event
 
-    def _digests(
-        self, blocks: Sequence[StoredBlock | LoadedBlock], part: Sequence[int]
-    ) -> list[int]:
+    def _digests(self, blocks: Sequence[MovedBlock], part: Sequence[int]) -> list[int]:
         spans = [self._host.extent(blocks[i].group, blocks[i].host_block) for i in part]
         began = time.perf_counter()
         found = digests(self._host.buffer, spans)
@@ -318,7 +315,7 @@ class Transfers:
         self._count(seal_bytes=sum(size for _, size in spans), seal_seconds=seconds)
         return found
 
-    def _split(self, blocks: Sequence[StoredBlock | LoadedBlock]) -> list[list[int]]:
+    def _split(self, blocks: Sequence[MovedBlock]) -> list[list[int]]:
         """Indices of a job's blocks, in parts for the threads. Parts of a large job are many, so
         that the digests of one are made while the next is copied."""
         order = sorted(range(len(blocks)), key=lambda i: blocks[i][:3])

@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import state_identity
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.version import __version__
 
 #: raised whenever the messages or what they mean change
 PROTOCOL = 2
@@ -31,33 +31,18 @@ class HandshakeRefused(RuntimeError):
 
 def peer_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> Identity:
     """This engine's side of the comparison; JSON values."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     identity = {
         "protocol": PROTOCOL,
-        "engine_version": __version__,
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "model_config": _config_digest(model.hf_config.to_dict()),
+        "model_config": _config_digest(vllm_config.model_config.hf_config.to_dict()),
         "weights": _weights(vllm_config),
-        "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
         "captured_layers": (
             speculative.extraction_layer_ids
             if speculative is not None and speculative.uses_extract_hidden_states()
             else None
         ),
-        "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": _seed_digest(os.environ.get("PYTHONHASHSEED")),
-        "state_groups": [
-            {
-                "spec": repr(group.kv_cache_spec),
-                "layers": list(group.layer_names),
-                "block_bytes": plan.block_bytes,
-                "layer_offsets": list(plan.layer_offsets.values()),
-            }
-            for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
-        ],
+        **state_identity(vllm_config, config),
     }
     return json.loads(json.dumps(identity))
 
