@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -71,8 +72,6 @@ def connector_acts_on_every_layer() -> bool:
 
 def is_v1_kv_transfer_group(group: KVConnectorBase_V1 | None = None) -> bool:
     """Whether `group` (default: the current connector) speaks the V1 interface."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
     return isinstance(current_slot().connector if group is None else group, KVConnectorBase_V1)
 
 
@@ -84,9 +83,6 @@ def ensure_kv_transfer_initialized(
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance or slot.connector is not None:
         return
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
     connector_class = KVConnectorFactory.get_connector_class(transfer)
     slot.acts_on_every_layer = connector_class.acts_on_every_layer(
         transfer.kv_connector_extra_config
@@ -101,8 +97,6 @@ def connector_device_bytes(vllm_config: VllmConfig) -> int:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance:
         return 0
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     connector_class = KVConnectorFactory.get_connector_class(transfer)
     return connector_class.device_bytes(transfer, vllm_config.device_config.device_type)
 

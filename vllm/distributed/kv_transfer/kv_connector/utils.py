@@ -73,9 +73,9 @@ class KVOutputAggregator:
             recving |= self._recving.report(report.finished_recving, self._expected)
             merged.invalid_blocks |= report.invalid_blocks
             merged.invalid_block_ids |= report.invalid_block_ids
-            merged.kv_connector_stats = _join(merged.kv_connector_stats, report.kv_connector_stats)
-            merged.kv_cache_events = _join(merged.kv_cache_events, report.kv_cache_events)
-            merged.kv_connector_worker_meta = _join(
+            merged.kv_connector_stats = joined(merged.kv_connector_stats, report.kv_connector_stats)
+            merged.kv_cache_events = joined(merged.kv_cache_events, report.kv_cache_events)
+            merged.kv_connector_worker_meta = joined(
                 merged.kv_connector_worker_meta, report.kv_connector_worker_meta
             )
         merged.finished_sending = sending or None
@@ -84,7 +84,7 @@ class KVOutputAggregator:
         return merged
 
 
-def _join(first: Any | None, second: Any | None) -> Any | None:
+def joined(first: Any | None, second: Any | None) -> Any | None:
     """Statistics, events and worker messages all merge by their own `aggregate`."""
     if first is None or second is None:
         return second if first is None else first

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -25,11 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_children import (
-    child_classes,
-    child_extras,
-    children_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     MultiKVConnectorHandshakeMetadata,
@@ -50,6 +45,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 P = ParamSpec("P")
+ChildClass = type[KVConnectorBase_V1]
 Finished = tuple[bool, dict[str, Any] | None]
 
 
@@ -64,6 +60,33 @@ def _by_each(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenat
             getattr(child, name)(*args, **kwargs)
 
     return forward
+
+
+def child_classes(
+    extra_config: dict[str, Any], **common: str
+) -> Iterator[tuple[ChildClass, KVTransferConfig]]:
+    """Each child's class and configuration; `common`: settings of those without their own.
+    ValueError when the list is missing or empty."""
+    given = extra_config.get("connectors")
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError(
+            "MultiConnector needs kv_connector_extra_config.connectors, a non-empty list of "
+            "kv_transfer_config objects"
+        )
+    for item in given:
+        own = item if isinstance(item, KVTransferConfig) else KVTransferConfig(**{**common, **item})
+        yield KVConnectorFactory.get_connector_class(own), own
+
+
+def children_of(vllm_config: VllmConfig) -> Iterator[tuple[ChildClass, VllmConfig]]:
+    """Each child's class and the engine's configuration as that child sees it."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    extra = transfer.kv_connector_extra_config
+    for child_cls, config in child_classes(extra, engine_id=transfer.engine_id):
+        child_config = copy.copy(vllm_config)
+        child_config.kv_transfer_config = config
+        yield child_cls, child_config
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -113,18 +136,24 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        children = child_extras(extra_config)
-        return any(child.requires_piecewise_for_cudagraph(extra) for child, extra in children)
+        return any(
+            child.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
+            for child, config in child_classes(extra_config)
+        )
 
     @classmethod
     def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        children = child_extras(extra_config)
-        return any(child.acts_on_every_layer(extra) for child, extra in children)
+        return any(
+            child.acts_on_every_layer(config.kv_connector_extra_config)
+            for child, config in child_classes(extra_config)
+        )
 
     @classmethod
     def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        children = child_extras(extra_config)
-        return any(child.reads_recurrent_state(extra) for child, extra in children)
+        return any(
+            child.reads_recurrent_state(config.kv_connector_extra_config)
+            for child, config in child_classes(extra_config)
+        )
 
     @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -203,23 +232,26 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     save_kv_layer = _by_each(KVConnectorBase_V1.save_kv_layer)
     wait_for_save = _by_each(KVConnectorBase_V1.wait_for_save)
 
+    def _with_parts(
+        self, message: KVConnectorMetadata
+    ) -> Iterator[tuple[KVConnectorBase_V1, KVConnectorMetadata]]:
+        """Each child with its part of a step's message."""
+        assert isinstance(message, MultiKVConnectorMetadata)
+        return zip(self._children, message.metadata, strict=True)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, MultiKVConnectorMetadata)
-        for child, metadata in zip(self._children, kv_connector_metadata.metadata, strict=True):
+        for child, metadata in self._with_parts(kv_connector_metadata):
             child.handle_preemptions(metadata)
 
     def will_read_recurrent_state(self, connector_metadata: KVConnectorMetadata) -> bool:
-        assert isinstance(connector_metadata, MultiKVConnectorMetadata)
-        return any(
-            child.will_read_recurrent_state(metadata)
-            for child, metadata in zip(self._children, connector_metadata.metadata, strict=True)
-        )
+        parts = self._with_parts(connector_metadata)
+        return any(child.will_read_recurrent_state(metadata) for child, metadata in parts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiKVConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
         self._extra_async_saves.update(connector_metadata.extra_async_saves)
-        for child, metadata in zip(self._children, connector_metadata.metadata, strict=True):
+        for child, metadata in self._with_parts(connector_metadata):
             child.bind_connector_metadata(metadata)
 
     def clear_connector_metadata(self) -> None:
@@ -273,8 +305,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        parts = tuple(child.get_handshake_metadata() for child in self._children)
-        return MultiKVConnectorHandshakeMetadata(parts) if any(parts) else None
+        return MultiKVConnectorHandshakeMetadata.of(
+            child.get_handshake_metadata() for child in self._children
+        )
 
     def shutdown(self) -> None:
         """Shut every child down; the first error is raised when all have been asked."""

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from typing_extensions import Self
+
+from vllm.distributed.kv_transfer.kv_connector.utils import joined
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -29,43 +32,32 @@ class MultiKVConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class MultiKVConnectorHandshakeMetadata(KVConnectorHandshakeMetadata):
-    parts: tuple[KVConnectorHandshakeMetadata | None, ...]
-
-
-@dataclass
-class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
-    """A child without a message has None."""
-
-    parts: tuple[KVConnectorWorkerMetadata | None, ...]
-
-    @classmethod
-    def of(
-        cls, parts: Iterable[KVConnectorWorkerMetadata | None]
-    ) -> MultiKVConnectorWorkerMetadata | None:
-        """The message, or None when no child has one."""
-        found = tuple(parts)
-        return cls(found) if any(part is not None for part in found) else None
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
-        assert isinstance(other, MultiKVConnectorWorkerMetadata)
-        return MultiKVConnectorWorkerMetadata(_join_all(self.parts, other.parts))
-
-
-@dataclass
-class MultiKVEvents:
-    """Cache events per child."""
+class _Parts:
+    """A part per child; None where it has none."""
 
     parts: tuple[Any | None, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[Any | None]) -> MultiKVEvents | None:
-        """The events, or None when no child has any."""
+    def of(cls, parts: Iterable[Any | None]) -> Self | None:
+        """None when no child has a part."""
         found = tuple(parts)
         return cls(found) if any(part is not None for part in found) else None
 
-    def aggregate(self, other: MultiKVEvents) -> MultiKVEvents:
-        return MultiKVEvents(_join_all(self.parts, other.parts))
+    def aggregate(self, other: Any) -> Self:
+        pairs = zip(self.parts, other.parts, strict=True)
+        return type(self)(tuple(joined(mine, theirs) for mine, theirs in pairs))
+
+
+class MultiKVConnectorHandshakeMetadata(_Parts, KVConnectorHandshakeMetadata):
+    """What a worker's children tell theirs."""
+
+
+class MultiKVConnectorWorkerMetadata(_Parts, KVConnectorWorkerMetadata):
+    """What a worker's children report."""
+
+
+class MultiKVEvents(_Parts):
+    """Cache events."""
 
 
 @dataclass
@@ -115,13 +107,6 @@ def part_data(part: KVConnectorStats | dict[str, Any]) -> dict[str, Any]:
     """A child's `data`: between processes its statistics become a dict of their fields."""
     data: dict[str, Any] = part.data if isinstance(part, KVConnectorStats) else part["data"]
     return data
-
-
-def _join_all(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        b if a is None else a if b is None else a.aggregate(b)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def handshake_parts(
