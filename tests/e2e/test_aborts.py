@@ -125,10 +125,10 @@ def assert_nothing_is_left(llm: LLMEngine, path: Path) -> None:
     assert not scheduler.transfer.sending and not scheduler.transfer.loading
     connector = scheduler.connector
     assert isinstance(connector, ExampleHiddenStatesConnector)
-    assert not connector._scheduling._filenames and not connector._scheduling.has_pending
+    assert not connector._filenames and not connector._pending
     [worker] = core.collective_rpc(lambda _: get_kv_transfer_group())
     assert isinstance(worker, ExampleHiddenStatesConnector) and worker._saver is not None
-    worker._saver._pool.drain()
+    worker._saver._executor.shutdown()
     assert not worker._saver._targets and not worker._saver._copying and not worker._saver._waiting
     assert not list(path.glob(".*"))
     for lock in path.glob("*.lock"):

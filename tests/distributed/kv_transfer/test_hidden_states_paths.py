@@ -52,7 +52,7 @@ def run(harness: Harness, name: str, custom: object, num_tokens: int = 4) -> Pat
 
 
 def drain(harness: Harness) -> None:
-    while harness.worker._saver._pool._in_flight:
+    while harness.worker._saver._in_flight:
         pass
 
 

@@ -164,7 +164,7 @@ def test_a_failing_disk_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(live._dataset, "add", full)
     serve(run, "a", AGREES)
     run.step()
-    live._pool.drain()
+    live._executor.shutdown()
     assert stats(run)["dropped_failed"] == 1 and live._promised == 0
 
 

@@ -14,8 +14,8 @@ from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from vllm import EngineArgs, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
-    ExtractionScheduler,
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
 )
 from vllm.engine.batch_defaults import UsageContext
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -96,7 +96,7 @@ def fail_results(patch: pytest.MonkeyPatch) -> None:
 
 
 def fail_save(patch: pytest.MonkeyPatch) -> None:
-    fail_for(patch, ExtractionScheduler, "request_finished", has_victims_prompt)
+    fail_for(patch, ExampleHiddenStatesConnector, "request_finished", has_victims_prompt)
 
 
 def fail_output(patch: pytest.MonkeyPatch) -> None:

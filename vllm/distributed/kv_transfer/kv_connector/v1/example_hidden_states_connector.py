@@ -13,14 +13,12 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm import decisions
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
     HiddenStatesConnector,
@@ -28,7 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import
     num_writer_threads,
     storage_path,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import check_params
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import (
+    PathRefused,
+    check_params,
+    custom_path,
+    default_path,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import (
     CopyEvent,
     RowCopier,
@@ -41,8 +44,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.saving import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
     ExampleHiddenStatesConnectorMetadata,
-    ExtractionScheduler,
     PendingSave,
+    end_with_error,
+    ended_badly,
+    tokens_to_save,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import (
     Storage,
@@ -50,10 +55,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, read_hidden_states
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import RequestError
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 _PROBE_BYTES = 4 * 2**20
 #: a step may spend this long on reserving 4 MiB (1 GiB/s)
@@ -144,11 +152,8 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._storage_path = storage_path(transfer)
-        self._scheduling = ExtractionScheduler(
-            self._storage_path,
-            flag(transfer, "allow_custom_save_path", False),
-            self._group.block_size,
-        )
+        self._allow_custom_path = flag(transfer, "allow_custom_save_path", False)
+        self._filenames: dict[str, str] = {}
         self._use_lock = flag(transfer, "use_synchronization_lock", True)
         self._num_writer_threads = num_writer_threads(transfer)
         has_own_encoding = self._write_tensors is not ExampleHiddenStatesConnector._write_tensors
@@ -206,13 +211,50 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
 
     # ---- scheduler side ------------------------------------------------------------------------
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduling.build_meta(scheduler_output)
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> ExampleHiddenStatesConnectorMetadata:
+        meta = ExampleHiddenStatesConnectorMetadata(pending_saves=self._pending)
+        self._pending = []
+        for new in scheduler_output.scheduled_new_reqs:
+            try:
+                filename = self._filename(new)
+            except PathRefused as error:
+                meta.rejected[new.req_id] = str(error)
+                continue
+            self._filenames[new.req_id] = filename
+            meta.new_req_filenames[new.req_id] = filename
+            meta.new_req_num_tokens[new.req_id] = len(new.prompt_token_ids or ())
+        return meta
+
+    def _filename(self, new: NewRequestData) -> str:
+        extra = (new.sampling_params.extra_args if new.sampling_params is not None else None) or {}
+        asked = (extra.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if asked is not None and self._allow_custom_path:
+            return custom_path(self._storage_path, asked)
+        if asked is not None:
+            logger.warning(
+                "request %s: hidden_states_path is ignored, allow_custom_save_path is false",
+                new.req_id,
+            )
+        return default_path(self._storage_path, new.req_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.request_finished(request, block_ids)
+        """Queue the save; `(False, None)` for requests without rows worth keeping.
 
-    def has_pending_push_work(self) -> bool:
-        return self._scheduling.has_pending
+        A request with fewer rows than tokens is turned into a failed one.
+        """
+        filename = self._filenames.pop(request.request_id, None)
+        if filename is None or ended_badly(request):
+            return False, None
+        token_ids = tokens_to_save(request)
+        problem = self._missing_rows(request, token_ids, block_ids)
+        if problem is not None:
+            end_with_error(request, problem)
+            return False, None
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        save = PendingSave(request.request_id, filename, tokens, list(block_ids))
+        self._pending.append(save)
+        return True, {"hidden_states_path": filename}

@@ -7,17 +7,13 @@ bytes are not used up, and if a writer has room when it ends. Nothing ever waits
 """
 
 import hashlib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
     HiddenStatesConnector,
     num_writer_threads,
@@ -31,25 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving impo
     LiveSaver,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
-    RowsMetadata,
-    ended_badly,
-    missing_rows,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import ended_badly
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 #: key of a request's `kv_transfer_params` by which its sender agrees
 CONSENT = "capture"
-
-
-@dataclass
-class LiveCaptureMetadata(RowsMetadata):
-    """One step: finished requests to capture."""
-
-    pending_saves: list[LiveSave] = field(default_factory=list)
 
 
 def check_consent(params: dict[str, Any]) -> None:
@@ -62,47 +46,6 @@ def is_sampled(req_id: str, rate: float) -> bool:
     """Whether a request is among the `rate` of all; it follows from the id."""
     digest = hashlib.blake2b(req_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < rate * 2**64
-
-
-class LiveScheduler:
-    """Bookkeeping of one engine."""
-
-    def __init__(self, rate: float, block_size: int) -> None:
-        self._rate = rate
-        self._block_size = block_size
-        self._pending: list[LiveSave] = []
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether saves wait for the next step's message."""
-        return bool(self._pending)
-
-    def build_meta(self) -> LiveCaptureMetadata:
-        saves, self._pending = self._pending, []
-        return LiveCaptureMetadata(saves)
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """Whether the request's blocks are needed until the worker says that they are not."""
-        params = request.kv_transfer_params or {}
-        if not params.get(CONSENT, False) or ended_badly(request):
-            return False
-        if not is_sampled(request.request_id, self._rate):
-            return False
-        # The last token was sampled but never went through the model: it has no row.
-        token_ids = request.all_token_ids[:-1]
-        if missing_rows(request, token_ids, len(block_ids) * self._block_size) is not None:
-            return False
-        if not request.num_prompt_tokens < len(token_ids) + 1:
-            return False
-        self._pending.append(
-            LiveSave(
-                req_id=request.request_id,
-                token_ids=torch.tensor(token_ids, dtype=torch.int64),
-                num_prompt=request.num_prompt_tokens,
-                block_ids=list(block_ids),
-            )
-        )
-        return True
 
 
 DEFAULT_BYTES = 10 * 2**30
@@ -141,7 +84,7 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         self._storage_path = storage_path(self._kv_transfer_config)
         self._num_writer_threads = num_writer_threads(self._kv_transfer_config)
         self._budget = budget
-        self._live_scheduling = LiveScheduler(rate, self._group.block_size)
+        self._rate = rate
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self._layers = sorted(speculative.extraction_layer_ids)
@@ -173,13 +116,26 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
 
     # ---- scheduler side ------------------------------------------------------------------------
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._live_scheduling.build_meta()
-
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._live_scheduling.request_finished(request, block_ids), None
-
-    def has_pending_push_work(self) -> bool:
-        return self._live_scheduling.has_pending
+        params = request.kv_transfer_params or {}
+        if not params.get(CONSENT, False) or ended_badly(request):
+            return False, None
+        # The last token was sampled but never went through the model: it has no row.
+        token_ids = request.all_token_ids[:-1]
+        if (
+            not is_sampled(request.request_id, self._rate)
+            or self._missing_rows(request, token_ids, block_ids) is not None
+            or request.num_prompt_tokens > len(token_ids)
+        ):
+            return False, None
+        self._pending.append(
+            LiveSave(
+                req_id=request.request_id,
+                token_ids=torch.tensor(token_ids, dtype=torch.int64),
+                num_prompt=request.num_prompt_tokens,
+                block_ids=list(block_ids),
+            )
+        )
+        return True, None

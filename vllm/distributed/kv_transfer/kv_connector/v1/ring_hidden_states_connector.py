@@ -26,19 +26,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
     CopyEvent,
     RowCopier,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_saver import RowSaver
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
     RowSave,
-    RowsMetadata,
     end_with_error,
     ended_badly,
-    missing_rows,
     tokens_to_save,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
 from vllm.hidden_states_ring import POLICIES, Policy, RingWriter, Rows, record_bytes
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, StoredRows
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
@@ -73,34 +70,26 @@ class RingSettings:
         return cls(path, num_bytes, policy)
 
 
-class _Saver:
-    """Copies rows out of one cache and puts them into the ring, on a thread of its own.
+class _Saver(RowSaver):
+    """Puts rows of one cache into the ring, on a thread of its own.
 
     While it has work for two requests the rows of others stay in the cache: with the policy `wait`
     a trainer that falls behind makes requests wait for blocks.
     """
 
     def __init__(self, copier: RowCopier, settings: RingSettings) -> None:
-        self._copier = copier
+        super().__init__(copier, num_threads=1)
         self._ring = RingWriter(settings.path, settings.num_bytes, copier.format)
         self._policy = settings.policy
-        self._pool = WriterPool(1)
         self._stopped = threading.Event()
         self._waiting: deque[RowSave] = deque()
-        self._copying: dict[str, CopyEvent] = {}
 
     def step(self, saves: Sequence[RowSave], finished_req_ids: set[str]) -> set[str]:
-        """Take saves; returns the requests whose blocks are not needed any more."""
         self._waiting.extend(saves)
-        while self._waiting and self._pool.has_room:
+        while self._waiting and self._has_room:
             save = self._waiting.popleft()
-            rows, event = self._copier.copy(save.block_ids, len(save.token_ids))
-            self._copying[save.req_id] = event
-            self._pool.submit(partial(self._put, save, rows, event))
-        sent = {req_id for req_id, event in self._copying.items() if event.query()}
-        for req_id in sent:
-            del self._copying[req_id]
-        return sent
+            self._start(save, partial(self._put, save))
+        return self._take_copied()
 
     def _put(self, save: RowSave, stored: StoredRows, event: CopyEvent) -> None:
         try:
@@ -120,7 +109,7 @@ class _Saver:
         self._stopped.set()
         while self._waiting:
             self.step([], set())
-        self._pool.drain()
+        super().shutdown()
         self._ring.close()
 
 
@@ -144,16 +133,11 @@ class RingHiddenStatesConnector(HiddenStatesConnector[_Saver]):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = RingSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._row_bytes = self._group.row_format(self._storage).row_bytes
-        self._pending: list[RowSave] = []
 
     def _make_saver(self, copier: RowCopier) -> _Saver:
         return _Saver(copier, self._settings)
 
     # ---- scheduler side ------------------------------------------------------------------------
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RowsMetadata:
-        pending, self._pending = self._pending, []
-        return RowsMetadata(pending)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -161,7 +145,7 @@ class RingHiddenStatesConnector(HiddenStatesConnector[_Saver]):
         if ended_badly(request):
             return False, None
         token_ids = tokens_to_save(request)
-        problem = missing_rows(request, token_ids, len(block_ids) * self._group.block_size)
+        problem = self._missing_rows(request, token_ids, block_ids)
         size = record_bytes(len(token_ids), self._row_bytes, request.request_id)
         if problem is None and size > self._settings.num_bytes:
             problem = f"{size} bytes of rows in a ring of {self._settings.num_bytes}"
@@ -172,6 +156,3 @@ class RingHiddenStatesConnector(HiddenStatesConnector[_Saver]):
         self._pending.append(RowSave(request.request_id, tokens, list(block_ids)))
         ring = {"hidden_states_ring": self._settings.path, "hidden_states_id": request.request_id}
         return True, ring
-
-    def has_pending_push_work(self) -> bool:
-        return bool(self._pending)

@@ -4,21 +4,21 @@
 import os
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ConnectorBesideSteps
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_saver import RowSaver
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import RowsMetadata
 from vllm.distributed.parallel_state import stores_hidden_states
 from vllm.forward_context import ForwardContext
 from vllm.hidden_states_storage import RowFormat, StorageDtype, storage_dtype_of
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.request import Request
 
@@ -107,23 +107,14 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
     )
 
 
-class Saver(Protocol):
-    """The worker side: takes rows out of the cache and hands them on."""
-
-    def step(self, saves: Any, finished_req_ids: set[str]) -> set[str]:
-        """Take the step's saves; returns the requests whose blocks are not needed any more."""
-
-    def shutdown(self) -> None: ...
-
-
-SaverT = TypeVar("SaverT", bound=Saver)
+SaverT = TypeVar("SaverT", bound=RowSaver)
 
 
 class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
     """Store-only: rows stay in the cache until their request has ended and are then copied out.
 
-    A subclass says where to (`_make_saver`), and when (`request_finished`, and a `RowsMetadata` of
-    `build_connector_meta`). Setting of all of them (`kv_connector_extra_config`):
+    A subclass says where to (`_make_saver`), and when (`request_finished`, which appends to
+    `_pending`). Setting of all of them (`kv_connector_extra_config`):
 
     - `storage_dtype` (`auto`): `auto`, rows as the model computes them, or `fp8_e4m3`
       (`vllm.hidden_states_storage`).
@@ -145,6 +136,8 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
         self._group = find_hidden_states_group(self._config)
         self._storage = storage_dtype_of(self._kv_transfer_config.kv_connector_extra_config)
         self._saver: SaverT | None = None
+        #: scheduler side: requests that ended, for the next step's message
+        self._pending: list[Any] = []
 
     @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -206,6 +199,22 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         assert num_external_tokens == 0, "this connector loads nothing"
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RowsMetadata:
+        pending, self._pending = self._pending, []
+        return RowsMetadata(pending)
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._pending)
+
+    def _missing_rows(
+        self, request: Request, token_ids: list[int], block_ids: list[int]
+    ) -> str | None:
+        """What is wrong if the slots of its blocks do not hold a row of each token."""
+        num_rows = min(request.num_computed_tokens, len(block_ids) * self._group.block_size)
+        if num_rows < len(token_ids):
+            return f"{num_rows} rows of hidden states for {len(token_ids)} tokens"
+        return None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -19,12 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
     CopyEvent,
     RowCopier,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_saver import RowSaver
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import RowSave
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     CounterStats,
     KVConnectorPromMetrics,
 )
+from vllm.hidden_states_storage import StoredRows
 from vllm.logger import init_logger
 
 
@@ -168,18 +169,15 @@ class LiveSave(RowSave):
     num_prompt: int
 
 
-class LiveSaver:
-    """Used from the worker's step thread; writes on others. `budget`: bytes of the dataset."""
+class LiveSaver(RowSaver):
+    """`budget`: bytes of the dataset."""
 
     def __init__(
         self, copier: RowCopier, dataset: LiveDataset, *, budget: int, num_writer_threads: int
     ) -> None:
-        self._copier = copier
+        super().__init__(copier, num_writer_threads)
         self._dataset = dataset
         self._budget = budget
-        self._pool = WriterPool(num_writer_threads)
-        self._copying: dict[str, CopyEvent] = {}
-        self._lock = threading.Lock()
         #: bytes on disk or on their way there
         self._promised = dataset.num_bytes
         self._stats = LiveCaptureStats()
@@ -187,11 +185,7 @@ class LiveSaver:
     def step(self, saves: Iterable[LiveSave], finished_req_ids: set[str]) -> set[str]:
         """Start copies where there is room, drop the rest; returns the requests whose blocks are
         not needed any more."""
-        done = {save.req_id for save in saves if not self._take(save)}
-        done |= {req_id for req_id, event in self._copying.items() if event.query()}
-        for req_id in done:
-            self._copying.pop(req_id, None)
-        return done
+        return {save.req_id for save in saves if not self._take(save)} | self._take_copied()
 
     def take_stats(self) -> LiveCaptureStats:
         """Since the last call."""
@@ -201,7 +195,7 @@ class LiveSaver:
 
     def shutdown(self) -> None:
         """Finish what was taken."""
-        self._pool.drain()
+        super().shutdown()
         self._dataset.close()
 
     def _take(self, save: LiveSave) -> bool:
@@ -212,25 +206,21 @@ class LiveSaver:
             reason = None
             if self._promised + num_bytes > self._budget:
                 reason = BUDGET
-            elif not self._pool.has_room:
+            elif not self._has_room:
                 reason = BUSY
             if reason is not None:
                 self._stats.drop(reason)
                 return False
             self._promised += num_bytes
             self._stats.take(num_bytes)
-        rows, event = self._copier.copy(save.block_ids, num_tokens)
-        self._copying[save.req_id] = event
-        tensors = {**rows.tensors, "token_ids": save.token_ids}
-        self._pool.submit(partial(self._write, save, tensors, event, num_bytes))
+        self._start(save, partial(self._write, save, num_bytes))
         return True
 
-    def _write(
-        self, save: LiveSave, tensors: dict[str, Tensor], event: CopyEvent, num_bytes: int
-    ) -> None:
+    def _write(self, save: LiveSave, num_bytes: int, rows: StoredRows, event: CopyEvent) -> None:
         """On a writer thread."""
         try:
             event.synchronize()
+            tensors = {**rows.tensors, "token_ids": save.token_ids}
             self._dataset.add(tensors, save.num_prompt, self._copier.format.metadata)
         except Exception:
             logger.exception("request %s: its hidden states were not captured", save.req_id)

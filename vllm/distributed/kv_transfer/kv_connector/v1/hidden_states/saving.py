@@ -15,12 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
     CopyEvent,
     RowCopier,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_saver import RowSaver
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import (
     ExampleHiddenStatesConnectorMetadata,
     PendingSave,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import Storage, Target
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.writer_pool import WriterPool
+from vllm.hidden_states_storage import StoredRows
 from vllm.logger import init_logger
 from vllm.v1.engine import RequestConflict, RequestError
 
@@ -30,8 +31,8 @@ logger = init_logger(__name__)
 WriteTensors = Callable[[dict[str, Tensor], CopyEvent, str, int | None], None]
 
 
-class HiddenStatesSaver:
-    """Saves rows of one cache. Used from the worker's step thread, writes on others.
+class HiddenStatesSaver(RowSaver):
+    """Saves rows of one cache in files.
 
     Rows of a finished request stay in the cache until a writer has room for them, so a slow disk
     makes requests wait for blocks and never fills the host's memory.
@@ -46,14 +47,12 @@ class HiddenStatesSaver:
         num_writer_threads: int,
         reserve_space: bool,
     ) -> None:
-        self._copier = copier
+        super().__init__(copier, num_writer_threads)
         self._write_tensors = write_tensors
-        self._pool = WriterPool(num_writer_threads)
         self._storage = storage
         self._reserve_space = reserve_space
         self._targets: dict[str, Target] = {}
         self._waiting: deque[PendingSave] = deque()
-        self._copying: dict[str, CopyEvent] = {}
         self._failed: dict[str, RequestError] = {}
 
     def open_new(self, meta: ExampleHiddenStatesConnectorMetadata) -> None:
@@ -80,17 +79,13 @@ class HiddenStatesSaver:
         self._waiting.extend(pending)
         for req_id in finished_req_ids - {save.req_id for save in self._waiting}:
             self._discard(req_id)
-        unsaved = self._start_copies()
-        sent = {req_id for req_id, event in self._copying.items() if event.query()}
-        for req_id in sent:
-            del self._copying[req_id]
-        return sent | unsaved
+        return self._start_copies() | self._take_copied()
 
     def shutdown(self) -> None:
         """Store what is finished, discard what is not."""
         while self._waiting:
             self._start_copies(wait_for_room=True)
-        self._pool.drain()
+        super().shutdown()
         for req_id in list(self._targets):
             self._discard(req_id)
 
@@ -111,7 +106,7 @@ class HiddenStatesSaver:
     def _start_copies(self, wait_for_room: bool = False) -> set[str]:
         """Start as many copies as the writers can take; returns requests that cannot be saved."""
         unsaved = set()
-        while self._waiting and (wait_for_room or self._pool.has_room):
+        while self._waiting and (wait_for_room or self._has_room):
             save = self._waiting.popleft()
             target = self._targets.pop(save.req_id, None)
             if target is None:
@@ -119,29 +114,24 @@ class HiddenStatesSaver:
                 unsaved.add(save.req_id)
                 continue
             try:
-                rows, event = self._copier.copy(save.block_ids, len(save.token_ids))
+                self._start(save, partial(self._write, save, target))
             except (ValueError, RuntimeError):
                 logger.exception("request %s: hidden states were not copied", save.req_id)
                 self._storage.drop(target, promised=True)
                 unsaved.add(save.req_id)
-                continue
-            self._copying[save.req_id] = event
-            tensors = {**rows.tensors, "token_ids": save.token_ids}
-            self._pool.submit(partial(self._write, save.req_id, target, tensors, event))
         return unsaved
 
-    def _write(
-        self, req_id: str, target: Target, tensors: dict[str, Tensor], event: CopyEvent
-    ) -> None:
+    def _write(self, save: PendingSave, target: Target, rows: StoredRows, event: CopyEvent) -> None:
         """On a writer thread. The data gets its name when complete, and before the lock ends."""
         try:
+            tensors = {**rows.tensors, "token_ids": save.token_ids}
             # The writer closes a duplicate; the lock itself lasts until after the rename.
             lock_fd = None if target.lock_fd is None else os.dup(target.lock_fd)
             self._write_tensors(tensors, event, target.partial, lock_fd)
             self._storage.publish(target)
         except Exception:
             logger.exception(
-                "request %s: hidden states were not written to %s", req_id, target.path
+                "request %s: hidden states were not written to %s", save.req_id, target.path
             )
             self._storage.drop(target, promised=True)
 
