@@ -114,23 +114,21 @@ def test_choosing_does_not_initialise_cuda() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def write_cgroup(tmp_path: Path, limit: str, used: str) -> tuple[tuple[str, str], ...]:
+def write_cgroup(tmp_path: Path, limit: str) -> tuple[str, ...]:
     (tmp_path / "max").write_text(limit)
-    (tmp_path / "current").write_text(used)
-    return ((str(tmp_path / "max"), str(tmp_path / "current")),)
+    return (str(tmp_path / "absent"), str(tmp_path / "max"))
 
 
 def test_cpu_memory_respects_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, "1000000\n", "400000\n"))
+    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, "1000000\n"))
     assert CpuPlatform().total_memory_bytes() == 1_000_000
-    assert CpuPlatform().available_memory_bytes() == 600_000
 
 
-@pytest.mark.parametrize(("limit", "used"), [("max", "5"), (str(2**63 - 4096), "5"), ("x", "5")])
+@pytest.mark.parametrize("limit", ["max", str(2**63 - 4096), "x"])
 def test_cpu_memory_without_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, limit, used))
+    monkeypatch.setattr(cpu, "_CGROUP_FILES", write_cgroup(tmp_path, limit))
     assert cpu.cgroup_memory() is None
     assert CpuPlatform().total_memory_bytes() == psutil.virtual_memory().total
 
@@ -210,7 +208,7 @@ def test_device_facts_agree_with_torch() -> None:
     assert platform.get_device_capability() == (properties.major, properties.minor)
     assert platform.get_device_name() == properties.name
     assert abs(platform.total_memory_bytes() / properties.total_memory - 1) < 0.03
-    assert 0 < platform.available_memory_bytes() <= platform.total_memory_bytes()
+    assert platform.total_memory_bytes() > 0
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or platform.total_memory_bytes() > 0
 
 

@@ -136,7 +136,6 @@ class EngineArgs(_Fields):
         If the model is a draft checkpoint of the speculators library, its target becomes the model,
         here and for what is created later.
         """
-        from vllm.engine.arg_utils import target_of_draft
         from vllm.engine.resolve import check_architecture
 
         for name, value in target_of_draft(self).items():

@@ -16,32 +16,25 @@ from vllm.platforms.interface import Platform, PlatformEnum
 if TYPE_CHECKING:
     from vllm.kernels.interface import Kernels
 
-#: (limit, usage) of the memory cgroup, v2 and v1
+#: limit of the memory cgroup, v2 and v1
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 
 
-def _read_int(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def cgroup_memory() -> tuple[int, int] | None:
-    """`(limit_bytes, used_bytes)` of this container, or None when it has no limit.
+def cgroup_memory() -> int | None:
+    """Bytes that this container may use, or None when it has no limit.
 
     Cgroup v2 writes the word `max` and v1 a number near 2**63 for "no limit".
     """
-    for limit_path, usage_path in _CGROUP_FILES:
-        limit, used = _read_int(limit_path), _read_int(usage_path)
-        if limit is not None and used is not None and limit < 2**60:
-            return limit, used
+    for path in _CGROUP_FILES:
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit < 2**60:
+            return limit
     return None
 
 
@@ -82,14 +75,8 @@ class CpuPlatform(Platform):
         return platform.processor() or platform.machine() or "cpu"
 
     def total_memory_bytes(self, device_id: int = 0) -> int:
-        total = psutil.virtual_memory().total
-        group = cgroup_memory()
-        return total if group is None else min(total, group[0])
-
-    def available_memory_bytes(self, device_id: int = 0) -> int:
-        available = psutil.virtual_memory().available
-        group = cgroup_memory()
-        return available if group is None else min(available, max(group[0] - group[1], 0))
+        total, limit = psutil.virtual_memory().total, cgroup_memory()
+        return total if limit is None else min(total, limit)
 
     def synchronize(self) -> None:
         """CPU ops are done when they return."""

@@ -155,9 +155,6 @@ class CudaPlatform(Platform):
     def total_memory_bytes(self, device_id: int = 0) -> int:
         return gpu_facts(device_id).total_bytes
 
-    def available_memory_bytes(self, device_id: int = 0) -> int:
-        return torch.cuda.mem_get_info(device_id)[0]
-
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 

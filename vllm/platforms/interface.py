@@ -161,10 +161,6 @@ class Platform(ABC):
         """Memory of the device; does not initialise it."""
 
     @abstractmethod
-    def available_memory_bytes(self, device_id: int = 0) -> int:
-        """Memory that is free now; initialises a CUDA device."""
-
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device is idle. Never called in the step loop."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from abc import abstractmethod
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -217,8 +218,9 @@ class Expressions(Body):
         self.variables = before
         return result
 
+    @abstractmethod
     def assign(self, target: ast.expr, value: Value, source: ast.expr | None) -> None:
-        raise NotImplementedError
+        """Bind `target` to `value`, which `source` gives."""
 
     # ---- operators -----------------------------------------------------------------------------
 
@@ -369,8 +371,9 @@ class Expressions(Body):
         self.variables = before
         return result
 
+    @abstractmethod
     def inner(self, node: ast.FunctionDef) -> Value:
-        raise NotImplementedError
+        """What a function that is defined in this one returns."""
 
 
 def _nesting(value: Value) -> int:

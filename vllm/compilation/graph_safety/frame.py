@@ -40,6 +40,12 @@ class Frame(Expressions):
         for statement in body:
             self._statement(statement)
 
+    def inner(self, node: ast.FunctionDef) -> Value:
+        before, self.returned = self.returned, UNKNOWN
+        self.walk(node.body)
+        result, self.returned = self.returned, before
+        return result
+
     def _statement(self, node: ast.stmt) -> None:
         match node:
             case ast.Expr():
@@ -163,7 +169,6 @@ class Frame(Expressions):
     # ---- targets -------------------------------------------------------------------------------
 
     def assign(self, target: ast.expr, value: Value, source: ast.expr | None) -> None:
-        """Bind `target` to `value`, which `source` gives."""
         match target:
             case ast.Name():
                 self.variables[target.id] = value

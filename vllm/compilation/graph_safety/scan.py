@@ -31,16 +31,6 @@ from vllm.compilation.graph_safety.walker import Arguments, Finding, Mode, Walke
 _DEEPEST = 50
 
 
-class FunctionFrame(Frame):
-    """A frame that can also walk functions defined in it."""
-
-    def inner(self, node: ast.FunctionDef) -> Value:
-        before, self.returned = self.returned, UNKNOWN
-        self.walk(node.body)
-        result, self.returned = self.returned, before
-        return result
-
-
 class Scan(Walker):
     """`packages`: names of the packages and modules whose functions are walked."""
 
@@ -84,7 +74,7 @@ class Scan(Walker):
             return declared
         self._results[key] = declared
         variables = self._bound(plain, node, receiver, args)
-        frame = FunctionFrame(self, plain, variables, mode, is_break, self.findings)
+        frame = Frame(self, plain, variables, mode, is_break, self.findings)
         if mode is not Mode.BUILD:
             name = f"{plain.__module__}.{plain.__qualname__}"
             self.functions.add(name)
@@ -190,7 +180,7 @@ class Scan(Walker):
                 if node is None or not (constructs or _own_names(node) - set(found)):
                     continue
                 variables = self._bound(method, node, Instance(cls), Arguments())
-                frame = FunctionFrame(self, method, variables, Mode.BUILD, False, {})
+                frame = Frame(self, method, variables, Mode.BUILD, False, {})
                 frame.walk(node.body)
                 for name, value in frame.given.items():
                     if found.get(name, UNKNOWN) in (UNKNOWN, Host()):

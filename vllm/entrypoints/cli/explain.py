@@ -133,7 +133,6 @@ class ExplainCommand(CLISubcommand):
 
 def _report(args: argparse.Namespace, config: "VllmConfig") -> str:
     """Of the configuration."""
-    from vllm.entrypoints.cli.explain import plot
     from vllm.entrypoints.cli.explain_text import render
     from vllm.v1.core.decode_cost import device_speed
     from vllm.v1.core.explain import Budget, explain

@@ -76,7 +76,7 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
         except httpx.HTTPError as error:
             decode.report(instance, repr(error))
             return _error(502, f"the decode server does not answer: {error!r}")
-        return Response(reply.content, reply.status_code, media_type="application/json")
+        return _passed_on(reply)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -115,7 +115,7 @@ async def _answer(phases: TwoPhases, request: Request, body: Body) -> Response:
         return Response(status_code=_CLIENT_LEFT)
     if isinstance(answer, Answer):
         return _Relay(answer)
-    return Response(answer.content, answer.status, media_type=answer.content_type)
+    return _passed_on(answer)
 
 
 async def _unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
@@ -143,6 +143,11 @@ def _headers(request: Request) -> dict[str, str]:
     headers["accept-encoding"] = "identity"
     headers["x-request-id"] = request.headers.get("x-request-id") or uuid.uuid4().hex
     return headers
+
+
+def _passed_on(reply: httpx.Response) -> Response:
+    content_type = reply.headers.get("content-type", "application/json")
+    return Response(reply.content, reply.status_code, media_type=content_type)
 
 
 def _error(status: int, message: str) -> Response:

@@ -90,15 +90,6 @@ class NobodyThere(Exception):
     """No server of a kind that is needed can be reached."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A server's reply that the client should see: its own mistake."""
-
-    status: int
-    content: bytes
-    content_type: str
-
-
 class Answer:
     """A second engine's reply, status and headers read; `close` it in the end."""
 
@@ -154,12 +145,14 @@ class TwoPhases:
         self._http, self._prefill, self._decode = http, prefill, decode
         self._prefill_timeout = httpx.Timeout(10.0, read=prefill_timeout_s)
 
-    async def answer(self, path: str, body: Body, headers: Mapping[str, str]) -> Answer | Refusal:
+    async def answer(
+        self, path: str, body: Body, headers: Mapping[str, str]
+    ) -> Answer | httpx.Response:
         """The second engine's reply, or the first one's where the request is wrong. Raises
         `NobodyThere`."""
         if not needs_one_engine(body):
             state = await self._compute_prompt(path, body, headers)
-            if isinstance(state, Refusal):
+            if isinstance(state, httpx.Response):
                 return state
             if state is not None:
                 body = {**body, "kv_transfer_params": state}
@@ -167,7 +160,7 @@ class TwoPhases:
 
     async def _compute_prompt(
         self, path: str, body: Body, headers: Mapping[str, str]
-    ) -> Body | Refusal | None:
+    ) -> Body | httpx.Response | None:
         """What the second engine has to be told; None: it computes the prompt itself."""
         tried: list[Instance] = []
         while (instance := self._prefill.next(tried)) is not None:
@@ -187,7 +180,7 @@ class TwoPhases:
                 state = reply.json().get("kv_transfer_params")
                 return state if isinstance(state, dict) else None
             if reply.is_client_error:
-                return _refusal(reply)
+                return reply
             logger.warning("%s answered %d: trying another", instance.url, reply.status_code)
         logger.warning("no prefill server can be reached: the prompt is computed where it is used")
         return None
@@ -219,8 +212,3 @@ class TwoPhases:
         if last is None:
             raise NobodyThere("no decode server can be reached")
         return last
-
-
-def _refusal(reply: httpx.Response) -> Refusal:
-    content_type = reply.headers.get("content-type", "application/json")
-    return Refusal(reply.status_code, reply.content, content_type)
