@@ -196,7 +196,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
             )
             for gpu, role in enumerate(("kv_producer", "kv_consumer"))
         ]
-        pair = Pair(*(stack.enter_context(server) for server in starting), args.answer_tokens)
+        producer, consumer = (stack.enter_context(server) for server in starting)
+        pair = Pair(producer, consumer, args.answer_tokens)
         for length in tqdm(args.lengths, desc="lengths"):
             runs = [
                 pair.run(tokens(length), tokens(length))

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.reply_stream import TextStream
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, now
-from vllm.entrypoints.openai.stream_usage import StreamUsage
-from vllm.entrypoints.openai.streaming import Outlet, TextEvents, event
+from vllm.entrypoints.openai.streaming import TextEvents, event
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import TokenDecoder, make_decoder
@@ -99,7 +99,7 @@ class _Choice:
     started: bool = False
 
 
-class CompletionStream:
+class CompletionStream(TextStream):
     """Frames new text from a template, and builds all other chunks as plain dicts."""
 
     def __init__(
@@ -111,83 +111,41 @@ class CompletionStream:
         planned: list[Planned],
         echoed: Sequence[Echo],
     ) -> None:
-        self._serving = serving
-        self._request = request
-        self._num_choices = request.num_choices
-        self._planned = planned
-        self._echoed = echoed
-        self._as_ids = serving.tokens_as_ids(request)
-        self._decode = serving.decode_token
-        self._head = {
+        head = {
             "id": reply_id,
             "object": "text_completion",
             "created": now(),
             "model": model,
         }
+        super().__init__(serving, request, [len(p.prompt.token_ids) for p in planned], head)
+        self._request = request
+        self._planned = planned
+        self._echoed = echoed
+        self._as_ids = serving.tokens_as_ids(request)
+        self._decode = serving.decode_token
         tokenizer, scored = serving.renderer.tokenizer, request.logprobs is not None
         starts = [
             echo.then(tokenizer, one.prompt.token_ids, one.params) if scored else None
             for one, echo in zip(planned, echoed, strict=True)
             for _ in range(request.num_choices)
         ]
-        #: takes text of a single prompt's choices
-        self.outlet = Outlet()
         self._choices = [
             _Choice(start, TextEvents(functools.partial(self._text_chunk, index)))
             for index, start in enumerate(starts)
         ]
-        self._usage = StreamUsage(serving, request, [len(p.prompt.token_ids) for p in planned])
         #: whether chunks hold nothing but text until their choice ends
         self._only_text = not (
             scored
             or request.return_token_ids
             or request.max_tokens == 0
-            or self._usage.on_every_chunk
+            or self._usage_on_every_chunk
         )
 
-    async def events(
-        self, source: AsyncGenerator[tuple[int, RequestOutput], None]
-    ) -> AsyncGenerator[bytes, None]:
-        """The encoded events of each output, without `[DONE]`."""
-        try:
-            async for prompt_index, output in source:
-                if (text := self._text_event(prompt_index, output)) is not None:
-                    yield text
-                    continue
-                self._usage.seen(prompt_index, output)
-                make = functools.partial(self._events, prompt_index, output)
-                if events := await self._serving.build([output], make):
-                    yield events
-        finally:
-            await source.aclose()
-        if self._usage.at_end:
-            yield event({**self._head, "choices": [], "usage": self._usage.as_dict()})
+    def _goes_on(self, index: int) -> bool:
+        return self._only_text and self._choices[index].started
 
-    def take_text(self, index: int, text: str, num_tokens: int) -> bool:
-        """Write the event of an output that would hold nothing but new text of choice `index` of
-        a single prompt, unless it has to wait or to be more than that."""
-        state = self._choices[index]
-        if not (state.started and self._only_text and self.outlet.is_ready):
-            return False
-        self._usage.generated(num_tokens)
-        self.outlet.write(state.texts.event(text))
-        return True
-
-    def _text_event(self, prompt_index: int, output: RequestOutput) -> bytes | None:
-        """The event of an output that holds nothing but new text of one choice; else None."""
-        if not self._only_text or len(output.outputs) != 1:
-            return None
-        completion = output.outputs[0]
-        state = self._choices[prompt_index * self._num_choices + completion.index]
-        num_tokens = len(completion.token_ids)
-        if (
-            not (state.started and num_tokens)
-            or completion.finish_reason is not None
-            or completion.kv_transfer_params is not None
-        ):
-            return None
-        self._usage.generated(num_tokens)
-        return state.texts.event(completion.text)
+    def _text_event(self, index: int, text: str) -> bytes:
+        return self._choices[index].texts.event(text)
 
     def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
         return b"".join(
@@ -227,8 +185,10 @@ class CompletionStream:
                 choice["prompt_token_ids"] = self._planned[prompt_index].prompt.token_ids
         state.started = True
         if not scored_only:
-            self._usage.generated(len(token_ids))
-        chunk = self._chunk(choice, output, last=finish_reason is not None)
+            self._num_generated += len(token_ids)
+        chunk = self._chunk([choice])
+        if finish_reason is not None and output.cache_report is not None:
+            chunk["cache_report"] = output.cache_report.as_dict()
         if completion.kv_transfer_params is not None:
             chunk["kv_transfer_params"] = completion.kv_transfer_params
         yield chunk
@@ -252,7 +212,7 @@ class CompletionStream:
             choice["token_ids"] = []
             choice["prompt_token_ids"] = prompt_ids
         state.started = True
-        return self._chunk(choice, output, last=False)
+        return self._chunk([choice])
 
     def _logprobs(self, state: _Choice, completion: CompletionOutput) -> dict[str, Any] | None:
         if state.offsets is None:
@@ -265,16 +225,6 @@ class CompletionStream:
             offsets=state.offsets.of(completion.token_ids),
         )
         return reply.model_dump()
-
-    def _chunk(
-        self, choice: dict[str, Any], output: RequestOutput, *, last: bool
-    ) -> dict[str, Any]:
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if last and output.cache_report is not None:
-            chunk["cache_report"] = output.cache_report.as_dict()
-        if self._usage.on_every_chunk:
-            chunk["usage"] = self._usage.as_dict()
-        return chunk
 
 
 def _choice(index: int, text: str) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from vllm.entrypoints.openai.serving_engine import (
     total_drafts,
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
-from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import EventSource
 from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -76,16 +75,14 @@ class ServingChat(OpenAIServing):
         model, planned = await self.begin(request, context)
         if request.stream:
             stream = ChatStream(
+                self,
                 request,
-                planned.request_id,
+                planned,
                 model,
-                prompt_ids=planned.prompt.token_ids,
                 splitters=[self.splitter(request, planned) for _ in range(request.num_choices)],
                 role=self.role(request),
                 echoed=self.echoed(request),
                 logprobs=partial(self.logprobs, request),
-                usage=StreamUsage(self, request, [len(planned.prompt.token_ids)]),
-                build=self.build,
             )
             source = self.generate([planned], request, context, stream.take_text)
             return EventSource(stream.events(source), outlet=stream.outlet)

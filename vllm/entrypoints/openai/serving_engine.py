@@ -136,12 +136,6 @@ class OpenAIServing:
             return f"token_id:{token_id}"
         return cast(str, tokenizer.decode([token_id]))
 
-    def include_usage(self, request: GenerationRequest) -> bool:
-        return request.include_usage or self.options.force_include_usage
-
-    def continuous_usage(self, request: GenerationRequest) -> bool:
-        return request.continuous_usage or self.options.force_include_usage
-
     def truncation(self, request: GenerationRequest, max_tokens: int | None) -> Truncation:
         """How the request wants its prompt cut if it is too long."""
         return Truncation(request.truncate_prompt_tokens, request.truncation_side, max_tokens or 1)

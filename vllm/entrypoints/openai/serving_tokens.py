@@ -3,7 +3,6 @@
 
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -21,16 +20,14 @@ from vllm.entrypoints.openai.protocol.token_generate import (
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.rendering import PromptRenderer, RenderedPrompt
+from vllm.entrypoints.openai.reply_stream import ReplyStream
 from vllm.entrypoints.openai.sampling import resolve_max_tokens
 from vllm.entrypoints.openai.serving_engine import OpenAIServing, Planned, RequestContext
 from vllm.entrypoints.openai.serving_models import ServingModels
-from vllm.entrypoints.openai.stream_usage import StreamUsage
 from vllm.entrypoints.openai.streaming import event
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import INTERNAL_FIELDS, RequestOutputKind, SamplingParams
-
-Source = AsyncGenerator[tuple[int, "RequestOutput"], None]
 
 
 class ServingTokens(OpenAIServing):
@@ -57,15 +54,14 @@ class ServingTokens(OpenAIServing):
         scheduling.check_supported()
         source = self.generate([planned], scheduling, context)
         if request.stream:
-            usage = StreamUsage(self, scheduling, [len(request.token_ids)])
-            return self._events(request_id, params, usage, source)
+            return _TokenStream(self, scheduling, planned).events(source)
         *_, output = [output async for _, output in source]
         return await self.build([output], partial(self._reply, request_id, params, output))
 
     def _reply(self, request_id: str, params: SamplingParams, output: RequestOutput) -> bytes:
         reply = TokenGenerateResponse(
             request_id=request_id,
-            choices=[self._choice(params, one) for one in output.outputs],
+            choices=[_choice(params, one) for one in output.outputs],
             prompt_logprobs=lp.prompt_logprobs(output.prompt_logprobs),
             kv_transfer_params=output.kv_transfer_params,
         )
@@ -100,49 +96,41 @@ class ServingTokens(OpenAIServing):
         )
         return params
 
-    def _choice(self, params: SamplingParams, completion: CompletionOutput) -> TokenChoice:
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = lp.chat_logprobs(
-                completion.token_ids,
-                completion.logprobs or (),
-                num_top=params.logprobs,
-                as_ids=True,
-            )
-        return TokenChoice(
-            index=completion.index,
-            token_ids=list(completion.token_ids),
-            logprobs=logprobs,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
 
-    def _chunk(
-        self, request_id: str, params: SamplingParams, usage: StreamUsage, output: RequestOutput
-    ) -> bytes:
-        chunk: dict[str, Any] = {
-            "request_id": request_id,
-            "choices": [self._choice(params, one).model_dump() for one in output.outputs],
-        }
+class _TokenStream(ReplyStream):
+    """One chunk of each output."""
+
+    def __init__(
+        self, serving: ServingTokens, request: GenerationRequest, planned: Planned
+    ) -> None:
+        head = {"request_id": planned.request_id}
+        super().__init__(serving, request, [len(planned.prompt.token_ids)], head)
+        self._params = planned.params
+
+    def _events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        self._num_generated += sum(len(one.token_ids) for one in output.outputs)
+        chunk = self._chunk([_choice(self._params, one).model_dump() for one in output.outputs])
         if output.kv_transfer_params is not None:
             chunk["kv_transfer_params"] = output.kv_transfer_params
-        if usage.on_every_chunk:
-            chunk["usage"] = usage.as_dict()
         return event(chunk)
 
-    async def _events(
-        self, request_id: str, params: SamplingParams, usage: StreamUsage, source: Source
-    ) -> AsyncGenerator[bytes, None]:
-        try:
-            async for _, output in source:
-                usage.seen(0, output)
-                usage.generated(sum(len(one.token_ids) for one in output.outputs))
-                make = partial(self._chunk, request_id, params, usage, output)
-                yield await self.build([output], make)
-        finally:
-            await source.aclose()
-        if usage.at_end:
-            yield event({"request_id": request_id, "choices": [], "usage": usage.as_dict()})
+
+def _choice(params: SamplingParams, completion: CompletionOutput) -> TokenChoice:
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = lp.chat_logprobs(
+            completion.token_ids,
+            completion.logprobs or (),
+            num_top=params.logprobs,
+            as_ids=True,
+        )
+    return TokenChoice(
+        index=completion.index,
+        token_ids=list(completion.token_ids),
+        logprobs=logprobs,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )
 
 
 class ServingTokenization:
