@@ -96,11 +96,15 @@ def http_table() -> str:
                 f"{p['ratio']:.2f}",
                 *(f"{p[key]:,.0f} ms" for key in ("ttft_p50_ms", "ttft_p99_ms")),
                 f"{p['offline_first_ms']:,.0f} ms",
-                *(f"{p[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")),
-                *(f"{p[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")),
+                *_gaps_and_cpu(p),
             ]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _gaps_and_cpu(point: dict[str, float]) -> list[str]:
+    gaps = [f"{point[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")]
+    return gaps + [f"{point[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")]
 
 
 def http_rates_table() -> str:
@@ -113,8 +117,7 @@ def http_rates_table() -> str:
     for p in load("h200_http_rates.json")["points"]:
         cells = [f"{p['rate']:g}", f"{p['tokens_per_s']:,.0f}"]
         cells += [f"{p[key]:,.1f} ms" for key in ("ttft_p50_ms", "ttft_p99_ms")]
-        cells += [f"{p[key]:.1f} ms" for key in ("itl_p50_ms", "itl_p99_ms")]
-        cells += [f"{p[key]:.0f} µs" for key in ("api_us", "engine_us", "client_us")]
+        cells += _gaps_and_cpu(p)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

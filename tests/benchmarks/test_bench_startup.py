@@ -14,8 +14,7 @@ import pytest
 from tests.tiny_models import tiny_model
 from vllm import LLM
 from vllm.benchmarks import startup
-from vllm.benchmarks.startup import read_events, table
-from vllm.entrypoints.cli.bench_startup import server_part
+from vllm.benchmarks.startup import read_events, server_part, table
 from vllm.entrypoints.cli.main import main
 from vllm.utils import startup_phases
 from vllm.utils.phase_ledger import UNACCOUNTED, PhaseEvent, ledger

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import starts
 from benchmarks.offline import default_settings
-from vllm.entrypoints.cli.bench_startup import StartupCommand
+from vllm.benchmarks.startup import add_cli_args, server_part
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
@@ -24,11 +24,10 @@ def test_flags_say_what_the_settings_say() -> None:
 
 def test_the_server_takes_the_flags() -> None:
     parser = FlexibleArgumentParser()
-    command = StartupCommand()
-    command.add_arguments(parser)
+    add_cli_args(parser)
     argv = starts.flags(default_settings())
-    args = command.parse(parser, argv)
-    assert args.serve_flags == argv
+    args = parser.parse_args(argv)
+    assert server_part(argv) == argv
     assert args.max_num_seqs == 256 and args.enable_prefix_caching is False
 
 

@@ -23,8 +23,10 @@ from tqdm import trange
 
 from vllm import envs
 from vllm.benchmarks.offline import save_json
+from vllm.entrypoints.cli.serve import ServeCommand
 from vllm.entrypoints.cli.types import CommandError
-from vllm.utils.dataclass_flags import from_namespace
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.dataclass_flags import add_dataclass_flags, flag_specs, from_namespace
 from vllm.utils.options import config, option
 from vllm.utils.phase_ledger import UNACCOUNTED, PhaseEvent, ledger
 
@@ -46,11 +48,26 @@ class StartupArgs:
     output_json: str | None = option(default=None, help="File for the result.")
 
 
+def add_cli_args(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags, the server's too: a mistake in those is found before the first start."""
+    add_dataclass_flags(parser, StartupArgs, "Startup")
+    ServeCommand().add_arguments(parser)
+
+
+def server_part(argv: Sequence[str]) -> list[str]:
+    """`argv` without the benchmark's own flags."""
+    own = FlexibleArgumentParser(add_help=False)
+    for spec in flag_specs(StartupArgs):
+        own.add_argument(spec.flag)
+    return own.parse_known_args(argv)[1]
+
+
 def main(namespace: argparse.Namespace) -> int:
-    """Run the benchmark; the flags of the server are in `serve_flags`."""
+    """Run the benchmark."""
     args = from_namespace(StartupArgs, namespace)
+    serve_flags = server_part(namespace.argv)
     bar = trange(args.num_iters, desc="Starting", unit="start", dynamic_ncols=True)
-    runs = [start_once(namespace.serve_flags) for _ in bar]
+    runs = [start_once(serve_flags) for _ in bar]
     print(table(runs))
     save_json(args.output_json, result(runs))
     return 0

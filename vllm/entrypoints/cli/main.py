@@ -24,7 +24,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench throughput": ("bench:BenchCommand", "Benchmark many requests, offline."),
     "bench acceptance": ("bench:BenchCommand", "Predict how many drafts are accepted."),
     "bench scaling": ("bench:BenchCommand", "Compare layouts of devices, offline."),
-    "bench startup": ("bench_startup:StartupCommand", "Benchmark the start of a server."),
+    "bench startup": ("bench:BenchCommand", "Benchmark the start of a server."),
     "run-batch": ("run_batch:RunBatchCommand", "Answer a file of OpenAI batch requests."),
     "proxy": ("proxy:ProxyCommand", "Route between servers for prompts and for answers."),
     "tune": ("tune:TuneCommand", "Measure the kernels' launch parameters on this GPU."),
@@ -116,7 +116,9 @@ def _run(name: str, argv: list[str]) -> int:
                 about = command.description
                 parser = FlexibleArgumentParser(prog=f"vllm {name}", description=about)
                 command.add_arguments(parser)
-            return command.run(command.parse(parser, argv))
+            args = parser.parse_args(argv)
+            args.argv = argv
+            return command.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:

@@ -27,10 +27,9 @@ class CLISubcommand(abc.ABC):
     def add_arguments(self, parser: "FlexibleArgumentParser") -> None:
         """Declare the flags."""
 
-    def parse(self, parser: "FlexibleArgumentParser", argv: list[str]) -> argparse.Namespace:
-        """Read the command line; flags that were not declared are a usage error."""
-        return parser.parse_args(argv)
-
     @abc.abstractmethod
     def run(self, args: argparse.Namespace) -> int:
-        """Do the work; the return value is the process's exit status."""
+        """Do the work; the return value is the process's exit status.
+
+        `args.argv`: the words that were parsed.
+        """
