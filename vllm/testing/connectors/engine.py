@@ -9,10 +9,11 @@ import copy
 import math
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     StateMemory,
+)
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    ConnectorSlot,
+    maybe_save_kv_layer,
+    maybe_wait_for_layer_load,
+    use_slot,
 )
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
@@ -46,11 +53,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.arena import Arena
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 #: longest wait for transfers
 _SETTLE_S = 20.0
-
-T = TypeVar("T")
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -110,6 +116,7 @@ class SimulatedEngine:
         )
         layers = cast(dict[str, Tensor], self.arena.layers)
         self.worker.register_memory(StateMemory(self.arena.buffer, self.arena.plan, layers))
+        self._slot = ConnectorSlot(self.worker)
         self.scheduler = Scheduler(self.config, cache)
         connector = self.scheduler.get_kv_connector()
         assert connector is not None
@@ -123,7 +130,6 @@ class SimulatedEngine:
         self._late: list[tuple[int, KVConnectorOutput]] = []
         self._num_steps = 0
         self._num_requests = 0
-        self.calls: list[str] = []
         self.outputs: dict[str, EngineCoreOutput] = {}
         self.tokens: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -224,22 +230,19 @@ class SimulatedEngine:
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The worker's part of a step."""
-        worker, metadata = self.worker, output.kv_connector_metadata
-        assert metadata is not None
         context = ForwardContext(no_compile_layers={}, attn_metadata={})
-        self._call("handle_preemptions", worker.handle_preemptions, metadata)
-        self.arena.copy_blocks(output.copies_before)
-        self._call("will_read_recurrent_state", worker.will_read_recurrent_state, metadata)
-        self._call("bind_connector_metadata", worker.bind_connector_metadata, metadata)
-        self._call("start_load_kv", worker.start_load_kv, context)
+        runner, computes = KVConnectorModelRunnerMixin, output.total_num_scheduled_tokens > 0
         sampled: dict[str, list[int]] = {}
         wrong: list[tuple[str, int, int, set[tuple[int, int]]]] = []
-        if output.total_num_scheduled_tokens:
-            self._forward(output, sampled, wrong)
-            self._call("wait_for_save", worker.wait_for_save)
-        report = self._report(output)
-        failed = self._call("take_failed_requests", worker.take_failed_requests)
-        self._call("clear_connector_metadata", worker.clear_connector_metadata)
+        with use_slot(self._slot), self._calling("step"):
+            runner.before_blocks_change(output)
+            self.arena.copy_blocks(output.copies_before)
+            runner.connector_reads_states(output)
+            with runner.maybe_get_kv_connector_output(output, context, computes) as made:
+                if computes:
+                    self._forward(output, sampled, wrong)
+            failed = runner.take_failed_requests()
+        report = cast(KVConnectorOutput, pickle.loads(pickle.dumps(made)))
         self._check_state(wrong, report, failed)
         self.arena.copy_blocks(output.copies_after)
         names = list(output.num_scheduled_tokens)
@@ -269,7 +272,7 @@ class SimulatedEngine:
         for group, state in enumerate(self._groups):
             if not state.spec.is_recurrent:
                 for layer in self._names[group]:
-                    self._call("wait_for_layer_load", self.worker.wait_for_layer_load, layer)
+                    maybe_wait_for_layer_load(layer)
             if not state.spec.is_recurrent:  # requests of one step may share what it writes
                 for _, start, count, marks, block_ids in steps:
                     state.write(block_ids[group], start, marks[start : start + count])
@@ -283,8 +286,7 @@ class SimulatedEngine:
                     state.write(block_ids[group], start, marks[start : start + count])
             if not state.spec.is_recurrent:
                 for layer, cache in zip(self._names[group], state.tensors(), strict=True):
-                    save = self.worker.save_kv_layer
-                    self._call("save_kv_layer", save, layer, cache, AttentionMetadata())
+                    maybe_save_kv_layer(layer, cache, AttentionMetadata())
         for name, start, count, marks, _ in steps:
             if name in output.sampling_req_ids:
                 sampled[name] = [next_token(marks[start + count - 1])]
@@ -318,19 +320,6 @@ class SimulatedEngine:
             for block in ids
         )
 
-    def _report(self, output: SchedulerOutput) -> KVConnectorOutput:
-        worker, report = self.worker, KVConnectorOutput()
-        ended = set(output.finished_req_ids)
-        report.finished_sending, report.finished_recving = self._call(
-            "get_finished", worker.get_finished, ended
-        )
-        report.invalid_blocks = self._call("errors", worker.get_blocks_with_load_errors)
-        report.invalid_block_ids = self._call("errors", worker.get_block_ids_with_load_errors)
-        report.kv_connector_stats = self._call("stats", worker.get_kv_connector_stats)
-        report.kv_cache_events = self._call("events", worker.get_kv_connector_kv_cache_events)
-        report.kv_connector_worker_meta = self._call("meta", worker.build_connector_worker_meta)
-        return cast(KVConnectorOutput, pickle.loads(pickle.dumps(report)))
-
     def _delayed(self, report: KVConnectorOutput | None) -> KVConnectorOutput | None:
         """Reports may take several steps and overtake one another; errors come with their step."""
         assert report is not None
@@ -344,21 +333,17 @@ class SimulatedEngine:
         self._late.remove(due[-1])
         return due[-1][1]
 
-    # ---- calls ---------------------------------------------------------------------------------
-
-    def _call(self, name: str, function: Callable[..., T], *args: Any) -> T:
-        self.calls.append(name)
-        with self._calling(name):
-            return function(*args)
-
     @contextmanager
-    def _calling(self, name: str) -> Iterator[None]:
+    def _calling(self, what: str) -> Iterator[None]:
+        """Errors of the block break the contract; they name the connector's call, if any."""
         try:
             yield
         except ContractViolation:
             raise
         except Exception as error:
-            raise ContractViolation("raised", f"{name}: {error!r}") from error
+            called = (frame.name for frame in traceback.extract_tb(error.__traceback__))
+            call = next((name for name in called if hasattr(KVConnectorBase_V1, name)), what)
+            raise ContractViolation("raised", f"{call}: {error!r}") from error
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -374,8 +359,9 @@ class SimulatedEngine:
             raise ContractViolation("blocks-leaked", f"usage and transfers: {held}")
 
     def shutdown(self) -> None:
-        self._call("shutdown", self.worker.shutdown)
-        self._call("shutdown", self.scheduler.shutdown)
+        with self._calling("shutdown"):
+            self.worker.shutdown()
+            self.scheduler.shutdown()
 
     def reason(self, name: str) -> FinishReason | None:
         output = self.outputs.get(name)
