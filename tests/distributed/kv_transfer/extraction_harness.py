@@ -217,7 +217,7 @@ class Harness:
         return answer
 
     def run_to_end(self, req_id: str, num_prompt: int) -> Path:
-        """One request from start to a written file; returns its path."""
+        """One request from start to end; returns its path, which a thread may still write to."""
         self.add(req_id, num_prompt)
         self.step({req_id: num_prompt})
         self.sample(req_id, 7)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.kv_transfer.extraction_harness import Harness, make_harness, row_values
+from tests.forked_python import run_python
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
@@ -119,10 +118,10 @@ def test_rows_and_tokens_must_agree(tmp_path: Path) -> None:
 
 def test_no_descriptors_leak(tmp_path: Path) -> None:
     harness = make_harness(tmp_path)
-    harness.run_to_end("warm", 4)
+    load_hidden_states(harness.run_to_end("warm", 4))
     before = len(os.listdir("/proc/self/fd"))
     for i in range(20):
-        harness.run_to_end(f"done{i}", 4)
+        load_hidden_states(harness.run_to_end(f"done{i}", 4))  # a writer has room again
         harness.add(f"aborted{i}", 4)
         harness.step({f"aborted{i}": 4})
         harness.finish(f"aborted{i}", RequestStatus.FINISHED_ABORTED)
@@ -158,15 +157,9 @@ print("survived")
 
 def run_limited(tmp_path: Path, setup: str, undo: str, expected: str) -> None:
     """In a process of its own, since limits count for the whole process."""
-    script = textwrap.dedent(_LIMITED).format(setup=setup, undo=undo, expected=expected)
-    root = str(Path(__file__).parents[3])
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    script = tmp_path.with_suffix(".py")
+    script.write_text(_LIMITED.format(setup=setup, undo=undo, expected=expected))
+    result = run_python(str(script), str(tmp_path))
     assert result.returncode == 0 and "survived" in result.stdout, result.stderr
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from tests.distributed.kv_transfer.extraction_harness import (
     row_values,
     transfer_config,
 )
+from tests.forked_python import ForkedPython
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -339,19 +336,20 @@ signal.pause()
 
 
 def test_the_next_server_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[3])
-    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": root}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if "ready" in line:
-                break
+    script = tmp_path.with_suffix(".py")
+    script.write_text(_KILLED)
+    output, end = os.pipe()
+    with os.fdopen(output) as said:
+        with os.fdopen(end, "w") as log:
+            server = ForkedPython(str(script), [str(tmp_path)], log)
+        assert any("ready" in line for line in said)
         alive = make_harness(tmp_path)  # leaves a living server's files alone
         assert (tmp_path / "running.safetensors.lock").exists()
         assert len([p for p in tmp_path.glob(".incomplete-*/*/**/*") if p.is_file()]) == 2
-        server.send_signal(signal.SIGKILL)
+        server.kill()
+        server.wait()
     alive.run_to_end("other", 4)
+    drain(alive)
     alive.add("open", 4)
     alive.step({"open": 4})
     mine = tmp_path / "unrelated.safetensors.lock"
