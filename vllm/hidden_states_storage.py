@@ -5,7 +5,8 @@
 `float8_e4m3fn(x / s)` with one fp32 scale per row and column, `s = max|x| / 448`: 448 is the
 largest finite float8_e4m3fn. It has 3 bits of mantissa and a smallest normal of 2^-6 (Micikevicius
 et al. 2022, arXiv:2209.05433), so a restored element is off by `max(|x| / 16, s / 1024)` at most,
-and by `max|x| / 28` at most, before it is rounded to the model's dtype.
+and by `max|x| / 28` at most, but for fp32 arithmetic (`4e-6` of that), before it is rounded to the
+model's dtype.
 """
 
 from __future__ import annotations
