@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -202,25 +203,39 @@ def test_a_seal_finds_any_flipped_bit() -> None:
 
 
 def test_other_threads_run_while_a_seal_is_made() -> None:
-    """With Python's lock held none runs for as long as the digest computes. Again until the machine
-    lets two threads run at once."""
-    data = np.zeros(2**30, np.uint8)  # of one page of memory
-    for _ in range(20):
-        computed: list[float] = []
+    """A thread that holds Python's lock, and gives it to nobody, sees another one compute."""
+    data = np.zeros(2**28, np.uint8)  # of one page of memory
+    seen, interval = threading.Event(), sys.getswitchinterval()
 
-        def make(computed: list[float] = computed) -> None:
-            began = time.thread_time()
+    def make() -> None:
+        for _ in range(200):
             seal.digest(data)
-            computed.append(time.thread_time() - began)
+            if seen.is_set():
+                return
+        seen.wait()  # whoever watches this thread's clock needs it alive
 
-        thread, here = threading.Thread(target=make), [time.perf_counter()]
+    thread = threading.Thread(target=make)
+    sys.setswitchinterval(1000)
+    try:
         thread.start()
-        while thread.is_alive():
-            here.append(time.perf_counter())
-        here.append(time.perf_counter())
-        if max(np.diff(here)) < 0.8 * computed[0]:
-            return
-    pytest.fail("nothing ran beside a digest")
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        computed = any(_advances(clock) for _ in range(50))
+    finally:
+        sys.setswitchinterval(interval)
+        seen.set()
+        thread.join()
+    assert computed, "no digest went on while another thread had Python's lock"
+
+
+def _advances(clock: int) -> bool:
+    """Whether a thread's clock goes on by a millisecond while this one computes for fifty."""
+    time.sleep(0.01)  # in which it may have the lock
+    began, until = time.clock_gettime(clock), time.thread_time() + 0.05
+    while time.thread_time() < until:
+        if time.clock_gettime(clock) > began + 0.001:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("sizes", [[], [5], [3, 3, 3, 3, 3], [50, 1, 1, 1, 60], [1] * 100])
