@@ -8,17 +8,20 @@
 The ring is a file, best in a file system in memory: a header, then records one after another, each
 a request's rows, whole or not at all. `head` and `tail` count bytes from the beginning of time. Any
 number of readers share it: each record goes to one of them. A record is sealed with XXH3-64.
+
+The file is read and written, not mapped: a process that maps a file is killed (SIGBUS) when it
+touches what another one has cut off, or what a full file system has no room for. Here it is an
+error, and there is one copy to and from the file either way.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, cast
@@ -65,18 +68,36 @@ class Rows:
 
 
 class _Ring:
-    """The mapped file; `lock` keeps others from moving the cursors."""
+    """The open file, which it closes; `lock` keeps others from moving the cursors."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.map = mmap.mmap(fd, 0)
-        magic, self.capacity, columns, hidden, *names = _SHAPE.unpack_from(self.map)
-        if magic != _MAGIC:
-            raise RingBroken("not a ring of hidden states")
-        dtype, storage = (name.rstrip(b"\0").decode() for name in names)
-        if storage not in STORAGE_DTYPES:
-            raise RingBroken(f"rows stored as {storage!r}, which is not known to this version")
+        try:
+            magic, self.capacity, columns, hidden, *names = _SHAPE.unpack(self.read(0, _SHAPE.size))
+            if magic != _MAGIC:
+                raise RingBroken("not a ring of hidden states")
+            dtype, storage = (name.rstrip(b"\0").decode() for name in names)
+            if storage not in STORAGE_DTYPES:
+                raise RingBroken(f"rows stored as {storage!r}, which is not known to this version")
+        except BaseException:
+            os.close(fd)
+            raise
         self.format = RowFormat(columns, hidden, vars(torch)[dtype], cast("StorageDtype", storage))
+
+    def read(self, at: int, num_bytes: int) -> bytearray:
+        """`RingBroken` if the file ends before."""
+        data = bytearray(num_bytes)
+        left = memoryview(data)
+        while left:
+            if not (count := os.preadv(self._fd, [left], at)):
+                raise RingBroken(f"the ring's file has been cut short, to {at} bytes or less")
+            left, at = left[count:], at + count
+        return data
+
+    def write(self, at: int, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._fd, data, at)
+            data, at = data[count:], at + count
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -88,15 +109,27 @@ class _Ring:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def cursors(self) -> tuple[int, int, int, int]:
-        head, tail, dropped, closed = _CURSORS.unpack_from(self.map, _CURSORS_AT)
+        """Under the lock, unless who asks is the only one to move what it asks for."""
+        head, tail, dropped, closed = _CURSORS.unpack(self.read(_CURSORS_AT, _CURSORS.size))
         return head, tail, dropped, closed
 
     def set_cursor(self, which: int, value: int) -> None:
-        struct.pack_into("<Q", self.map, _CURSORS_AT + 8 * which, value)
+        self.write(_CURSORS_AT + 8 * which, memoryview(value.to_bytes(8, "little")))
 
     def record(self, position: int) -> tuple[int, int, int, int]:
-        size, num_rows, id_bytes, sealed = _RECORD.unpack_from(self.map, self.at(position))
+        """`RingBroken` for one that cannot lie there."""
+        size, num_rows, id_bytes, sealed = _RECORD.unpack(
+            self.read(self.at(position), _RECORD.size)
+        )
+        expected = room = self.capacity - position % self.capacity
+        if num_rows != _PADDING:
+            expected = _record_bytes(num_rows, self.format.row_bytes, id_bytes)
+        if not size == expected <= room:
+            raise RingBroken(f"a record of {size} bytes has {num_rows} rows")
         return size, num_rows, id_bytes, sealed
+
+    def set_record(self, position: int, *fields: int) -> None:
+        self.write(self.at(position), memoryview(_RECORD.pack(*fields)))
 
     def at(self, position: int) -> int:
         return _HEADER_BYTES + position % self.capacity
@@ -109,7 +142,6 @@ class _Ring:
             return False
 
     def close(self) -> None:
-        self.map.close()
         os.close(self._fd)
 
 
@@ -123,8 +155,15 @@ def _lock_file(path: str) -> str:
 
 def record_bytes(num_rows: int, row_bytes: int, request_id: str) -> int:
     """Room that a request takes in a ring."""
-    size = _RECORD.size + len(request_id.encode()) + num_rows * (8 + row_bytes)
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return _record_bytes(num_rows, row_bytes, len(request_id.encode()))
+
+
+def _record_bytes(num_rows: int, row_bytes: int, id_bytes: int) -> int:
+    return _aligned(_RECORD.size + id_bytes + num_rows * (8 + row_bytes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class RingWriter:
@@ -141,16 +180,31 @@ class RingWriter:
         except BlockingIOError as error:
             os.close(self._owner)
             raise ValueError(f"ring_path {path}: another engine writes to this ring") from error
-        capacity = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        new = f"{path}.new"
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        # All of it now: a full file system is an error here, and a crash later.
-        os.posix_fallocate(fd, 0, _HEADER_BYTES + capacity)
-        names = (str(row_format.dtype).removeprefix("torch."), row_format.storage)
-        shape = (capacity, row_format.columns, row_format.hidden)
-        os.pwrite(fd, _SHAPE.pack(_MAGIC, *shape, *(name.encode() for name in names)), 0)
-        self._ring = _Ring(fd)
-        os.rename(new, path)
+        try:
+            self._ring = self._make(num_bytes, row_format)
+        except BaseException:
+            os.close(self._owner)
+            raise
+
+    def _make(self, num_bytes: int, row_format: RowFormat) -> _Ring:
+        capacity = _aligned(num_bytes)
+        new = f"{self._path}.new"
+        with suppress(FileNotFoundError):  # what an engine left that was killed here
+            os.unlink(new)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # All of it now: a full file system is an error here, and would drop rows later.
+            os.posix_fallocate(fd, 0, _HEADER_BYTES + capacity)
+            names = (str(row_format.dtype).removeprefix("torch."), row_format.storage)
+            shape = (capacity, row_format.columns, row_format.hidden)
+            os.pwrite(fd, _SHAPE.pack(_MAGIC, *shape, *(name.encode() for name in names)), 0)
+            os.rename(new, self._path)
+        except OSError as error:
+            os.close(fd)
+            os.unlink(new)
+            reason = f"{error.strerror}: no ring of {capacity} bytes can be made"
+            raise OSError(error.errno, reason, self._path) from error
+        return _Ring(fd)
 
     def put(self, rows: Rows, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Append a record; False if it was dropped: there is no room and `policy` says so, or
@@ -180,7 +234,7 @@ class RingWriter:
                     needed = size if size <= padding else padding
                 if head + needed - tail <= ring.capacity:
                     if size > padding:
-                        _RECORD.pack_into(ring.map, ring.at(head), padding, _PADDING, 0, 0)
+                        ring.set_record(head, padding, _PADDING, 0, 0)
                         ring.set_cursor(HEAD, head + padding)
                         if tail == head:
                             ring.set_cursor(TAIL, head + padding)
@@ -198,17 +252,14 @@ class RingWriter:
         ring = self._ring
         head = ring.cursors()[HEAD]
         name = rows.request_id.encode()
-        view = memoryview(ring.map)
-        start = at = ring.at(head) + _RECORD.size
         stored = StoredRows(rows.hidden_states, rows.scales)
         tensors = (rows.token_ids, *stored.tensors.values())
-        parts: list[bytes | memoryview] = [name, *map(_bytes_of, tensors)]
-        for data in parts:
-            view[at : at + len(data)] = data
+        at, sealed = ring.at(head) + _RECORD.size, xxhash.xxh3_64()
+        for data in (memoryview(name), *map(_bytes_of, tensors)):
+            ring.write(at, data)
+            sealed.update(data)
             at += len(data)
-        sealed = xxhash.xxh3_64_intdigest(view[start:at])
-        _RECORD.pack_into(ring.map, ring.at(head), size, len(rows.token_ids), len(name), sealed)
-        view.release()
+        ring.set_record(head, size, len(rows.token_ids), len(name), sealed.intdigest())
         with ring.lock():
             ring.set_cursor(HEAD, head + size)  # from here on it can be read
 
@@ -240,18 +291,20 @@ class RingReader:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self._ring = _Ring(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 break
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no engine has made the ring {path}") from None
                 time.sleep(0.05)
+        self._ring = _Ring(fd)
         self._owner = os.open(_lock_file(path), os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def num_dropped(self) -> int:
         """Requests whose rows the engine dropped for want of room."""
-        return self._ring.cursors()[DROPPED]
+        with self._ring.lock():
+            return self._ring.cursors()[DROPPED]
 
     def get(self, timeout_s: float | None = None) -> Rows | None:
         """The next request's rows; None when the engine has ended and everything was read.
@@ -261,11 +314,9 @@ class RingReader:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         polls = 0
         while True:
-            if (rows := self._take()) is not None:
+            rows, ended = self._take()
+            if rows is not None or ended:
                 return rows
-            head, tail, _, closed = self._ring.cursors()
-            if closed and head == tail:
-                return None
             if polls % 200 == 199 and self._is_orphaned():
                 raise RingBroken("the engine that wrote this ring has died")
             if deadline is not None and time.monotonic() > deadline:
@@ -273,22 +324,21 @@ class RingReader:
             polls += 1
             time.sleep(_POLL_S)
 
-    def _take(self) -> Rows | None:
+    def _take(self) -> tuple[Rows | None, bool]:
+        """The next rows if there are any, and whether there will be none any more."""
         ring = self._ring
         with ring.lock():
-            head, tail, _, _ = ring.cursors()
-            while tail < head:
-                size, num_rows, id_bytes, sealed = ring.record(tail)
-                ring_at = ring.at(tail)
-                tail += size
-                if num_rows != _PADDING:
-                    length = id_bytes + num_rows * (8 + ring.format.row_bytes)
-                    start = ring_at + _RECORD.size
-                    data = bytearray(ring.map[start : start + length])
-                    ring.set_cursor(TAIL, tail)
-                    return self._decode(data, id_bytes, num_rows, sealed)
+            head, tail, _, closed = ring.cursors()
+            if tail < head and ring.record(tail)[1] == _PADDING:
+                tail += ring.record(tail)[0]
                 ring.set_cursor(TAIL, tail)
-        return None
+            if tail == head:
+                return None, bool(closed)
+            size, num_rows, id_bytes, sealed = ring.record(tail)
+            length = id_bytes + num_rows * (8 + ring.format.row_bytes)
+            data = ring.read(ring.at(tail) + _RECORD.size, length)
+            ring.set_cursor(TAIL, tail + size)
+        return self._decode(data, id_bytes, num_rows, sealed), False
 
     def _decode(self, data: bytearray, id_bytes: int, num_rows: int, sealed: int) -> Rows:
         if (found := xxhash.xxh3_64_intdigest(data)) != sealed:
@@ -299,7 +349,7 @@ class RingReader:
         at = id_bytes
         for tensor in (tokens, *stored.tensors.values()):
             end = at + tensor.numel() * tensor.itemsize
-            _bytes_of(tensor)[:] = data[at:end]
+            _bytes_of(tensor)[:] = memoryview(data)[at:end]
             at = end
         name = data[:id_bytes].decode()
         if self._raw:
@@ -315,7 +365,8 @@ class RingReader:
         except BlockingIOError:
             if self._ring.is_at(self._path):
                 return False
-        head, tail, _, closed = self._ring.cursors()
+        with self._ring.lock():
+            head, tail, _, closed = self._ring.cursors()
         return head == tail and not closed
 
     def __iter__(self) -> Iterator[Rows]:

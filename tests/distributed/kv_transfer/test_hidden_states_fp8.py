@@ -30,6 +30,7 @@ from tests.distributed.kv_transfer.extraction_harness import (
 from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
 from tests.distributed.kv_transfer.offload_engines import run as generate
 from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
+from tests.distributed.kv_transfer.test_hidden_states_ring import flip
 from tests.tiny_models import tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -262,8 +263,7 @@ def test_ring_records_are_sealed_and_checked(path: str) -> None:
                 assert_bound(row_values(i, 6 + i % 3), found.hidden_states)
         writer.put(ring_rows(0, 5), "wait")
         ring = writer._ring
-        at = ring.at(ring.cursors()[1]) + 32 + len("r0") + 5 * 8  # the first scale
-        ring.map[at] ^= 1
+        flip(path, ring.at(ring.cursors()[1]) + 32 + len("r0") + 5 * 8)  # the first scale
         with pytest.raises(RingBroken, match="was sealed with"):
             reader.get(1)
     writer.close()

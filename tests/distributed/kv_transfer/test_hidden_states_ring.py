@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -134,14 +135,80 @@ def test_one_writer_and_the_end(path: str) -> None:
         RingReader(path, timeout_s=0.01)
 
 
+def flip(path: str, at: int) -> None:
+    """Change a bit of a ring's file."""
+    with open(path, "r+b", buffering=0) as file:
+        [byte] = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
 def test_damage_is_not_handed_out(path: str, writer: RingWriter) -> None:
     with RingReader(path) as reader:
         writer.put(make_rows(0, 5), "wait")
-        writer._ring.map[4096 + 100] ^= 1
+        flip(path, 4096 + 100)
         with pytest.raises(RingBroken, match="was sealed with"):
             reader.get(1)
         writer.put(make_rows(1, 5), "wait")
         expect(reader.get(1), 1, 5)
+
+
+@pytest.mark.parametrize("at", [0, 7, 15])
+def test_a_damaged_record_has_no_size(path: str, writer: RingWriter, at: int) -> None:
+    """One that cannot lie there is not looked at, nor is there a next one behind it."""
+    writer.put(make_rows(0, 5), "wait")
+    flip(path, 4096 + at)
+    with RingReader(path) as reader, pytest.raises(RingBroken, match="a record of .* rows"):
+        reader.get(1)
+    with pytest.raises(RingBroken, match="a record of .* rows"):
+        for i in range(20):
+            writer.put(make_rows(i, 5), "drop_oldest")
+
+
+@pytest.mark.parametrize("size", [0, 1024, 4096, 4096 + 100])
+def test_a_file_that_is_cut_short(path: str, writer: RingWriter, size: int) -> None:
+    """By whoever may write to it: no process dies of it, and nothing else is handed out."""
+    with RingReader(path) as reader:
+        writer.put(make_rows(0, 5), "wait")
+        os.truncate(path, size)
+        with pytest.raises(RingBroken, match="has been cut short"):
+            reader.get(1)
+        if size < 4096:
+            with pytest.raises(RingBroken, match="has been cut short"):
+                writer.put(make_rows(1, 5), "wait")
+            with pytest.raises(RingBroken, match="has been cut short"):
+                _ = reader.num_dropped
+            os.truncate(path, 4096)  # for the fixture
+    if size == 0:
+        with pytest.raises(RingBroken, match="not a ring"):
+            RingReader(path)
+
+
+def test_a_ring_whose_name_another_one_needs(path: str) -> None:
+    """`rows.new` is where `rows` is made; what was there is taken away and not overwritten."""
+    first = RingWriter(f"{path}.new", 4096, FORMAT)
+    with RingReader(f"{path}.new") as reader:
+        first.put(make_rows(0, 5), "wait")
+        RingWriter(path, 4096, FORMAT).close()
+        expect(reader.get(1), 0, 5)
+        with pytest.raises(RingBroken, match="has died"):
+            reader.get(20)
+    os.close(first._owner)
+
+
+def test_no_room_for_a_ring(path: str, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands in for a full file system. Nothing is left, and the next one is made."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(OSError, match="File too large: no ring of 8192 bytes") as error:
+            RingWriter(path, 8192, FORMAT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == path
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.writer"]
+    assert len(os.listdir("/proc/self/fd")) == before
+    RingWriter(path, 8192, FORMAT).close()
 
 
 def test_an_engine_that_is_killed(path: str) -> None:
@@ -180,7 +247,7 @@ def run(harness: Harness, name: str, num_prompt: int, **params: Any) -> set[str]
 
 
 def test_rows_of_requests_arrive(path: str) -> None:
-    harness = harness_of(path)
+    harness = harness_of(path, ring_bytes=2**16)
     with RingReader(path) as reader:
         sent = run(harness, "prompt", 40)
         sent |= run(harness, "all", 21, include_output_tokens=True)
