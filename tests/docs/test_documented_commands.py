@@ -185,6 +185,8 @@ def test_command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         if words[1] == "-m":
             monkeypatch.setattr(sys, "argv", words[2:])
+            # As in a process of its own, whatever other tests have imported.
+            monkeypatch.delitem(sys.modules, words[2], raising=False)
             runpy.run_module(words[2], run_name="__main__", alter_sys=False)
         else:
             monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))
