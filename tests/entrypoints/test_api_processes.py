@@ -202,7 +202,7 @@ def test_all_sleep_when_one_is_asked(server: Server) -> None:
     with server.client() as client:
         assert client.post("/sleep", params={"level": 1}).status_code == 200
     for stream in streams:
-        stream.join(20)
+        stream.join(60)
         assert stream.is_whole and '"finish_reason":"abort"' in stream.text
     for _ in range(8):
         assert server.get("/is_sleeping").json() == {"is_sleeping": True}
@@ -269,7 +269,7 @@ def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:
         except httpx.TransportError:
             pass
         assert server.popen.wait(60) == 1, server.log.read_text()
-        stream.join(10)
+        stream.join(60)
         (last,) = re.findall(r'data: (\{"error".*)\n', stream.text)
         assert json.loads(last)["error"]["code"] == 500
     finally:

@@ -34,14 +34,26 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(params=["in-process", "own process"])
-def llm(request, make_llm, monkeypatch, forking):
+def make(request, make_llm, monkeypatch, forking):
+    """Makes an `LLM` whose steps take `step_s`."""
     monkeypatch.setattr(FakeExecutor, "sleep", lambda *_: 1, raising=False)
     monkeypatch.setattr(FakeExecutor, "wake_up", lambda *_: None, raising=False)
     if request.param == "own process":
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    made = make_llm(enable_sleep_mode=True, additional_config={"step_s": 0.001})
-    yield made
-    made.shutdown()
+    made = []
+
+    def make(step_s):
+        made.append(make_llm(enable_sleep_mode=True, additional_config={"step_s": step_s}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture
+def llm(make):
+    return make(0.001)
 
 
 def in_threads(work, count):
@@ -79,7 +91,9 @@ def test_threads_generate_together(llm):
     assert max(llm.collective_rpc("step_sizes")[0]) > 5  # requests of several threads in one step
 
 
-def test_sleep_ends_the_requests_of_other_threads(llm):
+def test_sleep_ends_the_requests_of_other_threads(make):
+    llm = make(0.1)  # twenty seconds for what is to be ended
+
     def generate(i):
         return llm.generate([prompt_of(i, 9)] * 2, SamplingParams(max_tokens=200, ignore_eos=True))
 
