@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes the kernels of an engine whose model drafts for itself, and prints their names (JSON).
+"""Notes the kernels of an engine with a drafter, as one of several ranks has them, and prints their
+names (JSON).
 
 What no kernel writes is as far out of range as can be, so nothing may follow from it.
 """
@@ -11,6 +12,7 @@ import torch
 
 from tests.kernels import no_gpu  # noqa: F401
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import as_first_rank_of, without_communication
 from vllm.engine.arg_utils import EngineArgs
 from vllm.kernels.cuda import CudaKernels
 from vllm.platforms import current_platform
@@ -26,7 +28,8 @@ config = EngineArgs(
 ).create_engine_config()
 worker = Worker(config)
 worker.init_device()
-worker.load_model()
-with set_current_vllm_config(config):
+ranks = as_first_rank_of(int(sys.argv[3]))
+with ranks, without_communication(), set_current_vllm_config(config):
+    worker.load_model()
     noted = warm_up.note_kernels(worker.model_runner)
 json.dump([one.kernel for one in noted], sys.stdout)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import Shape, mtp_tensors, with_mtp
+from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
 from triton import knobs
 
@@ -242,18 +242,26 @@ def test_no_batch_needs_a_kernel_that_warm_up_does_not_foresee(
     assert found["unforeseen"] == []
 
 
-@pytest.mark.parametrize("method", ["mtp", *nightly("draft_model")])
-def test_a_drafter_is_noted_before_anything_is_sampled(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("mtp", 1), ("eagle3", 2), *nightly(("draft_model", 1))]
+)
+def test_a_drafter_is_noted_before_anything_is_sampled(
+    tmp_path: Path, method: str, ranks: int
+) -> None:
     """Kernels that do not run leave what was in memory: no token id may come from there."""
     settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     target = tiny_model("qwen3_5" if method == "mtp" else "llama", torch.bfloat16)
-    if method == "mtp":
-        target = with_mtp(
-            target, tmp_path / "target", mtp_tensors(Shape(intermediate=96, head_dim=32))
-        )
+    if method == "eagle3":
+        settings["model"] = str(write_eagle3(tmp_path / "draft", target, TINY))
+    elif method == "mtp":
+        target = with_mtp(target, tmp_path / "target", mtp_tensors(TINY))
     else:
         settings["model"] = str(target)
     noted = run_compiled(
-        "noted_drafter_script.py", str(target), json.dumps(settings), cache=tmp_path / "cache"
+        "noted_drafter_script.py",
+        str(target),
+        json.dumps(settings),
+        str(ranks),
+        cache=tmp_path / "cache",
     )
     assert any("attention" in name for name in noted)

@@ -59,7 +59,7 @@ class Drafting:
 
     def run(self, size: int) -> Tensor:
         """Logits `[anchors, size, draft vocab]` of the blocks after `ANCHORS`."""
-        return self.head.compute_logits(self.normed(size).flatten(0, 1)).unflatten(0, (-1, size))
+        return self.head.logits(self.normed(size).flatten(0, 1)).unflatten(0, (-1, size))
 
     def normed(self, size: int) -> Tensor:
         """Of these blocks, one sequence each, the context of which is written in two chunks."""

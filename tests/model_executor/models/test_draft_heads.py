@@ -88,7 +88,7 @@ class HeadHarness(Harness):
             ids = following[start : start + chunk]
             normed, hidden = self.step([Chunk(1, start, ids)])
         for j in range(count):
-            kept.append(self.head.compute_logits(normed[-1:])[0])
+            kept.append(self.head.logits(normed[-1:])[0])
             drafts.append(int(self.head.target_ids(kept[-1].argmax())))
             self.rows = hidden[-1:]
             normed, hidden = self.step([Chunk(1, len(fused) + j, drafts[-1:])])
@@ -228,7 +228,7 @@ def test_a_full_vocabulary_needs_no_map(target_path: Path, tmp_path: Path) -> No
     assert torch.equal(harness.head.target_ids(torch.arange(5)), torch.arange(5))
     rows = torch.ones(1, 64)
     head = gen("lm_head", [256, 64], 0.2).float()
-    torch.testing.assert_close(harness.head.compute_logits(rows), rows @ head.T)
+    torch.testing.assert_close(harness.head.logits(rows), rows @ head.T)
 
 
 @pytest.mark.parametrize(

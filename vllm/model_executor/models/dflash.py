@@ -35,6 +35,7 @@ from vllm.model_executor.models.draft_head import DraftTarget, DraftVocabulary
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.transformers_utils.configs.dflash import DFlashConfig
+from vllm.v1.sample.vocab_shard import VocabShard
 
 _NOT_READ = {
     # in older checkpoints
@@ -97,9 +98,13 @@ class MarkovHead(nn.Module):
         self.markov_w2 = ParallelLMHead(draft_vocab_size, rank)
         self.logits_processor = LogitsProcessor(draft_vocab_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`tokens [n]` int64 of the target's vocabulary `-> [n, draft vocab]`."""
-        return self.logits_processor(self.markov_w2, self.markov_w1(tokens))
+    def forward(self, tokens: Tensor, shard: VocabShard | None) -> Tensor:
+        """`tokens [n]` int64 of the target's vocabulary `-> [n, draft vocab]`; with a `shard` this
+        rank's part, `[n, size]`."""
+        pairs = self.markov_w1(tokens)
+        if shard is None:
+            return self.logits_processor(self.markov_w2, pairs)
+        return shard.own(self.logits_processor.own(self.markov_w2, pairs))
 
 
 class DFlashDraftModel(DraftVocabulary):
@@ -137,7 +142,7 @@ class DFlashDraftModel(DraftVocabulary):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Blocks one after another, `input_ids, positions [tokens]` int64. Returns what
-        `compute_logits` takes, `[tokens, hidden_size]`."""
+        `logits` takes, `[tokens, hidden_size]`."""
         stream = ResidualStream(self._embed(input_ids))
         for layer in self.layers:
             stream, _ = layer(positions, stream)
@@ -146,12 +151,12 @@ class DFlashDraftModel(DraftVocabulary):
     def choose(self, normed: Tensor, newest: Tensor) -> Tensor:
         """`normed [n, drafts, hidden_size]` of blocks that begin with the tokens `newest [n]`: the
         best drafts, `[n, drafts]` int64 ids of the target's vocabulary."""
-        logits = self.compute_logits(normed.flatten(0, 1)).unflatten(0, normed.shape[:2])
+        rows, shape = normed.flatten(0, 1), normed.shape[:2]
         if self.markov_head is None:
-            return self.target_ids(logits.argmax(dim=-1))
-        drafts = [newest]
-        for row in logits.unbind(1):
-            best = (row + self.markov_head(drafts[-1])).argmax(dim=-1)
+            return self.best_tokens(rows).unflatten(0, shape)
+        drafts, logits = [newest], self.logits
+        for row in logits(rows).unflatten(0, shape).unbind(1):
+            best = logits.best(row + self.markov_head(drafts[-1], logits.shard))
             drafts.append(self.target_ids(best))
         return torch.stack(drafts[1:], dim=1)
 

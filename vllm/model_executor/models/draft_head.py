@@ -3,6 +3,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from vllm import decisions
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.draft_logits import DraftLogits
 from vllm.model_executor.models.interfaces import LoadsPart
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import set_weight_attrs
@@ -30,10 +32,12 @@ class TargetReader(nn.Module, LoadsPart):
     keep, but not the target itself: it is no part of the head.
 
     `hidden_size`: of what `fuse` keeps; `aux_layer_ids`: the residual streams that it reads,
-    ascending, as in `EagleModelMixin`; none: it reads the final hidden state.
+    ascending, as in `EagleModelMixin`; none: it reads the final hidden state. `logits`: of the
+    draft vocabulary, from what the head returns, `[n, hidden_size]`.
     """
 
     hidden_size: int
+    logits: DraftLogits
     aux_layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
@@ -41,9 +45,10 @@ class TargetReader(nn.Module, LoadsPart):
         """What the head keeps of the target's `hidden [tokens, hidden]`, after its final norm, and
         of its residual streams `aux`, each `[tokens, hidden]`: `[tokens, hidden_size]`."""
 
-    @abstractmethod
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """`[n, hidden_size] -> [n, draft vocab]`."""
+    def best_tokens(self, hidden_states: Tensor) -> Tensor:
+        """The best draft after each of `hidden_states [n, hidden_size]`: `[n]` int64 ids of the
+        target's vocabulary."""
+        return self.target_ids(self.logits.best(self.logits(hidden_states)))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for `draft_ids`, of the same shape."""
@@ -67,8 +72,8 @@ class DraftHead(TargetReader):
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`input_ids [tokens]` of the next tokens, `positions [tokens]` int64 of the hidden states
-        `[tokens, hidden_size]`. Returns what `compute_logits` takes and what the next draft's row
-        starts from, both `[tokens, hidden_size]`."""
+        `[tokens, hidden_size]`. Returns what `logits` takes and what the next draft's row starts
+        from, both `[tokens, hidden_size]`."""
 
     def mark_cache(self) -> None:
         """Say of every layer that its row of a token depends on the token after it."""
@@ -97,18 +102,13 @@ class DraftVocabulary(TargetReader):
         """`size` of the target's `vocab_size` tokens; with all of them the checkpoint may have no
         output head."""
         self.vocab_size = vocab_size
-        self._target_logits = target.compute_logits
+        self._logits_of_target = partial(DraftLogits.of_model, target)
         self.lm_head = ParallelLMHead(size, hidden_size)
         if size == vocab_size:
             set_weight_attrs(self.lm_head.weight, {"optional": True})
-        self.logits_processor = LogitsProcessor(size)
+        self.logits = DraftLogits.of_head(self.lm_head, LogitsProcessor(size))
         ids = torch.arange(size, dtype=torch.int64)
         self.register_buffer("to_target", ids, persistent=False)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        if self.lm_head is None:
-            return self._target_logits(hidden_states)
-        return self.logits_processor(self.lm_head, hidden_states)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.to_target[draft_ids]
@@ -135,7 +135,7 @@ class DraftVocabulary(TargetReader):
         are absent or wrong."""
         self._take_maps(maps)
         if self.lm_head is not None and LM_HEAD not in loaded:
-            self.lm_head = None
+            self.lm_head, self.logits = None, self._logits_of_target()
             decisions.record("drafter's output head", "the target's", "the checkpoint has none")
 
     def _take_maps(self, maps: dict[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
+from vllm.model_executor.models.draft_logits import DraftLogits
 from vllm.model_executor.models.qwen3_5 import Qwen3_5DecoderLayer
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
 
@@ -42,7 +43,8 @@ class Qwen3_5MTP(DraftHead):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.hidden_size = config.hidden_size
-        self._target = (target.embed_input_ids, target.compute_logits)
+        self._embed = target.embed_input_ids
+        self.logits = DraftLogits.of_model(target)
         norm = partial(GemmaRMSNorm, config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norm(), norm(), norm()
         self.fc = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -56,15 +58,11 @@ class Qwen3_5MTP(DraftHead):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        embed, _ = self._target
-        token = self.pre_fc_norm_embedding(embed(input_ids))
+        token = self.pre_fc_norm_embedding(self._embed(input_ids))
         joined = torch.cat([token, self.pre_fc_norm_hidden(hidden_states)], dim=-1)
         stream, _ = self.layers[0](positions, ResidualStream(self.fc(joined)[0]))
         hidden, _ = self.norm.enter(stream)
         return hidden, hidden
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self._target[1](hidden_states)
 
     def wants(self, name: str) -> bool:
         return name.startswith((_PREFIX, "mtp_layers."))

@@ -27,8 +27,7 @@ def draw_sharded(
     `draw_tokens` of the whole rows. `positions [n]` int64 of the tokens to sample."""
     kernels, m = current_platform.kernels, metadata
     if m.temperature is None or m.seeds is None:
-        told = kernels.best_rows(own, shard.first, shard.vocab_size)
-        return kernels.first_best(shard.of_ranks(told), shard.vocab_size)
+        return shard.best(own)
     kept = own
     if (m.top_k, m.min_p) != (None, None):
         kept = own.masked_fill(_dropped(own, m.temperature, m, shard), -torch.inf)

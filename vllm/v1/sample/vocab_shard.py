@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm import decisions
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.v1.sample.metadata import MOST_BEST
+from vllm.platforms import current_platform
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,6 @@ class VocabShard:
         """The part that `head` makes logits of; None where it is the whole."""
         if head.tp_size == 1:
             return None
-        decisions.record(
-            "logits of several ranks",
-            "each rank keeps its own",
-            "ranks exchange their best tokens; logits are gathered for requests with top_p and no"
-            f" top_k up to {MOST_BEST}, and for more than {MOST_BEST} logprobs",
-            "gathered whole in every step",
-        )
         return cls(head.num_embeddings, head.num_embeddings_per_partition, group)
 
     @property
@@ -63,6 +55,13 @@ class VocabShard:
     def of_ranks(self, x: Tensor) -> Tensor:
         """`x [...]` of each rank: `[ranks, ...]`."""
         return self.group.all_gather(x.unsqueeze(0), dim=0)
+
+    def best(self, own: Tensor) -> Tensor:
+        """The token of the first of each row's largest logits, of which each rank has `own [n,
+        size]`: `argmax_rows` of the whole rows, `[n]` int64."""
+        kernels = current_platform.kernels
+        told = self.of_ranks(kernels.best_rows(own, self.first, self.vocab_size))
+        return kernels.first_best(told, self.vocab_size)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of small integers `x [...]` over the ranks."""

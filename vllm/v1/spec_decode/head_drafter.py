@@ -124,17 +124,13 @@ class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
             return self._none(num_reqs)
         rows = self.loop.begin(inputs, num_reqs)
         normed, hidden = normed.index_select(0, rows.last), hidden.index_select(0, rows.last)
-        drafts = [self._best(normed)]
+        drafts = [self.head.best_tokens(normed)]
         with set_forward_context(rows.context):
             for ahead in range(num_drafts - 1):
                 positions = self.loop.place(rows, ahead)
                 normed, hidden = self.head(drafts[-1], positions, hidden)
-                drafts.append(self._best(normed))
+                drafts.append(self.head.best_tokens(normed))
         return self.loop.keep(rows, drafts)
-
-    def _best(self, normed: Tensor) -> Tensor:
-        """`[rows, hidden] -> [rows]` int64 ids of the target's vocabulary."""
-        return self.head.target_ids(self.head.compute_logits(normed).argmax(dim=-1))
 
 
 class MtpDrafter(HeadDrafter[MtpSettings]):

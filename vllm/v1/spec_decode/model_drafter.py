@@ -23,6 +23,7 @@ from vllm.kernels.step import Progress
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
+from vllm.model_executor.models.draft_logits import DraftLogits
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.v1.spec_decode.draft_loop import DraftRows
 from vllm.v1.spec_decode.drafter import DrafterMemory
@@ -42,6 +43,7 @@ class ModelDrafter(LayerDrafter[DraftModelSettings]):
         config.model_config, config.quant_config = self.settings.draft, None
         with torch.no_grad(), set_default_torch_dtype(config.model_config.dtype), self.device:
             self.model = initialize_model(config, prefix=_PREFIX)
+        self.logits = DraftLogits.of_model(cast(VllmModel, self.model))
         self.states = DraftStates(self.model, self.progress)
         return self.model
 
@@ -69,7 +71,7 @@ class ModelDrafter(LayerDrafter[DraftModelSettings]):
             for ahead in range(num_drafts):
                 self.states.place(rows, ahead)
                 hidden = model.forward(token, self.loop.place(rows, ahead))
-                token = model.compute_logits(hidden).argmax(dim=-1)
+                token = self.logits.best(self.logits(hidden))
                 drafts.append(token)
         return self.loop.keep(rows, drafts)
 

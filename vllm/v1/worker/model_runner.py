@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -47,7 +47,6 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.sample.sampler import gather_logprobs
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.sample.vocab_shard import VocabShard
 from vllm.v1.spec_decode.drafter import (
     Drafter,
     DrafterMemory,
@@ -164,7 +163,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if get_pp_group().world_size > 1:
             self.stage = self._join_pipeline()
         if self.samples and isinstance(self.model, SharesVocabulary):
-            self.sampler.shard = VocabShard.of_head(self.model.output_head, get_tp_group())
+            self.sampler.share(self.model.output_head)
         self._collect_layers()
 
     def _join_pipeline(self) -> PipelineStage:
