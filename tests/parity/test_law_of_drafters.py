@@ -4,14 +4,15 @@ engines, whose model is a Markov chain.
 
 Its layers add nothing to the embedding of the newest token, so the distribution of the next one is
 known; the drafters' layers are as random as ever. `tests/v1/spec_decode/test_law.py` tests the
-verification alone. `VLLM_TEST_LAW_TOKENS` replaces the tokens of every night.
+verification alone. `VLLM_TEST_LAW_TOKENS` replaces the tokens of every night; of two ranks that
+share the vocabulary some are drawn in every run of the tests.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,21 @@ from tiny_models import make_tiny
 from torch import Tensor
 
 from tests.chi_square import BOUND, deviation
+from tests.nightly import nightly
 from vllm import SamplingParams, TokensPrompt
+from vllm.kernels.sampling import naive
 from vllm.kernels.step import AcceptProblem, accept
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.worker import step_inputs
 
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.nightly,
-    pytest.mark.timeout(1800),
-    in_this_process,
-]
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(1800), in_this_process]
 
 VOCAB, LENGTH, ROWS, DRAFTS = 8, 125, 256, 3
 NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "1000000"))
 SHAPE = Shape(intermediate=96, head_dim=32, vocab=VOCAB, draft_vocab=VOCAB // 2)
+#: of two ranks
+FEW_TOKENS = 20_000
 METHODS = ("none", "ngram", "mtp", "eagle3", "dflash", "dspark", "draft_model")
 
 
@@ -95,7 +96,12 @@ def settings_of(method: str, target: Path, root: Path) -> dict[str, Any] | None:
 
 
 def transitions(
-    method: str, root: Path, make_engine: MakeEngine, num_tokens: int, first_seed: int = 0
+    method: str,
+    root: Path,
+    make_engine: MakeEngine,
+    num_tokens: int,
+    first_seed: int = 0,
+    ranks: int = 1,
 ) -> tuple[Tensor, Tensor, float]:
     """The chain's logits, `[vocab, vocab]` counts of what was sampled, and the share of the tokens
     that were accepted drafts. Parts with seeds of their own can be added up."""
@@ -107,6 +113,7 @@ def transitions(
         max_num_seqs=ROWS,
         max_num_batched_tokens=ROWS * (1 + DRAFTS),
         enable_prefix_caching=False,
+        tensor_parallel_size=ranks,
         speculative_config=settings_of(method, target, root),
     )
     table, accepted = torch.zeros(VOCAB, VOCAB), 0
@@ -156,6 +163,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("law")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.usefixtures("always_drafting")
 def test_tokens_have_the_models_law(method: str, root: Path, make_engine: MakeEngine) -> None:
@@ -164,6 +172,7 @@ def test_tokens_have_the_models_law(method: str, root: Path, make_engine: MakeEn
     assert (accepted > 0.03) == (method != "none")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 @pytest.mark.usefixtures("always_drafting")
 def test_a_bias_of_one_percent_is_noticed(
@@ -171,4 +180,37 @@ def test_a_bias_of_one_percent_is_noticed(
 ) -> None:
     monkeypatch.setattr(step_inputs, "accept", Biased(torch.Generator().manual_seed(5)))
     logits, table, _ = transitions(method, root, make_engine, NUM_TOKENS)
+    assert abs(deviation(logits, table)) > BOUND
+
+
+# ---- two ranks that share the vocabulary ---------------------------------------------------------
+
+
+@pytest.fixture
+def halves(forking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has half of the tokens, of the drafts' vocabulary as well: rows are not padded."""
+    init = VocabParallelEmbedding.__init__
+    monkeypatch.setattr(VocabParallelEmbedding, "__init__", partialmethod(init, padding_size=1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs")
+@pytest.mark.parametrize("method", ["eagle3", *nightly(*(m for m in METHODS if m != "eagle3"))])
+@pytest.mark.usefixtures("always_drafting", "halves")
+def test_tokens_of_two_ranks_have_the_models_law(
+    method: str, root: Path, make_engine: MakeEngine
+) -> None:
+    logits, table, accepted = transitions(method, root, make_engine, FEW_TOKENS, ranks=2)
+    assert abs(deviation(logits, table)) < BOUND
+    assert (accepted > 0.03) == (method != "none")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs")
+@pytest.mark.usefixtures("always_drafting", "halves")
+def test_noise_that_is_not_the_tokens_own_is_noticed(
+    root: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the first rank's tokens on both."""
+    noisy = naive._noisy
+    monkeypatch.setattr(naive, "_noisy", lambda *parts: noisy(*parts[:4], 0, parts[5]))
+    logits, table, _ = transitions("eagle3", root, make_engine, FEW_TOKENS, ranks=2)
     assert abs(deviation(logits, table)) > BOUND
