@@ -214,6 +214,21 @@ def test_ranks_draft_what_one_does(name: str, make_engine: MakeEngine, tmp_path:
         assert part.sample_bytes == {TOLD_BYTES, TOLD_BYTES * (1 + SEEDED["top_k"])}
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_ranks_without_a_token_of_the_drafts(
+    name: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Of 120 tokens two of four ranks have 64 and 56."""
+    settings = METHODS[name](tmp_path)
+    one, four = (run(make_engine, settings, ranks) for ranks in (1, 4))
+    assert one.tokens() == four.tokens()
+    (whole,), parts = one.notes(), four.notes()
+    assert len(whole.drafts) > 20 and len(parts) == 4
+    for part in parts:
+        assert part.drafts == whole.drafts
+        assert part.draft_bytes == part.sample_bytes == {3 * TOLD_BYTES}
+
+
 class Shifted(VocabShard):
     """Counts its tokens from one too late on."""
 
@@ -247,6 +262,7 @@ TOLD: list[tuple[dict[str, Any], int]] = [
     ({}, TOLD_BYTES),
     ({"temperature": 1.0, "seed": 3}, TOLD_BYTES),
     ({"presence_penalty": 0.5, "logit_bias": {7: 2.0, 250: 2.0}, "min_tokens": 5}, TOLD_BYTES),
+    ({"repetition_penalty": 1.4, "bad_words": ["a", "th", "\u0120"]}, TOLD_BYTES),
     # Candidates, best draws.
     ({"temperature": 1.0, "seed": 3, "min_p": 0.01}, TOLD_BYTES + TOLD_BYTES),
     ({"temperature": 1.0, "seed": 3, "top_k": 9}, 9 * TOLD_BYTES + TOLD_BYTES),
