@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.model_executor.harness import Chunk, Harness, make_config
 from tests.tiny_models import tiny_model
 from vllm.distributed.collective import Collective
-from vllm.distributed.parallel_state import GroupCoordinator, as_first_rank_of, get_tp_group
+from vllm.distributed.parallel_state import GroupCoordinator, as_first_rank_of
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.decode_work import num_layers, step_collectives
 from vllm.model_executor.model_outline import models_on_meta
@@ -58,7 +58,7 @@ def sample(harness: Harness, token_ids: list[int]) -> None:
     hidden = hidden[0] if isinstance(hidden, tuple) else hidden
     model = harness.model
     assert isinstance(model, SharesVocabulary)
-    shard = VocabShard.of_head(model.output_head, get_tp_group())
+    shard = VocabShard.of_model(model, "logits", "")
     if shard is not None:
         greedy = SamplingMetadata(None, None, None, None, None, None)
         own = shard.own(model.own_logits(hidden))

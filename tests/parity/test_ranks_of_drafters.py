@@ -21,7 +21,6 @@ from tiny_models import tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import draft_logits
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.sample.vocab_shard import VocabShard
@@ -243,14 +242,8 @@ def test_a_wrong_offset_is_noticed(
 ) -> None:
     """Not by the text: by the drafts, on the very ranks that the test above compares."""
     settings = METHODS[name](tmp_path)
-    shard_of = draft_logits._shard_of
-
-    def shifted(head: VocabParallelEmbedding) -> VocabShard | None:
-        shard = shard_of(head)
-        return None if shard is None else Shifted(**vars(shard))
-
     right = run(make_engine, settings, 2)
-    monkeypatch.setattr(draft_logits, "_shard_of", shifted)
+    monkeypatch.setattr(draft_logits, "VocabShard", Shifted)
     wrong = run(make_engine, settings, 2)
     assert wrong.tokens() == right.tokens()
     found, expected = wrong.notes()[0].drafts, right.notes()[0].drafts

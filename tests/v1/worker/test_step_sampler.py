@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from vllm.decisions import DecisionLog
+from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.kernels.step import Progress
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -105,3 +108,14 @@ def test_a_request_samples_once_at_the_end_of_its_prompt_and_after_each_draft_th
         sampled = sampler.sample(order, torch.zeros(rows, VOCAB), torch.arange(rows), None)
         assert sampled is not None and len(sampled.sampled_token_ids) == rows
         batch.advance(order)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_gathers_is_recorded(ranks: int) -> None:
+    """One of another package: its logits are whole on every rank."""
+    sampler, log = Steps().sampler, DecisionLog(is_logged=False)
+    with as_first_rank_of(ranks), log.current():
+        sampler.share_vocabulary(nn.Identity())
+    assert sampler.shard is None
+    found = [d.chosen for d in log.decisions() if d.what == "logits of several ranks"]
+    assert found == ["gathered whole"] * (ranks - 1)

@@ -13,18 +13,16 @@ from vllm import decisions
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.draft_logits import DraftLogits
+from vllm.model_executor.models.draft_logits import DraftLogits, MakesLogits
 from vllm.model_executor.models.interfaces import LoadsPart
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import set_weight_attrs
 
 
-class DraftTarget(Protocol):
+class DraftTarget(MakesLogits, Protocol):
     """What heads may share with the model they draft for: see `VllmModel`."""
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor: ...
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
 
 
 class TargetReader(nn.Module, LoadsPart):

@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
-from vllm import decisions
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SharesVocabulary
 from vllm.v1.sample.vocab_shard import VocabShard
 
-_WHAT, _KEPT, _GATHERED = "logits of drafts", "each rank keeps its own", "gathered whole"
+_WHAT, _WHY = "logits of drafts", "drafts are best tokens: ranks exchange theirs"
 
 
 class MakesLogits(Protocol):
@@ -37,19 +35,15 @@ class DraftLogits:
     @classmethod
     def of_model(cls, model: MakesLogits) -> DraftLogits:
         """Those of a draft model, or of the target that a head shares them with."""
-        if isinstance(model, SharesVocabulary):
-            shard = _shard_of(model.output_head)
-            return cls(model.compute_logits if shard is None else model.own_logits, shard)
-        if get_tp_group().world_size > 1:
-            name = type(model).__name__
-            why = f"{name} does not leave them with the ranks that compute them (SharesVocabulary)"
-            decisions.record(_WHAT, _GATHERED, why, _KEPT)
-        return cls(model.compute_logits, None)
+        shard = VocabShard.of_model(model, _WHAT, _WHY)
+        if shard is None:
+            return cls(model.compute_logits, None)
+        return cls(cast(SharesVocabulary, model).own_logits, shard)
 
     @classmethod
     def of_head(cls, head: VocabParallelEmbedding, processor: LogitsProcessor) -> DraftLogits:
         """Those of a drafter's own output head."""
-        shard = _shard_of(head)
+        shard = VocabShard.of_head(head, _WHAT, _WHY)
         return cls(partial(processor if shard is None else processor.own, head), shard)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -64,11 +58,3 @@ class DraftLogits:
             return logits.argmax(dim=-1)
         # A kernel that was only noted has left anything.
         return self.shard.best(logits).clamp(0, self.shard.vocab_size - 1)
-
-
-def _shard_of(head: VocabParallelEmbedding) -> VocabShard | None:
-    shard = VocabShard.of_head(head, get_tp_group())
-    if shard is not None:
-        why = "drafts are best tokens: ranks exchange theirs"
-        decisions.record(_WHAT, _KEPT, why, _GATHERED)
-    return shard

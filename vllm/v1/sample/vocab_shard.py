@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm import decisions
+from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SharesVocabulary
 from vllm.platforms import current_platform
+
+_KEPT, _GATHERED = "each rank keeps its own", "gathered whole"
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,24 @@ class VocabShard:
     group: GroupCoordinator
 
     @classmethod
-    def of_head(cls, head: VocabParallelEmbedding, group: GroupCoordinator) -> VocabShard | None:
-        """The part that `head` makes logits of; None where it is the whole."""
+    def of_head(cls, head: VocabParallelEmbedding, what: str, why: str) -> VocabShard | None:
+        """The part that `head` makes logits of; None where it is the whole. That ranks keep their
+        parts is the decision `what`, for the reason `why`."""
         if head.tp_size == 1:
             return None
-        return cls(head.num_embeddings, head.num_embeddings_per_partition, group)
+        decisions.record(what, _KEPT, why, _GATHERED)
+        return cls(head.num_embeddings, head.num_embeddings_per_partition, get_tp_group())
+
+    @classmethod
+    def of_model(cls, model: object, what: str, why: str) -> VocabShard | None:
+        """That of a model's head; None for a model that gathers its logits itself: that is the
+        decision then."""
+        if isinstance(model, SharesVocabulary):
+            return cls.of_head(model.output_head, what, why)
+        if get_tp_group().world_size > 1:
+            own = f"{type(model).__name__} does not leave them with the ranks (SharesVocabulary)"
+            decisions.record(what, _GATHERED, own, _KEPT)
+        return None
 
     @property
     def first(self) -> int:

@@ -162,8 +162,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
         if get_pp_group().world_size > 1:
             self.stage = self._join_pipeline()
-        if self.samples and isinstance(self.model, SharesVocabulary):
-            self.sampler.share(self.model.output_head)
+        if self.samples:
+            self.sampler.share_vocabulary(self.model)
         self._collect_layers()
 
     def _join_pipeline(self) -> PipelineStage:

@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm import decisions
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.kernels.step import Progress
 from vllm.logger import init_logger
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import RequestError, RequestFailure
 from vllm.v1.outputs import SamplerOutput
@@ -49,17 +46,13 @@ class StepSampler:
         self._metadata: deque[tuple[_Key, SamplingMetadata]] = deque(maxlen=num_sets)
         self._failed: dict[str, RequestError] = {}
 
-    def share(self, head: VocabParallelEmbedding) -> None:
-        """From here on sample from this rank's part of what the output head gives."""
-        self.shard = VocabShard.of_head(head, get_tp_group())
-        if self.shard is not None:
-            decisions.record(
-                "logits of several ranks",
-                "each rank keeps its own",
-                "ranks exchange their best tokens; logits are gathered for requests with top_p and"
-                f" no top_k up to {MOST_BEST}, and for more than {MOST_BEST} logprobs",
-                "gathered whole in every step",
-            )
+    def share_vocabulary(self, model: nn.Module) -> None:
+        """From here on sample from this rank's part of what the model's head gives, if it can."""
+        why = (
+            "ranks exchange their best tokens; logits are gathered for requests with top_p and no"
+            f" top_k up to {MOST_BEST}, and for more than {MOST_BEST} logprobs"
+        )
+        self.shard = VocabShard.of_model(model, "logits of several ranks", why)
 
     def add(self, state: RequestState) -> None:
         """A request has its row, with the tokens that the host knows. It fails, and nothing else,
