@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock, spool
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.paths import (
     PathRefused,
     custom_path,
@@ -365,6 +365,34 @@ def test_the_next_server_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     alive.worker.shutdown()
     harness.worker.shutdown()
     assert not list(tmp_path.glob(".incomplete-*"))
+
+
+def test_a_path_that_a_living_server_completes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead one left it incomplete; its file comes between the look at it and at its lock."""
+    harness = allowing(tmp_path)
+    harness.add("r", 4, {"hidden_states_path": "x"})
+    harness.step({"r": 4})
+    base = tmp_path / f".incomplete-{os.geteuid()}"
+    (base / "dead").mkdir()
+    (base / "dead" / "x").touch()
+    (base / "dead.lock").touch()
+    lock_if_free, looked_at = spool._lock_if_free, []
+
+    def complete_first(path: str) -> int | None:
+        looked_at.append(os.path.relpath(path, tmp_path))
+        if looked_at[-1] == "x.lock":
+            harness.sample("r", 7)
+            harness.finish("r")
+            harness.step()
+            drain(harness)
+        return lock_if_free(path)
+
+    monkeypatch.setattr(spool, "_lock_if_free", complete_first)
+    spool.remove_leftovers(str(tmp_path))
+    assert "x.lock" in looked_at and not (base / "dead").exists()
+    assert torch.equal(rows_of(tmp_path / "x"), row_values(0, 4))
 
 
 def test_incomplete_files_of_another_user_are_not_touched(

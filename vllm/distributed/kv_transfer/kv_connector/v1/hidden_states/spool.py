@@ -196,7 +196,8 @@ def _remove_locks(root: str, server: str) -> int:
             target = os.path.join(root, os.path.relpath(os.path.join(directory, name), server))
             lock = file_lock.lock_path(target)
             if not os.path.lexists(target) and (fd := _lock_if_free(lock)) is not None:
-                os.unlink(lock)
+                if not os.path.lexists(target):  # a living server has not completed it meanwhile
+                    os.unlink(lock)
                 os.close(fd)
     return num_files
 
