@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.nightly import covering
 from tests.tiny_models import tiny_model
 from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -137,10 +138,10 @@ def assert_nothing_is_left(llm: LLMEngine, path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("num_pages", [None, 20], ids=["roomy", "tight"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("seed", "family", "num_pages", "async_scheduling"),
+    covering(range(3), ["llama", "qwen3_5"], [None, 20], [True, False]),
+)
 def test_random_aborts(
     family: str,
     num_pages: int | None,

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.nightly import covering
 from tests.tiny_models import hf_residual_streams, tiny_model
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -123,9 +124,10 @@ def check(family: str, output: RequestOutput, layer_ids: list[int] = LAYER_IDS) 
     assert torch.all(error <= allowed), f"prompt of {len(prompt)} tokens"
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [17, 64, 8192])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "max_num_batched_tokens", "async_scheduling"),
+    covering(FAMILIES, [17, 64, 8192], [True, False]),
+)
 def test_batched_together_and_again(
     family: str, max_num_batched_tokens: int, async_scheduling: bool, make_engine: MakeEngine
 ) -> None:
@@ -154,9 +156,10 @@ def test_alone(family: str, make_engine: MakeEngine) -> None:
         check(family, generate(llm, [prompt])[0])
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [17, 8192])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "max_num_batched_tokens", "async_scheduling"),
+    covering(FAMILIES, [17, 8192], [True, False]),
+)
 def test_preempted_with_output_rows(
     family: str, max_num_batched_tokens: int, async_scheduling: bool, make_engine: MakeEngine
 ) -> None:

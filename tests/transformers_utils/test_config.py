@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from transformers import LlamaConfig, dynamic_module_utils
 
 from tests.config.checkpoints import LLAMA, write_config
+from tests.forked_python import run_python
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils import config as config_module
@@ -115,13 +114,16 @@ def test_remote_code_reaches_another_process(
     sender.start()
     sender.join(60)
     assert sender.exitcode == 0
-    receiver = (
-        "import pickle, sys; config = pickle.load(sys.stdin.buffer).hf_config\n"
+    receiver = tmp_path / "receiver.py"
+    receiver.write_text(
+        "import pickle, sys\n"
+        "from transformers import dynamic_module_utils\n"
+        "dynamic_module_utils.HF_MODULES_CACHE = sys.argv[2]\n"
+        "config = pickle.load(open(sys.argv[1], 'rb')).hf_config\n"
         "print(type(config).__name__, config.hidden_size)\n"
     )
-    command = [sys.executable, "-c", receiver]
-    done = subprocess.run(command, input=sent.read_bytes(), capture_output=True, check=True)
-    assert done.stdout.split() == [b"MineConfig", b"64"]
+    done = run_python(str(receiver), str(sent), str(tmp_path / "modules"))
+    assert done.stdout.split() == ["MineConfig", "64"], done.stderr
 
 
 def test_convertors_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

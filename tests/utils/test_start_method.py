@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch  # noqa: F401  (its OpenMP library is what these tests are about)
 
+from tests.forked_python import run_python
 from vllm import decisions
 from vllm.utils import start_method
 
@@ -39,17 +40,18 @@ sys.exit(3 if alive else child.exitcode)
 """
 
 
-def _run(*words: str) -> int:
-    command = [sys.executable, "-c", _SCRIPT, *words]
-    return subprocess.run(command, timeout=60, check=False).returncode
+def _run(folder: Path, *words: str) -> int:
+    script = folder / "forks.py"
+    script.write_text(_SCRIPT)
+    return run_python(str(script), *words).returncode
 
 
-def test_a_forked_process_computes_although_its_parent_has() -> None:
-    assert _run() == 0
+def test_a_forked_process_computes_although_its_parent_has(tmp_path: Path) -> None:
+    assert _run(tmp_path) == 0
 
 
-def test_openmp_would_have_kept_it_waiting() -> None:
-    assert _run("skip") == 3
+def test_openmp_would_have_kept_it_waiting(tmp_path: Path) -> None:
+    assert _run(tmp_path, "skip") == 3
 
 
 def test_openmp_that_does_not_let_go_forbids_forking(monkeypatch: pytest.MonkeyPatch) -> None:
