@@ -17,6 +17,8 @@ from vllm.kernels.chunks import chunk_metadata
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.interface import Kernels
 from vllm.kernels.linear.cpu import skinny_linear
+from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule, one_by_one
+from vllm.kernels.moe.cpu import route_experts, run_experts
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
@@ -26,6 +28,11 @@ GDN = dict(num_k_heads=8, num_v_heads=16, head_k_dim=64, head_v_dim=64)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8, 2, 128, 16
 GDN_LAYERS, ATTENTION_LAYERS = 12, 4
 ROWS = (1, 8, 16, 32, 128)
+EXPERTS, TOP_K = (64, 1024, 512), 8
+#: of one token
+BATCHES = 8
+
+Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 def microseconds(call: Callable[[], Any], seconds: float) -> float:
@@ -190,6 +197,43 @@ def report_linear(dtype: torch.dtype, seconds: float) -> None:
         print(line)
 
 
+def experts_problems(tokens: int, weights: Weights) -> list[ExpertsProblem]:
+    """Some batches in turn, or few tokens would find their experts in a cache."""
+    gate_up, down = weights
+    problems = []
+    for _ in range(max(1, BATCHES // tokens)):
+        x = torch.randn(tokens, gate_up.shape[2]).to(gate_up.dtype)
+        logits = torch.randn(tokens, len(gate_up))
+        routing = route_experts(RoutingProblem(logits, len(gate_up), RoutingRule(TOP_K)))
+        problems.append(ExpertsProblem(x, gate_up, down, routing))
+    return problems
+
+
+def run_all(run: Callable[[ExpertsProblem], Any], problems: list[ExpertsProblem]) -> None:
+    for problem in problems:
+        run(problem)
+
+
+def report_experts(dtype: torch.dtype, counts: list[int], seconds: float) -> None:
+    """A layer's experts, all in one call and one by one."""
+    experts, hidden, inner = EXPERTS
+    gate_up = torch.randn(experts, 2 * inner, hidden).mul_(hidden**-0.5).to(dtype)
+    down = torch.randn(experts, hidden, inner).mul_(inner**-0.5).to(dtype)
+    print(f"\n{experts} experts, top {TOP_K}, {hidden} -> {inner}")
+    print(f"{'tokens':>6}{'hit':>7}{'us':>10}{'one by one':>12}{'GB/s':>8}{'GFLOP/s':>9}")
+    for tokens in counts:
+        problems = experts_problems(tokens, (gate_up, down))
+        each = [
+            microseconds(partial(run_all, run, problems), seconds) / len(problems)
+            for run in (run_experts.run, one_by_one.run_experts)
+        ]
+        hit = sum(one.experts.unique().numel() for one in problems) / len(problems)
+        size = 3 * hidden * inner
+        rate, speed = hit * size * dtype.itemsize / each[0], 2 * tokens * TOP_K * size / each[0]
+        times = f"{each[0]:10.0f}{each[1]:12.0f}"
+        print(f"{tokens:6}{hit:7.1f}{times}{rate / 1e3:8.1f}{speed / 1e3:9.0f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -199,6 +243,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--head-dim", type=int, default=64, help="dk = dv of the GDN layers")
     parser.add_argument("--compare", action="store_true", help="time plain torch too")
+    parser.add_argument(
+        "--experts", type=int, nargs="*", default=[1, 8, 64, 1024], help="numbers of tokens"
+    )
     parser.add_argument("--seconds", type=float, default=0.3, help="over which an op is timed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -220,6 +267,8 @@ def main() -> None:
             args.seconds,
         )
         report_linear(dtype, args.seconds / 3)
+        if args.experts:
+            report_experts(dtype, args.experts, 4 * args.seconds)
 
 
 if __name__ == "__main__":

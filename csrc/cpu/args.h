@@ -215,4 +215,42 @@ struct SkinnyLinearArgs {
   void* out;
 };
 
+enum class ExpertActivation : int32_t { kSwiglu, kClampedSwiglu, kReluSquared };
+
+// The pairs [begin, end) of `ExpertsArgs.pairs`, which all go to one expert of the stack.
+struct ExpertBlock {
+  int64_t expert;
+  int64_t begin, end;
+};
+// Pairs of a block at most: so many tokens and a few columns of weights fit the second cache.
+constexpr int64_t kExpertPairs = 96;
+
+// A pair is a token with one of its slots: token * slots + slot.
+struct ExpertsArgs {
+  DType dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t tokens, slots, hidden, inner;
+  ExpertActivation activation;
+  float alpha, limit;           // kClampedSwiglu only
+  const void* gate_up;          // dense [num_experts, inner or 2 inner, hidden]
+  const void* down;             // dense [num_experts, hidden, inner]
+  const void* gate_up_bias;     // dense [num_experts, inner or 2 inner], or null
+  const void* down_bias;        // dense [num_experts, hidden], or null
+  int64_t num_experts;
+  const int32_t* experts;       // [tokens, slots]; those not in [0, num_experts) add nothing
+  int64_t experts_stride;
+  const float* weights;         // [tokens, slots + (shared ? 1 : 0)]
+  int64_t weights_stride;
+  const void* shared;           // [tokens, hidden], or null
+  int64_t shared_stride;
+  const int32_t* pairs;         // those that the stack computes, by expert
+  const ExpertBlock* blocks;
+  int64_t num_blocks;
+  void* active;                 // room for 4-byte elements [pairs, active_stride]
+  int64_t active_stride;
+  void* outputs;                // room for dense [tokens * slots, hidden]
+  void* out;                    // dense [tokens, hidden]
+};
+
 }  // namespace vllm_cpu

@@ -20,6 +20,10 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
   m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
+      "run_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts,"
+      " Tensor? shared, Tensor? gate_up_bias, Tensor? down_bias, bool gated, float? alpha,"
+      " float? limit) -> Tensor");
+  m.def(
       "qk_norm_rope_cache(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm_weight,"
       " Tensor? k_norm_weight, Tensor(a!) kv_cache, Tensor slot_mapping, int num_heads,"
       " int num_kv_heads, int head_dim, bool gated, float eps, bool one_plus) -> Tensor");
@@ -65,6 +69,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("clamped_swiglu", TORCH_BOX(&vllm_cpu::clamped_swiglu));
   m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
   m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
+  m.impl("run_experts", TORCH_BOX(&vllm_cpu::run_experts));
   m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));
   m.impl("write_kv_cache", TORCH_BOX(&vllm_cpu::write_kv_cache));
   m.impl("write_rows", TORCH_BOX(&vllm_cpu::write_rows));

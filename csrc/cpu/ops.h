@@ -22,6 +22,10 @@ Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
+Tensor run_experts(
+    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
+    const Tensor& experts, OptTensor shared, OptTensor gate_up_bias, OptTensor down_bias,
+    bool gated, std::optional<double> alpha, std::optional<double> limit);
 
 Tensor qk_norm_rope_cache(
     const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, OptTensor q_norm_weight,

@@ -19,6 +19,7 @@
   X(gdn_decode, GdnArgs)               \
   X(gdn_commit, GdnCommitArgs)         \
   X(skinny_linear, SkinnyLinearArgs)   \
+  X(run_experts, ExpertsArgs)          \
   X(xxh3_64, DigestArgs)
 
 namespace vllm_cpu {

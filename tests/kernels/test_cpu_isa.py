@@ -33,7 +33,7 @@ def run_python(arguments: list[str], **environment: str) -> subprocess.Completed
 @pytest.mark.skipif("VLLM_CPU_ISA" in os.environ, reason="already narrowed to one")
 @pytest.mark.parametrize("isa", OTHERS)
 def test_kernels_of_another_instruction_set(isa: str) -> None:
-    tested = ("norm", "attention", "gdn", "linear")
+    tested = ("norm", "attention", "gdn", "linear", "experts")
     files = [str(ROOT / "tests" / "kernels" / f"test_cpu_{name}.py") for name in tested]
     environment = os.environ | {"VLLM_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     # They need no plug-ins, which take longer than a test.

@@ -62,7 +62,7 @@ class Kernels(Registry):
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
 
     route_experts = Op(moe.route_experts)
-    run_experts = Op(moe.run_experts, cuda=("hopper", "triton"))
+    run_experts = Op(moe.run_experts, cpu=("cpu", "one_by_one"), cuda=("hopper", "triton"))
 
     causal_conv1d = Op(conv.causal_conv1d)
     gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))

@@ -111,7 +111,7 @@ void mul_sigmoid(const GatedArgs& args) {
 
 void silu_and_mul(const GateUpArgs& args) {
   with_dtype(args.dtype, [&](auto t) {
-    activate_rows<decltype(t)>(args, [](vf gate, vf up) { return silu(gate) * up; });
+    activate_rows<decltype(t)>(args, [](vf gate, vf up) { return swiglu(gate, up); });
   });
 }
 
@@ -122,15 +122,10 @@ void gelu_tanh_and_mul(const GateUpArgs& args) {
 }
 
 void clamped_swiglu(const GateUpArgs& args) {
-  const vf high = set1(args.limit), low = set1(-args.limit);
-  const float alpha = args.alpha;
+  const float alpha = args.alpha, limit = args.limit;
   with_dtype(args.dtype, [&](auto t) {
-    activate_rows<decltype(t)>(args, [&](vf gate, vf up) {
-      gate = gate > high ? high : gate;
-      up = up > high ? high : up;
-      up = up < low ? low : up;
-      return gate * sigmoid(gate * alpha) * (up + 1.0f);
-    });
+    activate_rows<decltype(t)>(
+        args, [=](vf gate, vf up) { return clamped_swiglu(gate, up, alpha, limit); });
   });
 }
 

@@ -40,5 +40,20 @@ inline vf gelu_tanh(vf x) {
   return x / (1.0f + exp(-u));
 }
 
+inline vf swiglu(vf gate, vf up) { return silu(gate) * up; }
+// `Kernels.clamped_swiglu`.
+inline vf clamped_swiglu(vf gate, vf up, float alpha, float limit) {
+  const vf high = set1(limit), low = set1(-limit);
+  gate = gate > high ? high : gate;
+  up = up > high ? high : up;
+  up = up < low ? low : up;
+  return gate * sigmoid(gate * alpha) * (up + 1.0f);
+}
+// max(x, 0)^2. NaN passes through.
+inline vf relu_squared(vf x) {
+  x = x < 0.0f ? vf{} : x;
+  return x * x;
+}
+
 }  // namespace VLLM_ISA
 }  // namespace vllm_cpu

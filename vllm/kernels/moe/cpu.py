@@ -1,53 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts on the CPU: the experts that are hit, one after another."""
+"""Mixtures of experts on the CPU: all experts in one call of `csrc/cpu/kernels/experts.cpp`."""
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from vllm import decisions
-from vllm.kernels.activation.cpu import clamped_swiglu, silu_and_mul
-from vllm.kernels.activation.naive import relu_squared
-from vllm.kernels.fp8.cpu import linear_fp8, linear_fp8_block
-from vllm.kernels.linear.cpu import linear, skinny_linear
-from vllm.kernels.moe import ExpertMatrix, ExpertsProblem
-from vllm.kernels.moe.naive import add_slots, route_experts
+from vllm._extension import cpu_ops
+from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe.naive import route_experts
+from vllm.kernels.registry import Implementation
 
 __all__ = ["route_experts", "run_experts"]
 
+#: with more pairs per expert, on average, matrix units pay
+MOST_PAIRS_WITHOUT_UNITS = 16
 
-def run_experts(problem: ExpertsProblem) -> Tensor:
-    """See `naive.run_experts`. In fp32 a row's bits do not depend on the other rows."""
-    decisions.record(
-        "mixtures of experts on the CPU",
-        "torch over the experts that are hit",
-        "no kernel of the CPU takes several experts at once",
+_run = cpu_ops().run_experts.default
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether oneDNN multiplies bfloat16 by units that `vllm_cpu` does not use."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def takes_experts(problem: ExpertsProblem) -> bool:
+    """Whether the kernel takes the problem, and is not left behind by oneDNN."""
+    many = MOST_PAIRS_WITHOUT_UNITS * problem.num_experts * problem.ranks
+    return problem.scales is None and not (
+        problem.x.dtype == torch.bfloat16 and problem.experts.numel() > many and has_matrix_units()
     )
-    x, experts = problem.x, problem.experts
-    outputs = x.new_zeros(*experts.shape, x.shape[1])
-    rows = outputs.view(-1, x.shape[1])
-    order = experts.flatten().sort(dim=0, stable=True)
-    hit, counts = order.values.unique_consecutive(return_counts=True)
-    pairs = order.indices.split(counts.tolist())
-    for expert, pair in zip(hit.tolist(), pairs, strict=True):
-        if not problem.has(expert):
-            continue
-        token = pair // experts.shape[1]
-        inner, outer = problem.matrices(expert)
-        hidden = _product(x[token], inner)
-        if not problem.gated:
-            active = relu_squared(hidden)
-        elif problem.clamp is None:
-            active = silu_and_mul(hidden)
-        else:
-            active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
-        rows[pair] = _product(active, outer)
-    return add_slots(problem, outputs)
 
 
-def _product(x: Tensor, matrix: ExpertMatrix) -> Tensor:
-    if matrix.scale is not None:
-        multiply = linear_fp8 if matrix.scale.dim() == 1 else linear_fp8_block
-        return multiply(x, matrix.weight, matrix.scale, matrix.bias)
-    # Always the same kernel for fp32: how many rows an expert gets depends on the whole batch.
-    plain = skinny_linear if x.dtype == torch.float32 else linear
-    return plain(x, matrix.weight, matrix.bias)
+def _run_experts(problem: ExpertsProblem) -> Tensor:
+    """See `naive.run_experts`. A row's bits do not depend on the other rows."""
+    clamp = problem.clamp
+    out: Tensor = _run(
+        problem.x,
+        problem.gate_up,
+        problem.down,
+        problem.routing.weights,
+        problem.experts,
+        problem.shared,
+        problem.gate_up_bias,
+        problem.down_bias,
+        problem.gated,
+        None if clamp is None else clamp.alpha,
+        None if clamp is None else clamp.limit,
+    )
+    return out
+
+
+run_experts = Implementation(_run_experts, takes_experts)
