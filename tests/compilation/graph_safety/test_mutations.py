@@ -22,7 +22,12 @@ MUTATIONS = [
     ("model_executor/layers/gated_delta_net.py", "heads = self.num_v_heads", "b.max().item()", 1),
     ("kernels/moe/triton.py", "tokens, slots = experts.shape", "experts.flatten().bincount()", 2),
     ("v1/sample/sampler.py", "chosen = token_ids.clamp(min=0)", "assert (chosen > 0).all()", 5),
-    ("v1/attention/backends/paged.py", "scales = self.cache_scales", "seq_lens.tolist()", 1),
+    (
+        "v1/attention/backends/paged.py",
+        "prefills = slice(decodes.stop, m.num_tokens)",
+        "m.seq_lens.tolist()",
+        1,
+    ),
 ]
 
 

@@ -98,7 +98,7 @@ def of_type(kind: Any) -> Value:
         if issubclass(origin, Collection | Iterable) and args and origin.__module__ in _STANDARD:
             return Items((), of_type(args[0]))
         kind = origin
-    if not isinstance(kind, type) or kind is object:
+    if not isinstance(kind, type) or kind in (object, typing.Any):  # a class since Python 3.11
         return UNKNOWN
     if issubclass(kind, Tensor):
         return Array()

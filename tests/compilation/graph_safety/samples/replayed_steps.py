@@ -154,7 +154,7 @@ class Plant:
 _KERNEL = "current_platform.kernels.qk_norm_rope_cache(problem)"
 PLANTS = (
     Plant(padding_reaches_a_cache, 21, _KERNEL, "writes to the state memory in a step of padding"),
-    Plant(metadata_in_new_tensors, 22, "metadata.block_table[:decodes]", "metadata"),
+    Plant(metadata_in_new_tensors, 22, "m.block_table[:m.num_decodes]", "metadata"),
     Plant(a_number_of_python, 7, "hidden * self.count", "from Python"),
     Plant(an_address_that_changes, 17, None, "block_tables.groups[0].slots", 2, (22,)),
     Plant(state_that_is_no_number, 15, "", "holds NaN or infinities"),
