@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: context of the shared servers, in tokens
 MAX_MODEL_LEN = 4096
 #: the shared server whose requests several processes read and answer
-_THREE_PROCESSES = "llama behind 3 API processes"
+THREE_PROCESSES = "llama behind 3 API processes"
 #: what every run tries there; all other tests of the shared servers do so in nightly runs
 _TRIED_THERE = frozenset(
     {
@@ -34,13 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (
             isinstance(item, pytest.Function)
-            and f"[{_THREE_PROCESSES}" in item.name
+            and f"[{THREE_PROCESSES}" in item.name
             and item.originalname not in _TRIED_THERE
         ):
             item.add_marker(pytest.mark.nightly)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5", _THREE_PROCESSES])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", THREE_PROCESSES])
 def server(request: pytest.FixtureRequest) -> Iterator[RemoteServer]:
     """A server of a tiny model in float32: one per family, and one of several API processes."""
     from tests.e2e.remote_server import RemoteServer
@@ -49,7 +49,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RemoteServer]:
     flags = ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
     flags += ["--served-model-name", "tiny", "alias"]
     family = request.param
-    if family == _THREE_PROCESSES:
+    if family == THREE_PROCESSES:
         family = "llama"
         flags += ["--api-server-count", "3"]
     with RemoteServer(tiny_model(family), *flags) as running:

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from benchmarks import hostile_clients
-from tests.e2e.conftest import MAX_MODEL_LEN
+from tests.e2e.conftest import MAX_MODEL_LEN, THREE_PROCESSES
 from tests.e2e.remote_server import RemoteServer
 from tests.entrypoints.bad_input import bad_requests
+from tests.nightly import nightly
 from tests.tiny_models import VOCAB_SIZE, hf_reference_generate, tiny_model
 from vllm import LLM
 from vllm.entrypoints.cli.main import main
@@ -285,6 +286,7 @@ def test_bench_serve_counts_what_the_server_did(server: RemoteServer, tmp_path: 
     assert result["output_lens"] == [6] * 8 and 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
 
 
+@pytest.mark.parametrize("server", ["llama", *nightly("qwen3_5", THREE_PROCESSES)], indirect=True)
 def test_hostile_clients_do_not_keep_others_waiting(server: RemoteServer) -> None:
     """`python -m benchmarks.hostile_clients` for a minute does the same; a busy machine gets more
     than one try, and more time for an answer to each kind."""
