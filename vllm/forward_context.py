@@ -30,6 +30,8 @@ class ForwardContext:
     #: whether no step that this context is for has a prefill
     only_decodes: bool = False
     decode_width: int = 1
+    #: rows that each replica has in the mixtures of this step, where replicas share experts
+    exchange_rows: int = 0
 
 
 #: engines of one process may run their steps at the same time, on threads of their own

@@ -50,6 +50,17 @@ def test_initialising_a_world_of_one() -> None:
     assert not parallel_state.model_parallel_is_initialized()
 
 
+def test_replicas_of_ranks_that_share_experts(asked: "_Torch") -> None:
+    """Rank 3 of two replicas of two: the second rank of the second."""
+    parallel_state.init_distributed_environment(4, 3, "file:///nowhere", 1, "nccl")
+    parallel_state.initialize_model_parallel(2)
+    own = torch.device("cuda", 1)
+    assert asked.bound == dict.fromkeys([(), (0, 1), (2, 3), (0, 2), (1, 3)], own)
+    tp, dp = parallel_state.get_tp_group(), parallel_state.get_dp_group()
+    assert (tp.ranks, tp.rank_in_group) == ((2, 3), 1)
+    assert (dp.ranks, dp.rank_in_group) == ((1, 3), 1)
+
+
 def test_a_run_without_communication_has_the_right_shapes() -> None:
     """There is nobody to answer: a collective would fail."""
     x = torch.ones(3, 2)
@@ -57,6 +68,7 @@ def test_a_run_without_communication_has_the_right_shapes() -> None:
         group = parallel_state.get_tp_group()
         assert group.all_reduce(x).shape == (3, 2)
         assert group.all_gather(x).shape == (3, 8) and group.all_gather(x, 0).shape == (12, 2)
+        assert group.reduce_scatter(torch.ones(12, 2)).shape == (3, 2)
     with parallel_state.as_first_rank_of(4), pytest.raises(ValueError):
         parallel_state.get_tp_group().all_reduce(x)
 
@@ -110,6 +122,38 @@ def test_channels_of_stages_are_not_bound(asked: _Torch) -> None:
 def test_nothing_is_bound_on_a_cpu(asked: _Torch) -> None:
     _join(tp=2, pp=2, rank=3, backend="gloo")
     assert set(asked.bound.values()) == {None} and asked.current is None
+
+
+def _scatter(rank: int, folder: Path) -> None:
+    parallel_state.init_distributed_environment(3, rank, f"file://{folder}/store", backend="gloo")
+    parallel_state.initialize_model_parallel(3)
+    group, large = parallel_state.get_tp_group(), 2.0**24
+    x = torch.arange(6.0).reshape(6, 1) + 10 * rank
+    # In fp32 this sum is 1 in the ranks' order, and 0 or 2 in others.
+    order = torch.full((3, 1), (large, -large, 1.0)[rank])
+    # One and two halves of a unit in its last place, each of which alone would be rounded away.
+    halves = torch.full((3, 1), (1.0, 2.0**-8, 2.0**-8)[rank], dtype=torch.bfloat16)
+    torch.save(
+        [group.reduce_scatter(one) for one in (x, x.expand(6, 2).t().t(), order, halves)],
+        folder / f"{rank}.pt",
+    )
+    parallel_state.destroy_distributed_environment()
+
+
+def test_sums_are_scattered(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_scatter, args=(rank, tmp_path)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    for rank in range(3):
+        plain, wide, order, halves = torch.load(tmp_path / f"{rank}.pt")
+        assert plain[:, 0].tolist() == [30 + 3 * row for row in (2 * rank, 2 * rank + 1)]
+        assert torch.equal(wide, plain.expand(2, 2))
+        assert order.tolist() == [[1.0]] and halves.dtype is torch.bfloat16
+        assert halves.tolist() == [[1.0 + 2.0**-7]]
 
 
 def _vote(rank: int, folder: Path) -> None:

@@ -117,6 +117,7 @@ def test_caller_keeps_his_dicts(llama: str) -> None:
 
 
 TWO_HOSTS = {"tensor_parallel_size": 2, "nnodes": 2}
+SHARED_EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
 P2P = {"kv_role": "kv_both"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -144,7 +145,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address.*--data-parallel-hybrid-lb"),
     ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port.*several hosts"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend.*Ray"),
-    ({"data_parallel_size": 2, "enable_expert_parallel": True}, "--enable-expert-parallel with"),
+    ({**SHARED_EXPERTS, "data_parallel_rank": 1}, "one server runs all of them; leave out"),
+    ({**SHARED_EXPERTS, "pipeline_parallel_size": 2}, "stages of several replicas do not share"),
+    (
+        {**SHARED_EXPERTS, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "beside speculative_config method ngram: replicas agree",
+    ),
+    ({**SHARED_EXPERTS, "ready_in": 5.0}, "--ready-in with --enable-expert-parallel"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
     ({"block_size": 20}, "--block-size"),
     ({"max_model_len": 10**6}, "--max-model-len 1000000"),

@@ -175,6 +175,7 @@ class Harness:
             np.array([p for c in chunks for p in range(c.start, c.end)], dtype=np.int64)
         )
         context = ForwardContext(self.layers, metadata, slots, decodes, num_tokens=len(ids))
+        context.exchange_rows = len(ids)
         with set_forward_context(context):
             return self.model(ids, positions)
 

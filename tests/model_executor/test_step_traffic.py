@@ -42,7 +42,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, float]]:
         found["all-gather", x.nbytes] += self.world_size > 1
         return torch.cat([x] * self.world_size, dim)
 
+    def reduce_scatter(self: GroupCoordinator, x: Tensor) -> Tensor:
+        part = x[: len(x) // self.world_size]
+        found["reduce-scatter", part.nbytes] += self.world_size > 1
+        return part
+
     monkeypatch.setattr(GroupCoordinator, "all_reduce", all_reduce)
+    monkeypatch.setattr(GroupCoordinator, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(GroupCoordinator, "all_gather", all_gather)
     return found
 
@@ -92,6 +98,23 @@ def test_spread_experts_exchange_one_sum(seen: Counter[tuple[str, float]]) -> No
     assert +seen == told(found, 3)
     experts = [one for one in found if one.what == "experts"]
     assert len(experts) == config.model_config.get_num_layers()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe", "nemotron_h_moe"])
+def test_replicas_exchange_rows_and_sums(
+    family: str, ranks: int, seen: Counter[tuple[str, float]]
+) -> None:
+    config = make_config(tiny_model(family))
+    config.parallel_config.enable_expert_parallel = True
+    with as_first_rank_of(ranks, replicas=2):
+        harness = Harness(tiny_model(family), num_seqs=1, config=config)
+        sample(harness, [40, 41, 42])
+        found = step_collectives(harness.model, torch.float32.itemsize)
+    assert +seen == told(found, 3)
+    kinds = Counter(one.kind for one in found if one.what == "experts")
+    assert kinds["all-gather"] == 2 * kinds["reduce-scatter"] > 0
+    assert kinds["all-reduce"] == (kinds["reduce-scatter"] if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_tied"])

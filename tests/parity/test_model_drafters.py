@@ -41,9 +41,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.model_executor.models.draft_head import DraftHead
 from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet, Prepare
-from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputs
 
@@ -517,11 +517,11 @@ class WholeSteps(StepGraphs):
         super().__init__()
         self._runner, self._sizes = runner, sizes
 
-    def replay_for(self, order: StepOrder) -> Replay | None:
-        if not order.decode_only:
+    def replay_for(self, shape: StepShape) -> Replay | None:
+        if not shape.decode_only:
             return None
-        size = next(size for size in self._sizes if size >= order.num_reqs)
-        return Replay(size, True, order.width)
+        size = next(size for size in self._sizes if size >= shape.num_reqs)
+        return Replay(size, True, shape.width)
 
     def replay(self, chosen: Replay) -> torch.Tensor:
         hidden = self._runner._forward(self._runner.last_inputs)

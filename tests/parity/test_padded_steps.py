@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
-from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
@@ -44,8 +44,8 @@ class PaddedSteps(StepGraphs):
         self._unit = unit
         self.padding: list[int] = []
 
-    def replay_for(self, order: StepOrder) -> Replay | None:
-        tokens = int(order.num_scheduled.sum())
+    def replay_for(self, shape: StepShape) -> Replay | None:
+        tokens = shape.num_tokens
         size = min(-(-tokens // self._unit) * self._unit, self._runner.max_tokens)
         self.padding.append(size - tokens)
         return Replay(size, whole=False)

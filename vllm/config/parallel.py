@@ -22,9 +22,8 @@ _HOSTS_TIMEOUT_S = 300
 class ReplicaFlags:
     """What the `--data-parallel-...` flags say; None is a flag that is absent.
 
-    Replicas of a dense model compute nothing together, so servers that share them need not know of
-    each other. Experts that are spread over replicas would: every replica would have to join every
-    step, with or without requests of its own.
+    Replicas that have all experts compute nothing together, so servers that share them need not
+    know of each other.
     """
 
     size: int
@@ -156,8 +155,8 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(
         default=False,
         aliases=("-ep",),
-        help="Among the tensor-parallel workers, give each whole experts of a mixture instead of a "
-        "part of each expert.",
+        help="Give each worker, of all replicas, whole experts of a mixture instead of a part of "
+        "each expert of its replica. Replicas then take their steps together (docs/parallel.md).",
     )
     distributed_executor_backend: str | None = option(
         default=None,
@@ -202,6 +201,9 @@ class ParallelConfig:
     data_parallel_rank: int = option(default=0, flag=False, help="This replica.")
     rank: int = option(default=0, flag=False, help="This worker among all.")
     data_parallel_index: int = option(default=0, flag=False, help="This engine among all replicas.")
+    meeting_directory: str = option(
+        default="", flag=False, help="Where replicas that share experts find each other."
+    )
 
     def __post_init__(self) -> None:
         for field, (flag, instead) in _SIZES.items():
@@ -211,12 +213,8 @@ class ParallelConfig:
                     f"{flag} {size} is not supported yet, only 1; {instead}", field, size
                 )
         _ = self.local_ranks  # checks its flags
-        if self.enable_expert_parallel and self.data_parallel_size > 1:
-            raise VLLMValidationError(
-                "--enable-expert-parallel with --data-parallel-size: experts are not spread over "
-                "replicas, which would have to take every step together; leave out one of them",
-                "enable_expert_parallel",
-            )
+        if self.replicas_share_experts:
+            self._check_shared_experts()
         self._check_nodes()
         backend = self.distributed_executor_backend
         if backend not in (None, "uni", "mp", "ray"):
@@ -236,6 +234,25 @@ class ParallelConfig:
                 f"{self.pipeline_parallel_size} needs mp",
                 "distributed_executor_backend",
                 backend,
+            )
+
+    def _check_shared_experts(self) -> None:
+        """Replicas that take steps together are the cores of one server on one host."""
+        flags = f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size}"
+        if len(self.local_ranks) < self.data_parallel_size:
+            raise VLLMValidationError(
+                f"{flags}: replicas that share experts take every step together, so one server "
+                "runs all of them; leave out --data-parallel-rank, --data-parallel-start-rank and "
+                "--data-parallel-size-local, or leave out --enable-expert-parallel",
+                "enable_expert_parallel",
+            )
+        if self.pipeline_parallel_size > 1:
+            raise VLLMValidationError(
+                f"{flags}: stages of several replicas do not share experts; use "
+                "--tensor-parallel-size instead of --pipeline-parallel-size, or leave out "
+                "--enable-expert-parallel",
+                "pipeline_parallel_size",
+                self.pipeline_parallel_size,
             )
 
     def _check_nodes(self) -> None:
@@ -301,6 +318,11 @@ class ParallelConfig:
         ).local_ranks()
 
     @property
+    def replicas_share_experts(self) -> bool:
+        """Whether each replica has a part of the experts, and all take their steps together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
     def executor_backend(self) -> str:
         """What `--distributed-executor-backend` came to."""
         return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
@@ -309,6 +331,12 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def joint_world_size(self) -> int:
+        """Workers that have collectives together: those of one replica, or of all that share
+        experts."""
+        return self.world_size * (self.data_parallel_size if self.replicas_share_experts else 1)
 
     @property
     def local_world_size(self) -> int:

@@ -2,8 +2,8 @@
 """What layers exchange with the other ranks that share them, told by the layers: for predictions.
 
 A collective among n ranks goes around a ring: a sum crosses it twice, in n pieces, and a gathered
-part once (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009).
+part, or one of a sum, once (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009).
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +14,13 @@ from typing import Literal
 @dataclass(frozen=True)
 class Collective:
     """One exchange per step. `token_bytes`: per token, of the tensor that is summed or of the part
-    that each rank gives; `what`: whose tensor it is."""
+    that each rank gives or gets; `what`: whose tensor it is; `among`: the ranks of one replica, or
+    those of the same place in all that share experts."""
 
-    kind: Literal["all-reduce", "all-gather"]
+    kind: Literal["all-reduce", "all-gather", "reduce-scatter"]
     what: Literal["embedding", "layers", "norms", "experts", "logits"]
     token_bytes: float
+    among: Literal["ranks", "replicas"] = "ranks"
 
     def hops(self, ranks: int) -> int:
         """Steps of the ring, one after the other."""

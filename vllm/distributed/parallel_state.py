@@ -88,6 +88,24 @@ class GroupCoordinator:
             return whole
         return torch.cat(self._gathered(x), dim=dim)
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Of the sum over the group of `x [ranks * rows, ...]`, this rank's `[rows, ...]`.
+
+        Each rank sends the others their parts, which are added in rank order in fp32 (or what is
+        wider) and rounded once: an element's bits do not depend on what else `x` holds.
+        """
+        if self.world_size == 1:
+            return x
+        if _groups.communicates_not:
+            return x[: len(x) // self.world_size]
+        parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(parts, x.contiguous(), group=self.device_group)
+        first, *others = parts.chunk(self.world_size)
+        total = first.to(torch.promote_types(x.dtype, torch.float32))
+        for other in others:
+            total = total + other
+        return total.to(x.dtype)
+
     def _gathered(self, x: Tensor) -> list[Tensor]:
         if _groups.communicates_not:
             return [x] * self.world_size
@@ -135,6 +153,7 @@ class _Groups:
     tp: GroupCoordinator = _SOLO
     pp: GroupCoordinator = _SOLO
     pp_back: GroupCoordinator = _SOLO
+    dp: GroupCoordinator = _SOLO
     initialized: bool = False
     #: where this process's collectives run
     device: torch.device = torch.device("cpu")
@@ -188,7 +207,8 @@ def initialize_model_parallel(
 ) -> None:
     """Split the world: consecutive ranks share a tensor-parallel group, strided ones a pipeline.
 
-    Raises ValueError when the sizes do not divide the world.
+    A world of several times as many ranks is as many replicas, one after the other; ranks of the
+    same place in theirs are a group, too. Raises ValueError when the sizes do not divide the world.
     """
     world = _groups.world
     tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
@@ -204,6 +224,8 @@ def initialize_model_parallel(
     _groups.pp = _own_group(columns)
     # What goes back must not queue behind what goes forward: each has channels of its own.
     _groups.pp_back = _own_group(columns, own_channels=True)
+    peers = [range(place, world.world_size, span) for place in range(span)]
+    _groups.dp = _own_group(peers, has_collectives=True)
     _groups.initialized = True
 
 
@@ -262,19 +284,24 @@ def without_communication() -> Iterator[None]:
 
 
 @contextmanager
-def as_first_rank_of(tp_size: int, stage: int = 0, num_stages: int = 1) -> Iterator[None]:
-    """Inside the block layers are built as rank 0 of `tp_size` of a pipeline stage builds them.
+def as_first_rank_of(
+    tp_size: int, stage: int = 0, num_stages: int = 1, replicas: int = 1
+) -> Iterator[None]:
+    """Inside the block layers are built as rank 0 of `tp_size` of a pipeline stage builds them;
+    `replicas`: how many share experts.
 
     For shapes only: there are no other ranks to communicate with.
     """
-    own = _groups.tp, _groups.pp
+    own = _groups.tp, _groups.pp, _groups.dp
     _groups.tp = GroupCoordinator(ranks=tuple(range(tp_size)), rank_in_group=0)
     columns = tuple(range(0, num_stages * tp_size, tp_size))
     _groups.pp = GroupCoordinator(ranks=columns, rank_in_group=stage)
+    peers = tuple(range(0, replicas * num_stages * tp_size, num_stages * tp_size))
+    _groups.dp = GroupCoordinator(ranks=peers, rank_in_group=0)
     try:
         yield
     finally:
-        _groups.tp, _groups.pp = own
+        _groups.tp, _groups.pp, _groups.dp = own
 
 
 def model_parallel_is_initialized() -> bool:
@@ -282,16 +309,17 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the tensor- and pipeline-parallel groups. No graph that uses them may run again."""
+    """Forget the groups inside the world. No graph that uses them may run again."""
     if _groups.tp.peer_sums is not None:
         _groups.tp.peer_sums.close()
-    _groups.tp = _groups.pp = _groups.pp_back = _SOLO
+    _groups.tp = _groups.pp = _groups.pp_back = _groups.dp = _SOLO
     _groups.initialized = False
 
 
 def destroy_distributed_environment() -> None:
     """Leave the world."""
-    handles = {g.device_group for g in (_groups.world, _groups.tp, _groups.pp, _groups.pp_back)}
+    inner = (_groups.tp, _groups.pp, _groups.pp_back, _groups.dp)
+    handles = {group.device_group for group in (_groups.world, *inner)}
     destroy_model_parallel()
     _groups.world = _SOLO
     _groups.device = torch.device("cpu")
@@ -313,6 +341,12 @@ def get_tp_group() -> GroupCoordinator:
 
 def get_pp_group() -> GroupCoordinator:
     return _groups.pp
+
+
+def get_dp_group() -> GroupCoordinator:
+    """The ranks of the same place in replicas that share experts; this process alone where
+    replicas are independent."""
+    return _groups.dp
 
 
 def get_pp_back_group() -> GroupCoordinator:

@@ -67,6 +67,7 @@ def _resolve(config: VllmConfig) -> None:
         _check_placement(config)
         _check_pipeline(config)
         _check_hosts(config)
+        _check_shared_experts(config)
         _resolve_quantization(config)
         recurrent = _recurrent_model(config)
         if recurrent is not None:
@@ -210,6 +211,27 @@ def _check_hosts(config: VllmConfig) -> None:
             "host; leave one of them out",
             parameter="kv_transfer_config.kv_connector",
             value=transfer.kv_connector,
+        )
+
+
+def _check_shared_experts(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what replicas that share experts cannot do."""
+    if not config.parallel_config.replicas_share_experts:
+        return
+    flags = "--enable-expert-parallel with --data-parallel-size"
+    if config.drafter is not None:
+        raise VLLMValidationError(
+            f"{flags} beside speculative_config method {config.drafter.method}: replicas agree on "
+            "the tokens of their steps, and not on drafts; leave the drafter out, or use "
+            "--tensor-parallel-size instead of --data-parallel-size",
+            parameter="speculative_config",
+            value=config.drafter.method,
+        )
+    if config.compilation_config.ready_in is not None:
+        raise VLLMValidationError(
+            f"--ready-in with {flags}: replicas replay graphs of the same sizes, so all are "
+            "captured before the start; leave it out",
+            parameter="ready_in",
         )
 
 

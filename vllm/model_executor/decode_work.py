@@ -114,9 +114,10 @@ class _Part:
         expert_bytes = sum(p.numel() * p.element_size() for p in tensors) // stacked
         elements = (experts.gate_up_proj.numel() + experts.down_proj.numel()) // stacked
         chosen = shape.rule.top_k * routed / shape.num_experts
-        self.experts.append(ExpertsWork(routed, chosen, expert_bytes))
+        replicas = module.replicas.world_size
+        self.experts.append(ExpertsWork(routed, chosen, expert_bytes, replicas))
         self.weight_bytes += expert_bytes * shape.stacks_shared
-        self.flops += round(2 * elements * (chosen + shape.stacks_shared))
+        self.flops += round(2 * elements * (chosen * replicas + shape.stacks_shared))
         self.launches += _MIXTURE_LAUNCHES
 
     def keep(self, vllm_config: VllmConfig, layer: AttentionLayerBase) -> None:

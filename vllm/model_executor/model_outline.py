@@ -84,6 +84,8 @@ def models_on_meta(
     assert vllm_config.model_config is not None
     num_stages = 1 if stage is None else vllm_config.parallel_config.pipeline_parallel_size
     place = stage or 0
+    parallel = vllm_config.parallel_config
+    replicas = parallel.data_parallel_size if parallel.replicas_share_experts else 1
     is_last = place == num_stages - 1
     config = with_own_layers(vllm_config)
     meta = torch.device("meta")
@@ -91,7 +93,7 @@ def models_on_meta(
         torch.no_grad(),
         set_default_torch_dtype(config.model_config.dtype),
         meta,
-        as_first_rank_of(tp_size, place, num_stages),
+        as_first_rank_of(tp_size, place, num_stages, replicas),
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)

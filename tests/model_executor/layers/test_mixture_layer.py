@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from tests.model_executor.layers.ranks import as_rank
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import set_current_vllm_config
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.exceptions import VLLMValidationError
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.fp8 import FP8, GROUP
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers import moe
@@ -161,6 +164,65 @@ def test_ranks_with_whole_experts_add_up(
         assert (rank.shared_expert is None) == (shape.shared is None)
     total = sum(rank(x) for rank in ranks)
     torch.testing.assert_close(total, make(shape)(x), rtol=1e-4, atol=1e-5)
+
+
+class Replicas:
+    """What threads exchange that stand for replicas; each has its place in the group."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.given: list[Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.given[rank] = x
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+
+class Replica(GroupCoordinator):
+    """One of them."""
+
+    def __init__(self, replicas: Replicas, rank: int) -> None:
+        super().__init__(tuple(range(len(replicas.given))), rank)
+        object.__setattr__(self, "replicas", replicas)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat(self.replicas.exchange(self.rank_in_group, x), dim)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        parts = self.replicas.exchange(self.rank_in_group, x)
+        return sum(part.chunk(self.world_size)[self.rank_in_group] for part in parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_replicas_share_experts(shape: MixtureShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the sums of its own rows, of which one has none but padding."""
+    replicas, counts, rows = Replicas(3), (9, 4, 1), 10
+    config = VllmConfig(parallel_config=ParallelConfig(enable_expert_parallel=True))
+    layers = []
+    with set_current_vllm_config(config), monkeypatch.context() as patch:
+        for rank in range(3):
+            group = Replica(replicas, rank)
+            patch.setattr(moe, "get_dp_group", lambda group=group: group)
+            layers.append(make(shape))
+    assert sum(len(layer.experts.gate_up_proj) for layer in layers) == EXPERTS
+    inputs = [torch.randn(count, HIDDEN) for count in counts]
+    outputs: dict[int, Tensor] = {}
+
+    def run(rank: int) -> None:
+        with set_forward_context(ForwardContext({}, {}, exchange_rows=rows)):
+            outputs[rank] = layers[rank](inputs[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = make(shape)
+    for rank, x in enumerate(inputs):
+        torch.testing.assert_close(outputs[rank], alone(x), rtol=1e-4, atol=1e-5)
 
 
 def test_experts_one_by_one_are_experts_stacked() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def test_experts_are_read_if_some_token_chooses_them() -> None:
     assert experts.bytes(1) == pytest.approx(20)
     assert experts.bytes(2) == pytest.approx(80 * (1 - 0.75**2))
     assert experts.bytes(10_000) == pytest.approx(80)
+    assert replace(experts, replicas=3).bytes(2) == pytest.approx(experts.bytes(6))
 
 
 @pytest.mark.parametrize(("batch", "context"), [(0, 1), (1, 0)])

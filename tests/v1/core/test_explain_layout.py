@@ -118,6 +118,20 @@ def test_experts_are_told_apart() -> None:
     assert reported("llama", "tp2").stages[0].traffic.experts == 0
 
 
+def test_replicas_share_experts() -> None:
+    apart, shared = (reported("mixtral", name) for name in ("dp2", "dp2ep"))
+    config = config_of(tiny_model("mixtral")).model_config
+    layers, hidden, sizes = config.get_num_layers(), config.get_hidden_size(), config.hf_config
+    expert_bytes = 3 * hidden * sizes.intermediate_size * 2
+    saved = layers * sizes.num_local_experts // 2 * expert_bytes
+    assert apart.stages[0].weight_bytes - shared.stages[0].weight_bytes == saved
+    assert apart.stages[0].traffic.total == 0 == apart.stages[0].exchange_seconds
+    # 8 rows and their choices of two experts to the other replica, and 8 rows back.
+    row = 2 * hidden * 2 + 2 * 8
+    assert shared.stages[0].traffic.experts == shared.stages[0].traffic.total == 8 * layers * row
+    assert shared.stages[0].exchange_seconds > 0
+
+
 def test_memory_of_a_device_is_shared_by_rank() -> None:
     budget = Budget(device_bytes=200 * MIB, reserved_bytes=MIB)
     report = reported("llama", "pp2", budget, gpu_memory_utilization=0.5)
@@ -136,7 +150,7 @@ def test_memory_of_a_device_is_shared_by_rank() -> None:
         ("llama", "tp3", "cannot be divided among 3 tensor-parallel ranks"),
         ("llama", "pp5", "the model has 4 layers"),
         ("llama", "tp2ep", "the model has no experts"),
-        ("mixtral", "tp2dp2ep", "experts are not spread over replicas"),
+        ("mixtral", "pp2dp2ep", "stages of several replicas do not share experts"),
     ],
 )
 def test_what_an_engine_refuses_is_refused(model: str, layout: str, message: str) -> None:
@@ -199,9 +213,9 @@ def test_a_model_that_fits_only_divided() -> None:
     """64.7 GiB of weights and devices of 48 GB."""
     report = compared(MIXTURE, 2, Budget(device_bytes=48 * 10**9), max_model_len=32_768)
     found = {one.layout.name: one for one in report.candidates}
-    assert list(found) == ["dp2", "tp2", "tp2ep", "pp2"] and report.context == 32_768
+    assert list(found) == ["dp2", "dp2ep", "tp2", "tp2ep", "pp2"] and report.context == 32_768
     assert "No memory is left" in found["dp2"].too_large and not found["dp2"].refused
-    assert all(found[name].is_possible for name in ("tp2", "tp2ep", "pp2"))
+    assert all(found[name].is_possible for name in ("dp2ep", "tp2", "tp2ep", "pp2"))
     assert report.lowest_latency is not None and report.lowest_latency > 0
 
 

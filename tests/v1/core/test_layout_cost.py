@@ -50,7 +50,7 @@ def test_layouts_of_four_devices() -> None:
     names = [layout.name for layout in layouts_of(4, (False,))]
     assert names == ["dp4", "tp2dp2", "pp2dp2", "tp4", "tp2pp2", "pp4"]
     both = [layout.name for layout in layouts_of(4, (False, True))]
-    assert sorted(set(both) - set(names)) == ["tp2dp2ep", "tp2pp2ep", "tp4ep"]
+    assert sorted(set(both) - set(names)) == ["dp4ep", "tp2dp2ep", "tp2pp2ep", "tp4ep"]
     assert [layout.name for layout in layouts_of(6, (False,))].count("tp3pp2") == 1
     assert all(layout.devices == 6 for layout in layouts_of(6, (False,)))
 

@@ -18,6 +18,7 @@ class IdleCore:
     """A core that never has work."""
 
     only_waits = False
+    joint = None
 
     def __init__(self):
         self.failure_callbacks = []

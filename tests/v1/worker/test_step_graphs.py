@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
 from vllm.v1.core.arena_planner import plan_arena
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -78,12 +79,13 @@ class Steps:
 
 def order(
     counts: list[int], num_decodes: int, sampling: int | None = None, width: int = 1
-) -> StepOrder:
+) -> StepShape:
     reqs = [str(i) for i in range(len(counts))]
     zeros = np.zeros(len(counts), dtype=np.int64)
     sampled = np.arange(len(counts) if sampling is None else sampling)
     counted = np.array(counts)
-    return StepOrder(reqs, [], zeros, counted, zeros, zeros, num_decodes, sampled, width=width)
+    step = StepOrder(reqs, [], zeros, counted, zeros, zeros, num_decodes, sampled, width=width)
+    return step.shape
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def order(
         (order([40, 25], 0), None),
     ],
 )
-def test_the_next_captured_size(step: StepOrder, expected: Replay | None) -> None:
+def test_the_next_captured_size(step: StepShape, expected: Replay | None) -> None:
     decodes, pieces = Steps([1, 2, 8], split=False), Steps([4, 16, 64], split=True)
     graphs = StepGraphs({1: decodes.graphs}, {1: pieces.graphs})
     assert graphs.replay_for(step) is None

@@ -15,12 +15,13 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import get_current_vllm_config_or_none
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
-from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, RoutingProblem, RoutingRule
+from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, Routing, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.expert_exchange import ExpertExchange
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
 from vllm.model_executor.layers.quantization.base import ExpertsMethod, QuantizationConfig
@@ -43,6 +44,8 @@ from vllm.utils.math_utils import cdiv
 
 #: rows of the router are filled up to a multiple of it, for cuBLAS wants aligned results
 _ROUTER_ROWS = 8
+#: an expert's number and its weight, as replicas tell each other
+_CHOICE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class Experts(nn.Module):
     Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
     down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size,
     or with `expert_parallel` whole, but those of the rank's own experts alone: equal runs, as far
-    as the ranks divide the experts. Without gate the first are the up projections alone.
+    as the ranks divide the experts; `rank` is then one of all that share them. Without gate the
+    first are the up projections alone.
 
     A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
     `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
@@ -173,20 +177,20 @@ class Experts(nn.Module):
         self,
         shape: MixtureShape,
         method: ExpertsMethod,
-        tp_rank: int,
-        tp_size: int,
+        rank: int,
+        num_ranks: int,
         expert_parallel: bool,
     ) -> None:
         super().__init__()
         first, end = 0, shape.num_experts
         if expert_parallel:
-            first, end = (shape.num_experts * (tp_rank + i) // tp_size for i in range(2))
-            tp_rank, tp_size = 0, 1
+            first, end = (shape.num_experts * (rank + i) // num_ranks for i in range(2))
+            rank, num_ranks = 0, 1
         stack = ExpertStack(shape.num_experts, first, end - first, shape.stacks_shared)
         self.first = first
-        inner = per_rank("rows of an expert", shape.intermediate_size, tp_size)
+        inner = per_rank("rows of an expert", shape.intermediate_size, num_ranks)
         sections = tuple(
-            Section(i, shape.intermediate_size, tp_size, tp_rank) for i in range(1 + shape.gated)
+            Section(i, shape.intermediate_size, num_ranks, rank) for i in range(1 + shape.gated)
         )
         width = Section(0, shape.expert_width)
         self.method = method
@@ -199,7 +203,7 @@ class Experts(nn.Module):
             load = partial(_load_bias, stack=stack, load=sections_loader(sections, dim=1))
             set_weight_attrs(self.gate_up_proj_bias, {"weight_loader": load})
             self.down_proj_bias = empty_parameter(stack.size, shape.hidden_size)
-            once = _load_zeros if tp_rank > 0 else default_weight_loader
+            once = _load_zeros if rank > 0 else default_weight_loader
             load = partial(_load_bias, stack=stack, load=once)
             set_weight_attrs(self.down_proj_bias, {"weight_loader": load})
 
@@ -299,14 +303,15 @@ class MixtureOfExperts(nn.Module, Communicates):
             quant_config, f"{prefix}.experts"
         ):
             shape = replace(shape, may_stack_shared=False)
-        group = get_tp_group()
+        group, self.replicas = get_tp_group(), get_dp_group()
         self.tp_size = group.world_size
+        expert_ranks = self.replicas.world_size * self.tp_size
         config = get_current_vllm_config_or_none()
-        expert_parallel = config is not None and _spreads_experts(config, self.tp_size)
+        expert_parallel = config is not None and _spreads_experts(config, expert_ranks)
         if expert_parallel:
             # Every token's, so its columns are shared.
             shape = replace(shape, may_stack_shared=False)
-        self.expert_ranks = self.tp_size if expert_parallel else 1
+        self.expert_ranks = expert_ranks if expert_parallel else 1
         self.shape = shape
         self.layer_name = prefix
         counted = config is not None and config.observability_config.expert_counts
@@ -314,7 +319,13 @@ class MixtureOfExperts(nn.Module, Communicates):
         #: for it is read while the others sleep
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
         self.router = Router(shape)
-        self.experts = Experts(shape, method, group.rank_in_group, self.tp_size, expert_parallel)
+        place, places = group.rank_in_group, self.tp_size
+        if expert_parallel:
+            place, places = self.replicas.rank_in_group * self.tp_size + place, expert_ranks
+        self.experts = Experts(shape, method, place, places, expert_parallel)
+        self.exchange: ExpertExchange | None = None
+        if self.replicas.world_size > 1:
+            self.exchange = ExpertExchange(self.replicas, self.experts.first)
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if shape.latent_size:
@@ -358,34 +369,61 @@ class MixtureOfExperts(nn.Module, Communicates):
                 added,
                 self.counts,
                 slots,
-                self.experts.first,
+                self.experts.first if self.exchange is None else 0,
             )
         )
         shared = None if self.shared_expert is None else self.shared_expert(x)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)[0]
-        out = kernels.run_experts(
-            ExpertsProblem(
-                latent,
-                self.experts.gate_up_proj,
-                self.experts.down_proj,
-                routing,
-                None if shape.latent_size else shared,
-                gated=shape.gated,
-                gate_up_bias=self.experts.gate_up_proj_bias,
-                down_bias=self.experts.down_proj_bias,
-                clamp=shape.clamp,
-                scales=self.experts.method.scales(self.experts),
-                ranks=self.expert_ranks,
-            )
-        )
+        weighted = None if shape.latent_size else shared
+        if self.exchange is None:
+            out = self._run_experts(latent, routing, weighted)
+        else:
+            out = self._exchanged(self.exchange, latent, routing)
+            if weighted is not None:
+                out = (out + routing.weights[:, -1:] * weighted).to(out.dtype)
         if self.fc2_latent_proj is not None:
             # Linear, so that a rank's part of the sum may go through it.
             out = self.fc2_latent_proj(out)[0]
             out = out if shared is None else out + shared
         return tensor_model_parallel_all_reduce(out, in_place=True) if self.tp_size > 1 else out
 
+    def _exchanged(self, exchange: ExpertExchange, x: Tensor, routing: Routing) -> Tensor:
+        """The routed experts' part of the sum, of which other replicas have some."""
+        top_k = self.shape.rule.top_k
+        routed = Routing(routing.weights[:, :top_k].contiguous(), routing.experts[:, :top_k])
+        rows, choices = exchange.gather(x, routed)
+        return exchange.scatter(self._run_experts(rows, choices, None), len(x))
+
+    def _run_experts(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """Those of this rank; `[rows, width] -> [rows, width]`."""
+        experts, shape = self.experts, self.shape
+        return current_platform.kernels.run_experts(
+            ExpertsProblem(
+                x,
+                experts.gate_up_proj,
+                experts.down_proj,
+                routing,
+                shared,
+                gated=shape.gated,
+                gate_up_bias=experts.gate_up_proj_bias,
+                down_bias=experts.down_proj_bias,
+                clamp=shape.clamp,
+                scales=experts.method.scales(experts),
+                ranks=self.expert_ranks,
+            )
+        )
+
     def collectives(self, element_bytes: int) -> list[Collective]:
-        """See `Communicates`: each rank's part of every expert, or its experts, one sum."""
-        if self.tp_size == 1:
-            return []
-        return [Collective("all-reduce", "experts", self.shape.hidden_size * element_bytes)]
+        """See `Communicates`: each rank's part of every expert, or its experts, one sum; among
+        replicas rows and choices there, and sums back."""
+        found, shape = [], self.shape
+        if self.exchange is not None:
+            row, choices = shape.expert_width * element_bytes, shape.rule.top_k * _CHOICE_BYTES
+            found = [
+                Collective("all-gather", "experts", row, "replicas"),
+                Collective("all-gather", "experts", choices, "replicas"),
+                Collective("reduce-scatter", "experts", row, "replicas"),
+            ]
+        if self.tp_size > 1:
+            found.append(Collective("all-reduce", "experts", shape.hidden_size * element_bytes))
+        return found

@@ -97,15 +97,18 @@ class StateWork:
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """Of `count` experts of `expert_bytes` a token goes through `chosen`, on average."""
+    """Of `count` experts of `expert_bytes` a token goes through `chosen`, on average; the tokens of
+    so many `replicas` do."""
 
     count: int
     chosen: float
     expert_bytes: float
+    replicas: int = 1
 
     def bytes(self, tokens: int) -> float:
         """Of the experts that some of `tokens` tokens choose, all being equally likely."""
-        return self.expert_bytes * self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+        missed = (1 - self.chosen / self.count) ** (tokens * self.replicas)
+        return self.expert_bytes * self.count * (1 - missed)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Rates:
 
     def link_for(self, layout: Layout) -> LinkSpeed | None:
         """None for ranks that exchange nothing; ValueError if it is not known."""
-        if layout.tp * layout.pp == 1:
+        if not layout.exchanges:
             return None
         return self.link or link_of(self.device.name)
 

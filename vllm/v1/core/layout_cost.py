@@ -4,7 +4,8 @@
 To each stage's work by `decode_cost` come its collectives and what it sends to the next stage, one
 after the other. With stages the requests go around in as many groups as there are stages
 (docs/pipeline_parallel.md), so a request's next token comes after its own way through all of
-them, or after the slowest one has served every group. Replicas do not slow each other. Left out:
+them, or after the slowest one has served every group. Replicas do not slow each other, unless they
+share experts: then each has as many requests, and its rank runs its experts for all. Left out:
 prefills, sampling, the host, and what communication could overlap with.
 """
 
@@ -24,7 +25,7 @@ _PARTS = re.compile(r"(tp|pp|dp)(\d+)|(ep)")
 @dataclass(frozen=True)
 class Layout:
     """How devices are used: `tp` ranks share each layer of a stage, `pp` stages are one of `dp`
-    replicas; `ep`: ranks have whole experts."""
+    replicas; `ep`: ranks have whole experts, which replicas share."""
 
     tp: int = 1
     pp: int = 1
@@ -34,6 +35,15 @@ class Layout:
     @property
     def devices(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices depend on each other."""
+        return self.tp * self.pp > 1 or (self.ep and self.dp > 1)
+
+    def group_size(self, one: Collective) -> int:
+        """How many take part."""
+        return self.dp if one.among == "replicas" else self.tp
 
     @property
     def name(self) -> str:
@@ -69,13 +79,14 @@ class Layout:
 
 def layouts_of(devices: int, expert_parallel: Sequence[bool]) -> Iterator[Layout]:
     """Every layout of so many devices, those with the least parallelism inside a replica first;
-    with each of `expert_parallel` where ranks share layers."""
+    with each of `expert_parallel` where ranks share layers, or replicas without stages experts."""
     for dp in range(devices, 0, -1):
         for pp in range(1, devices // dp + 1):
             if devices % (dp * pp):
                 continue
             tp = devices // (dp * pp)
-            for ep in expert_parallel if tp > 1 else (expert_parallel[0],):
+            shared = tp > 1 or (dp > 1 and pp == 1)
+            for ep in expert_parallel if shared else (expert_parallel[0],):
                 yield Layout(tp, pp, dp, ep)
 
 
@@ -120,17 +131,17 @@ class StepCost:
 def traffic_of(work: StageWork, layout: Layout, tokens: int) -> Traffic:
     """Of one rank of a stage in a step of `tokens` tokens."""
 
-    def sent(*, experts: bool, kind: str) -> float:
+    def sent(*, experts: bool, kinds: Sequence[str]) -> float:
         return sum(
-            one.sent_bytes(layout.tp, tokens)
+            one.sent_bytes(layout.group_size(one), tokens)
             for one in work.collectives
-            if (one.what == "experts") is experts and one.kind == kind
+            if (one.what == "experts") is experts and one.kind in kinds
         )
 
     return Traffic(
-        all_reduces=sent(experts=False, kind="all-reduce"),
-        experts=sent(experts=True, kind="all-reduce"),
-        all_gathers=sent(experts=False, kind="all-gather"),
+        all_reduces=sent(experts=False, kinds=("all-reduce",)),
+        experts=sent(experts=True, kinds=("all-reduce", "all-gather", "reduce-scatter")),
+        all_gathers=sent(experts=False, kinds=("all-gather",)),
         streams=float((work.stream_bytes + work.sample_bytes) * tokens),
         exchanges=len(work.collectives) + bool(work.stream_bytes) + bool(work.sample_bytes),
     )
@@ -149,7 +160,9 @@ def stage_seconds(
     computing = predict(work.parts, device, tokens, context).seconds
     if link is None:
         return computing, 0.0
-    exchanges = sum(link.collective_seconds(one, layout.tp, tokens) for one in work.collectives)
+    exchanges = sum(
+        link.collective_seconds(one, layout.group_size(one), tokens) for one in work.collectives
+    )
     if work.stream_bytes:
         exchanges += link.message_seconds(work.stream_bytes * tokens)
     return computing, exchanges

@@ -50,8 +50,10 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.core_placements import CorePlacements
+from vllm.v1.engine.joint_steps import JointSteps
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
+from vllm.v1.engine.replica_mesh import connect_replicas
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -96,12 +98,18 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_step_computed = False
         self._state_arrived = False
+        #: with replicas that share experts
+        self.joint: JointSteps | None = None
         try:
+            if vllm_config.parallel_config.replicas_share_experts:
+                self.joint = self._meet_replicas()
             kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
             self._event_publisher = self._create_event_publisher()
         except BaseException:
             self.executor.shutdown()
+            if self.joint is not None:
+                self.joint.close()
             raise
         self._depth = self.executor.max_concurrent_batches
         self._step_timeout_s = self.executor.step_timeout_s
@@ -134,9 +142,28 @@ class EngineCore:
 
     # ---- start-up ------------------------------------------------------------------------------
 
+    def _meet_replicas(self) -> JointSteps:
+        """Connect to the cores of the other replicas, whose workers have met by now."""
+        parallel = self.vllm_config.parallel_config
+        rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
+        decisions.record(
+            "steps of replicas",
+            "taken together",
+            "--enable-expert-parallel: each replica has a part of the experts, and runs them for "
+            "all",
+        )
+        directory, timeout_s = parallel.meeting_directory, parallel.hosts_timeout_s
+        links = connect_replicas(directory, rank, size, timeout_s)
+        return JointSteps(links, self.executor.step_timeout_s)
+
     def _initialize_kv_caches(self) -> KVCacheConfig:
         specs, placed = self.executor.get_kv_cache_specs(), self.executor.get_placed_specs()
         self._available_bytes = self.executor.determine_available_memory()
+        if self.joint is not None:
+            # Equal memory, so that all capture graphs of the same sizes.
+            least = self.joint.least(min(self._available_bytes))
+            self._available_bytes = [least] * len(self._available_bytes)
+            self.joint.begin()
         if self._model_config.max_model_len_auto:
             self._fit_max_model_len(specs, placed[0])
         configs = self._plan_memory(specs, placed)
@@ -276,7 +303,13 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
-        return bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._in_flight) or self._has_next_step()
+
+    def _has_next_step(self) -> bool:
+        """Whether there is something to schedule here, or a step of another replica to join."""
+        if self.scheduler.has_requests():
+            return True
+        return self.joint is not None and self.joint.is_called and not self.sleeping.is_sleeping
 
     def use_idle_time(self) -> bool:
         """With nothing to do: do a part of what start-up left; False when nothing is left."""
@@ -298,14 +331,18 @@ class EngineCore:
         self.late_captures.between_steps()
         if self._placements.any_waits:
             self._placements.bring_in()
-        if len(self._in_flight) < self._depth and self.scheduler.has_requests():
+        if len(self._in_flight) < self._depth and self._has_next_step():
             output = self.scheduler.schedule()
+            if self.joint is not None:
+                output.joint = self.joint.join(output.shape)
             self._in_flight.append(self._launch(output))
             self._send_token_masks()
-            self._last_step_computed = output.total_num_scheduled_tokens > 0
+            self._last_step_computed = (
+                output.total_num_scheduled_tokens > 0 or output.joint is not None
+            )
             if self._last_step_computed and len(self._in_flight) < self._depth:
                 return {}
-        if not self._in_flight:
+        if not self._in_flight or self._is_called_before_result():
             return {}
         step = self._in_flight.popleft()
         result = self._result(step)
@@ -316,9 +353,20 @@ class EngineCore:
         self._send_token_masks()
         return produced
 
+    def _is_called_before_result(self) -> bool:
+        """With room for a further step: wait for the oldest one's result, or until another replica
+        needs this one to launch the next."""
+        if self.joint is None or len(self._in_flight) == self._depth:
+            return False
+        return self.joint.wait(self._in_flight[0].result, self._step_timeout_s, for_calls=True)
+
     def _result(self, step: StepInFlight) -> ModelRunnerOutput:
+        timeout_s = self._step_timeout_s
+        if self.joint is not None:
+            self.joint.wait(step.result, timeout_s)
+            timeout_s = 0.0
         try:
-            return step.result.result(timeout=self._step_timeout_s)
+            return step.result.result(timeout_s)
         except TimeoutError:
             if step.result.done():  # the error is the step's own
                 return step.result.result()
@@ -349,6 +397,7 @@ class EngineCore:
             or output.preempted_req_ids
             or output.kv_connector_metadata is not None
             or output.block_log
+            or output.joint is not None
         ):
             return self.executor.execute_model(output)
         nothing: Future[ModelRunnerOutput] = Future()
@@ -404,6 +453,9 @@ class EngineCore:
         replaces = isinstance(method, str) and method in _NEW_WEIGHTS
         if replaces and "weights" in self.sleeping.asleep:
             raise VLLMValidationError(f"{method}: the weights sleep; wake them up first", "method")
+        if replaces and self.joint is not None:
+            # No step is of one replica's old experts and another one's new ones.
+            self.joint.meet(self._join_with_padding)
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
         if replaces and not self.reset_prefix_cache(True, True):
             raise RuntimeError(
@@ -411,6 +463,13 @@ class EngineCore:
                 "or keeps it; reset the prefix cache again when it has ended"
             )
         return results
+
+    def _join_with_padding(self) -> None:
+        """Take a step of another replica without any of this one's requests."""
+        assert self.joint is not None
+        output = SchedulerOutput.make_empty()
+        output.joint = self.joint.join(output.shape)
+        self.executor.execute_model(output).result(self._step_timeout_s)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -424,6 +483,8 @@ class EngineCore:
         if self._event_publisher is not None:
             self._event_publisher.shutdown()
         self.executor.shutdown()
+        if self.joint is not None:
+            self.joint.close()
 
 
 def _refusal(request_id: str, error: RequestError) -> EngineCoreOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import shutil
 import threading
 import time
 import weakref
@@ -19,7 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core_link import AttachedLink, ClientLink, CoreLink, Sink, StartedCore
+from vllm.v1.engine.core_link import (
+    AttachedLink,
+    ClientLink,
+    CoreLink,
+    Sink,
+    StartedCore,
+    await_ready,
+    new_directory,
+)
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.replica_board import BoardShare
@@ -204,8 +213,7 @@ class _MPClient:
         return next((link.dead for link in self.links if link.dead is not None), None)
 
     def wait_ready(self) -> None:
-        for link in self.links:
-            link.wait_ready()
+        await_ready(self.links)
         adopt_starts(self._vllm_config, self.configs)
         if len(self.links) > 1:
             # Chains of hashes come with the core's own modules, which a front end seldom needs.
@@ -277,6 +285,11 @@ def start_replicas(
 ) -> tuple[list[VllmConfig], list[CoreLink]]:
     """Start the core of every replica of this server; each has devices of its own."""
     configs = replica_configs(vllm_config)
+    meeting = None
+    if vllm_config.parallel_config.replicas_share_experts:
+        meeting = new_directory()
+        for config in configs:
+            config.parallel_config.meeting_directory = meeting
     started: list[StartedCore] = []
     try:
         for index, config in enumerate(configs):
@@ -285,7 +298,11 @@ def start_replicas(
     except BaseException:
         for core in started:
             core.stop()
+        if meeting is not None:
+            shutil.rmtree(meeting)
         raise
+    if meeting is not None:
+        started[0].directories.append(meeting)
     links: list[CoreLink] = []
     for core in started:
         rank = core.vllm_config.parallel_config.data_parallel_rank

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.core_messages import CoreAddresses
-from vllm.v1.engine.core_process import CoreProcess
+from vllm.v1.engine.core_process import CoreProcess, first_to_report
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.plain_outputs import PlainOutputsUnpacker
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, pack_object
@@ -53,6 +53,11 @@ def client_addresses(directory: str, client_index: int) -> CoreAddresses:
     return CoreAddresses(
         f"ipc://{directory}/requests-{client_index}", f"ipc://{directory}/outputs-{client_index}"
     )
+
+
+def new_directory() -> str:
+    """For sockets and what else processes of an engine share."""
+    return tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
 
 
 class ClientLink(ABC):
@@ -87,6 +92,11 @@ class ClientLink(ABC):
     @abstractmethod
     def process_id(self) -> int | None:
         """The core's process."""
+
+    @property
+    def core(self) -> CoreProcess | None:
+        """It, if it is this link's own."""
+        return None
 
     @abstractmethod
     def wait_ready(self) -> None:
@@ -253,7 +263,9 @@ class StartedCore:
     ) -> None:
         self.vllm_config = vllm_config
         #: where its clients may put their sockets
-        self.directory = tempfile.mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH)
+        self.directory = new_directory()
+        #: removed when nobody uses the core any more
+        self.directories = [self.directory]
         addresses = client_addresses(self.directory, 0)
         try:
             with vllm_config.decisions.current():
@@ -267,7 +279,11 @@ class StartedCore:
     def stop(self) -> None:
         """End it; nobody uses it."""
         self.core.stop(0.0)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        for directory in self.directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class CoreLink(ClientLink):
@@ -281,6 +297,7 @@ class CoreLink(ClientLink):
         self, started: StartedCore, sink: Sink, name: str = "", reports_start: bool = True
     ) -> None:
         self._vllm_config = started.vllm_config
+        self._files = started
         self._core = started.core
         self._reports_start = reports_start
         self._started = False
@@ -312,6 +329,10 @@ class CoreLink(ClientLink):
         config.scheduler_config.max_model_len = ready.max_model_len
         self._started = True
         self._reader.start()
+
+    @property
+    def core(self) -> CoreProcess | None:
+        return self._core
 
     @property
     def process_id(self) -> int | None:
@@ -357,7 +378,18 @@ class CoreLink(ClientLink):
 
     def _release_files(self) -> None:
         super()._release_files()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._files.remove_files()
+
+
+def await_ready(links: Sequence[ClientLink]) -> None:
+    """Block until all cores can take requests; raises the error of the first that fails, for which
+    others may wait in vain."""
+    own = {link.core: link for link in links if link.core is not None}
+    while own:
+        own.pop(first_to_report(list(own))).wait_ready()
+    for link in links:
+        if link.core is None:
+            link.wait_ready()
 
 
 class AttachedLink(ClientLink):

@@ -79,6 +79,8 @@ class EngineCoreProc:
         self._outputs: queue.SimpleQueue[ForWriter] = queue.SimpleQueue()
         self._stopping = False
         core.executor.register_failure_callback(lambda error: self._inputs.put((None, error)))
+        if core.joint is not None:
+            core.joint.set_wake(lambda error: self._inputs.put((None, error)))
         self._reader = self._thread("core-input", self._read)
         self._writer = self._thread("core-output", self._write)
         self._reader.start()
@@ -96,7 +98,8 @@ class EngineCoreProc:
                 self._step()
             self._drain()
         except BaseException as error:
-            cause = f"{type(error).__name__}: {error}"
+            root = error if self._core.joint is None else self._core.joint.cause_of(error)
+            cause = f"{type(root).__name__}: {root}"
             self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=cause)))
             raise
         finally:
@@ -122,8 +125,9 @@ class EngineCoreProc:
 
     def _handle(self, kind: EngineCoreRequestType | None, payload: Any) -> None:
         if kind is None:
-            raise payload
-        if kind is EngineCoreRequestType.ADD:
+            if payload is not None:
+                raise payload
+        elif kind is EngineCoreRequestType.ADD:
             client_index, requests = payload
             refused = [r for r in map(self._core.add_request, requests) if r is not None]
             if refused:
@@ -162,11 +166,20 @@ class EngineCoreProc:
             time.sleep(_TICK_S)
 
     def _drain(self) -> None:
-        """End all requests and let transfers of finished ones complete."""
-        self._core.abort_all()
+        """End all requests and let transfers of finished ones complete, and steps of replicas that
+        need this one."""
+        core = self._core
+        core.abort_all()
+        if core.joint is not None:
+            core.joint.leave()
         deadline = time.monotonic() + _DRAIN_S
-        while self._core.has_work() and time.monotonic() < deadline:
-            self._step()
+        while time.monotonic() < deadline:
+            if core.has_work():
+                self._step()
+            elif core.joint is None or core.joint.all_leave:
+                return
+            else:
+                time.sleep(_TICK_S)
 
     # ---- the socket threads --------------------------------------------------------------------
 

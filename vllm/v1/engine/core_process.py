@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.utils import startup_phases
@@ -41,6 +41,7 @@ class CoreProcess:
     ) -> None:
         setup = pickle_setup(CoreSetup(vllm_config, executor_class, log_stats))
         startup_phases.begin("spawn engine")
+        self._began_s = time.monotonic()
         spare = spare_process.take() if environment is None else None
         spare = spare or spare_process.SpareProcess(environment=environment)
         self.process: BaseProcess = spare.process
@@ -54,12 +55,8 @@ class CoreProcess:
         Raises the core's own `ValueError` for a bad configuration, `RuntimeError` when it failed
         otherwise or died, `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
         """
-        timeout_s = envs.VLLM_ENGINE_READY_TIMEOUT_S
-        ready = self._ready
-        deadline = time.monotonic() + timeout_s
-        # In slices: a signal that arrives just before a wait is handled after it.
-        while not wait([ready, self.process.sentinel], _SLICE_S) and time.monotonic() < deadline:
-            pass
+        first_to_report([self])
+        timeout_s, ready = envs.VLLM_ENGINE_READY_TIMEOUT_S, self._ready
         try:
             message = ready.recv() if ready.poll() else None
         except EOFError:
@@ -91,3 +88,16 @@ class CoreProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+
+
+def first_to_report(cores: Sequence[CoreProcess]) -> CoreProcess:
+    """Block until one of these is ready or has failed, for as long as a start may take; the first
+    of them if none is then."""
+    sources: list[Any] = [
+        source for core in cores for source in (core._ready, core.process.sentinel)
+    ]
+    deadline = cores[0]._began_s + envs.VLLM_ENGINE_READY_TIMEOUT_S
+    # In slices: a signal that arrives just before a wait is handled after it.
+    while not (found := wait(sources, _SLICE_S)) and time.monotonic() < deadline:
+        pass
+    return cores[sources.index(found[0]) // 2] if found else cores[0]

@@ -73,7 +73,7 @@ class Executor(ABC):
         if (asked := envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS) is not None:
             return asked
         on_cpu = self.vllm_config.device_config.device_type == "cpu"
-        alone = on_cpu or self.vllm_config.parallel_config.world_size == 1
+        alone = on_cpu or self.vllm_config.parallel_config.joint_world_size == 1
         return _STEP_TIMEOUT_S if alone else _STEP_TIMEOUT_OF_GPUS_S
 
     def overdue(self) -> Exception:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.step_shape import StepShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,13 @@ class StepOrder:
             return self.num_scheduled
         decodes = np.arange(self.num_reqs) < self.num_decodes
         return np.where(decodes, self.width, self.num_scheduled)
+
+    @property
+    def shape(self) -> StepShape:
+        """What decides which graph the step replays."""
+        decode_only, num_reqs = self.decode_only, self.num_reqs
+        tokens = num_reqs * self.width if decode_only else int(self.lengths.sum())
+        return StepShape(tokens, num_reqs, num_reqs - self.num_decodes, decode_only, self.width)
 
 
 class InputBatch:

@@ -37,6 +37,7 @@ from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -397,6 +398,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         else:
             self.sanitizer.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
+            if scheduler_output.joint is not None:
+                return self._step_of_padding(scheduler_output, scheduler_output.joint)
             return self._without_forward(scheduler_output)
         return self._step(scheduler_output, has_kv_transfer_group(), self.sanitizer)
 
@@ -439,7 +442,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.journals is not None:
             looks = use_connector and self.connector_reads_states(scheduler_output)
             journal = self.journals.begin_step(order, looks)
-        replay = self.graphs.replay_for(order)
+        joint = own = order.shape
+        if scheduler_output.joint is not None:
+            joint = scheduler_output.joint
+            if not joint.covers(own):
+                raise RuntimeError(
+                    f"replicas agreed on a step of {joint}, which {own} is too large for"
+                )
+        replay = self.graphs.replay_for(joint)
         size = None if replay is None else replay.num_tokens
         whole = replay is not None and replay.whole
         reqs = replay.size if replay is not None and replay.whole else None
@@ -448,6 +458,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.drafter is not None:
             hooked += self.drafter.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
+        if replay is None:
+            context.exchange_rows = joint.num_tokens
         self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:
             sanitizer.check_inputs(order, inputs)
@@ -518,6 +530,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             kv_connector_output=self.kv_connector_no_forward(scheduler_output),
             failed_req_ids=self.take_failed_requests(),
         )
+
+    def _step_of_padding(self, scheduler_output: SchedulerOutput, joint: StepShape) -> StepOutput:
+        """Other replicas have tokens, and need this one's experts."""
+        steps, replay = self.padded_steps(), self.graphs.replay_for(joint)
+        if replay is None:
+            steps.tokens(1, exchange_rows=joint.num_tokens)()
+        else:
+            steps.replay(self.graphs, replay)
+        result = self._without_forward(scheduler_output)
+        transfers, failed = result.kv_connector_output, result.failed_req_ids
+        nothing = self.batch.order({}, set())
+        return StepOutput(nothing, self.vocab_size, None, [], transfers, failed, self.device)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states of every token; captured ones go to their cache. Of a pipeline stage before

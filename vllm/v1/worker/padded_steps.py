@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from vllm.compilation.piecewise import DeviceGraph
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.v1.spec_decode.drafter import Drafter
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet
 from vllm.v1.worker.state_journals import StateJournals
-from vllm.v1.worker.step_graphs import StepGraphs
+from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
 from vllm.v1.worker.step_metadata import StepMetadata
 
@@ -41,19 +41,34 @@ class PaddedSteps:
         self._tables, self._journals = tables, journals
         self._forward, self._head, self._briefly = forward, head, briefly
 
-    def tokens(self, size: int, num_reqs: int = 0, width: int = 1) -> Callable[[], Tensor]:
+    def tokens(
+        self, size: int, num_reqs: int = 0, width: int = 1, exchange_rows: int | None = None
+    ) -> Callable[[], Tensor]:
         """Uploads a step of `size` tokens, whose decodes have `width`; the result runs it and
-        returns the hidden states."""
-        order, inputs = self._inputs.padding(size, num_reqs, width)
-        context = self._metadata.of_padding(inputs)
-        journal = None if self._journals is None else self._journals.no_step()
-        self._inputs.prepare(order, inputs, self._tables.paged, journal)
+        returns the hidden states. `exchange_rows`: of each replica, `size` if absent."""
+        inputs, context = self._upload(size, num_reqs, width)
+        if exchange_rows is not None:
+            context.exchange_rows = exchange_rows
 
         def run() -> Tensor:
             with set_forward_context(context):
                 return self._forward(inputs)
 
         return run
+
+    def _upload(self, size: int, num_reqs: int, width: int) -> tuple[StepInputs, ForwardContext]:
+        order, inputs = self._inputs.padding(size, num_reqs, width)
+        context = self._metadata.of_padding(inputs)
+        journal = None if self._journals is None else self._journals.no_step()
+        self._inputs.prepare(order, inputs, self._tables.paged, journal)
+        return inputs, context
+
+    def replay(self, graphs: StepGraphs, chosen: Replay) -> None:
+        """What other replicas replay for their tokens, for padding alone."""
+        num_reqs = chosen.size if chosen.whole else 0
+        _, context = self._upload(chosen.num_tokens, num_reqs, chosen.width)
+        with set_forward_context(context):
+            graphs.replay(chosen)
 
     def decodes(self, size: int, width: int = 1) -> Callable[[], Tensor]:
         """As `tokens`, for `size` decodes; the result returns their logits."""

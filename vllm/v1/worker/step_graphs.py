@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_set import GraphSet
-from vllm.v1.worker.input_batch import StepOrder
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,18 @@ class StepGraphs:
     def num_pending(self) -> int:
         return sum(len(graphs.pending) for graphs in self._sets())
 
-    def replay_for(self, order: StepOrder) -> Replay | None:
+    def replay_for(self, shape: StepShape) -> Replay | None:
         """What a step replays; None: it runs eagerly."""
-        decodes, pieces = self._decodes.get(order.width), self._pieces.get(order.width)
-        if order.decode_only and decodes is not None:
-            size = decodes.size_for(order.num_reqs)
+        decodes, pieces = self._decodes.get(shape.width), self._pieces.get(shape.width)
+        if shape.decode_only and decodes is not None:
+            size = decodes.size_for(shape.num_reqs)
             if size is not None:
-                return Replay(size, True, order.width)
-        prefills = order.num_reqs - order.num_decodes
-        fits = self._max_prefills is None or prefills <= self._max_prefills
+                return Replay(size, True, shape.width)
+        fits = self._max_prefills is None or shape.num_prefills <= self._max_prefills
         if pieces is not None and fits:
-            size = pieces.size_for(int(order.lengths.sum()))
+            size = pieces.size_for(shape.num_tokens)
             if size is not None:
-                return Replay(size, False, order.width)
+                return Replay(size, False, shape.width)
         return None
 
     def replay(self, chosen: Replay) -> Tensor:

@@ -69,6 +69,7 @@ class StepMetadata:
             num_tokens=inputs.num_tokens,
             only_decodes=order.num_reqs == order.num_decodes,
             decode_width=inputs.width,
+            exchange_rows=inputs.num_padded,
         )
         for group, table in zip(self._groups, self._tables.groups, strict=True):
             gathered = table.gather(order.rows, padded_reqs, order.num_decodes, longest)
@@ -97,6 +98,7 @@ class StepMetadata:
             num_tokens=num_reqs * width,
             only_decodes=num_reqs > 0,
             decode_width=width,
+            exchange_rows=inputs.num_padded,
         )
         for group, table in zip(self._groups, self._tables.groups, strict=True):
             blocks = table.decode_blocks(_NOTHING, inputs.num_decode_rows)

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 )
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
+    get_dp_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tp_group,
@@ -129,12 +130,16 @@ class Worker:
     def _join_world(self) -> None:
         """Make the process groups; waits for the other ranks."""
         parallel = self.parallel_config
-        if parallel.world_size > 1:
+        rank, init_method = self.rank, self.distributed_init_method
+        if parallel.replicas_share_experts:
+            rank += parallel.data_parallel_rank * parallel.world_size
+            init_method = f"file://{parallel.meeting_directory}/store"
+        if parallel.joint_world_size > 1:
             current_platform.prepare_collectives()
         init_distributed_environment(
-            parallel.world_size,
-            self.rank,
-            self.distributed_init_method,
+            parallel.joint_world_size,
+            rank,
+            init_method,
             self.local_rank,
             current_platform.dist_backend,
             parallel.distributed_timeout_seconds,
@@ -142,8 +147,9 @@ class Worker:
         )
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         get_world_group().barrier()
-        if get_tp_group() != get_world_group():
-            get_tp_group().barrier()
+        for group in (get_tp_group(), get_dp_group()):
+            if group != get_world_group():
+                group.barrier()
         if not parallel.disable_custom_all_reduce:
             share_memory(parallel.distributed_timeout_seconds)
 
@@ -348,7 +354,7 @@ class Worker:
         self.model_runner.close()
         # Communicators do not end before the graphs that use them.
         gc.collect()
-        if self.parallel_config.world_size > 1:
+        if self.parallel_config.joint_world_size > 1:
             destroy_distributed_environment()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet, Prepare
-from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 
@@ -24,9 +24,9 @@ class EagerGraphs(StepGraphs):
         if runner.drafter is not None:
             runner.drafter.graph_sets(GraphPlan([], []), _no_graphs)
 
-    def replay_for(self, order: StepOrder) -> Replay | None:
+    def replay_for(self, shape: StepShape) -> Replay | None:
         """What `captured` would replay; made ready here, before the step fills its arrays."""
-        chosen = self._captured.replay_for(order)
+        chosen = self._captured.replay_for(shape)
         if chosen is not None and chosen not in self._runs:
             make = self._steps.decodes if chosen.whole else self._steps.in_context
             self._runs[chosen] = make(chosen.size, chosen.width)

@@ -15,9 +15,9 @@ from torch import Tensor
 from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, Run, SimulatedGraph
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.piecewise import Graph
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet, Prepare
-from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 
@@ -148,6 +148,6 @@ class CheckedGraphs(StepGraphs):
     def captures(self) -> list[CheckedRun]:
         return [checked for graphs in self.sets for checked in graphs.captures]
 
-    def replay_for(self, order: StepOrder) -> Replay | None:
-        self.size.tokens, self.size.requests = int(order.lengths.sum()), order.num_reqs
-        return super().replay_for(order)
+    def replay_for(self, shape: StepShape) -> Replay | None:
+        self.size.tokens, self.size.requests = shape.num_tokens, shape.num_reqs
+        return super().replay_for(shape)

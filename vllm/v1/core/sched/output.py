@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.messages import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.request import Request
 
 
@@ -121,6 +122,9 @@ class SchedulerOutput:
     `num_next_drafts`: draft tokens that may be verified of each request after this step: drafters
     propose as many.
 
+    `joint`: of a step that replicas which share experts take together: what all of them launch it
+    as, those without tokens, too.
+
     `placement`: which of the placements of a supernet that the engine has the step runs; all its
     requests use it, and blocks and copies are of this placement's groups, counted from 0.
 
@@ -149,6 +153,21 @@ class SchedulerOutput:
     kept_states: dict[str, int] = field(default_factory=dict)
     num_next_drafts: int = 0
     placement: int = 0
+    joint: StepShape | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        """Of a step without drafts; that of no request is `decode_only`."""
+        counts, total = self.num_scheduled_tokens, self.total_num_scheduled_tokens
+        num_reqs = len(counts)
+        if self.decode_set_id or not total:
+            return StepShape(total, num_reqs, 0, True)
+        cached = self.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((new.req_id, new.num_computed_tokens) for new in self.scheduled_new_reqs)
+        prefills = sum(count > 1 or not computed[one] for one, count in counts.items())
+        decode_only = not prefills and len(self.sampling_req_ids) == num_reqs
+        return StepShape(total, num_reqs, prefills, decode_only)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:
