@@ -146,6 +146,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port.*several hosts"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend.*Ray"),
     ({**SHARED_EXPERTS, "data_parallel_rank": 1}, "one server runs all of them; leave out"),
+    ({**SHARED_EXPERTS, **TWO_HOSTS}, "processes of one host; for several hosts"),
+    ({**SHARED_EXPERTS, "distributed_executor_backend": "ray"}, "or Ray, use --tensor-parallel"),
     ({**SHARED_EXPERTS, "pipeline_parallel_size": 2}, "stages of several replicas do not share"),
     (
         {**SHARED_EXPERTS, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

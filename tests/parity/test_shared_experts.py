@@ -317,13 +317,19 @@ def test_preemption(engine: Callable[..., LLM]) -> None:
 
 
 def test_two_workers_per_replica(engine: Callable[..., LLM]) -> None:
+    """The death of one ends all."""
     llm = engine(tensor_parallel_size=2)
     for output in generate(llm, prompts((17, 300, 2)), 24):
         assert_equals_reference(output, tiny_model(FAMILY), 24)
     total = llm.llm_engine.vllm_config.model_config.hf_config.num_experts
-    assert [sum(layer) for layer in zip(*llm.collective_rpc(expert_counts), strict=True)] == [
-        total
-    ] * len(llm.collective_rpc(expert_counts)[0])
+    counts = llm.collective_rpc(expert_counts)
+    assert {sum(layer) for layer in zip(*counts, strict=True)} == {total}
+    traffic = Traffic(llm)
+    traffic.add(0, prompts((40,))[0], 400)
+    traffic.run(5)
+    os.kill(llm.collective_rpc(lambda worker: os.getpid())[3], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"replica 1( ended|.*rank 1 died)"):
+        traffic.run()
 
 
 def test_captured_rows_are_those_of_one_engine(engine: Callable[..., LLM], tmp_path: Path) -> None:
@@ -366,6 +372,22 @@ def test_a_replica_that_cannot_start_ends_the_start(
     assert time.monotonic() - began < 60
 
 
+def test_a_stop_amid_requests_is_clean(engine: Callable[..., LLM]) -> None:
+    """The replica that hears of it first joins the other one's steps until that has, too."""
+    llm = engine("mixtral")
+    traffic = Traffic(llm)
+    traffic.add(0, prompts((40,))[0], 400)
+    traffic.add(1, prompts((30,))[0], 400)
+    traffic.run(10)
+    links = llm.llm_engine.engine_core.links
+    links[0].begin_close()
+    traffic.run(10)
+    began = time.monotonic()
+    llm.llm_engine.engine_core.shutdown()
+    assert time.monotonic() - began < 4, "nobody waits for a replica that has left"
+    assert [link.core.process.exitcode for link in links] == [0, 0]
+
+
 def test_a_killed_replica_ends_all(engine: Callable[..., LLM]) -> None:
     llm = engine("mixtral")
     traffic = Traffic(llm)
@@ -378,3 +400,20 @@ def test_a_killed_replica_ends_all(engine: Callable[..., LLM]) -> None:
     with pytest.raises(EngineDeadError, match=r"replica 1( ended|: its process ended)"):
         traffic.run()
     assert time.monotonic() - began < 20
+
+
+def test_a_replica_that_hangs_is_named(
+    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "2")
+    llm = engine("mixtral")
+    traffic = Traffic(llm)
+    traffic.add(0, prompts((40,))[0], 400)
+    traffic.run(5)
+    (_, pid) = llm.collective_rpc(lambda worker: os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineDeadError, match="replica 1 did not (come|answer)"):
+            traffic.run()
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -255,6 +255,13 @@ class ParallelConfig:
                 self.pipeline_parallel_size,
             )
 
+        if self.nnodes > 1 or self.distributed_executor_backend == "ray":
+            raise VLLMValidationError(
+                f"{flags}: replicas that share experts are processes of one host; for several "
+                "hosts, or Ray, use --tensor-parallel-size instead of --data-parallel-size",
+                "enable_expert_parallel",
+            )
+
     def _check_nodes(self) -> None:
         """The hosts share the workers of one replica equally."""
         nodes, tp, pp = self.nnodes, self.tensor_parallel_size, self.pipeline_parallel_size

@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 #: kernels of a mixture beside its router's product: routing, sorting, two products, their sum
 _MIXTURE_LAUNCHES = 5
+#: of an exchange among replicas, which begins with two copies and ends with a sum of their parts
+_EXCHANGE_LAUNCHES = 4
 
 
 def decode_work(
@@ -119,6 +121,8 @@ class _Part:
         self.weight_bytes += expert_bytes * shape.stacks_shared
         self.flops += round(2 * elements * (chosen * replicas + shape.stacks_shared))
         self.launches += _MIXTURE_LAUNCHES
+        if replicas > 1:
+            self.launches += _EXCHANGE_LAUNCHES + replicas
 
     def keep(self, vllm_config: VllmConfig, layer: AttentionLayerBase) -> None:
         """A layer with state."""

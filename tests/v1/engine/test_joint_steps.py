@@ -144,6 +144,30 @@ def test_an_error_of_ones_own_is_its_cause(cores: Callable[..., list[JointSteps]
     assert first.cause_of(error) is error
 
 
+def test_the_first_that_failed_is_the_cause(cores: Callable[..., list[JointSteps]]) -> None:
+    first, second, third = cores()
+    errors = [RuntimeError(f"{i}") for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = []
+        for core, error in ((second, errors[1]), (first, errors[0]), (third, errors[2])):
+            found.append(pool.submit(core.cause_of, error))
+            time.sleep(0.1)
+        own, *others = [future.result() for future in found]
+    assert own is errors[1]
+    assert all(str(one).startswith("replica 1 ended") for one in others)
+
+
+def test_a_core_that_hangs_is_silent(tmp_path: Path) -> None:
+    first, second, third = met(tmp_path, 3)
+    first.begin()
+    third.begin()
+    assert first.silent() == [1]
+    second.begin()
+    assert first.silent() == []
+    for core in (first, second, third):
+        core.close()
+
+
 def test_a_core_that_leaves_joins_until_all_leave(
     cores: Callable[..., list[JointSteps]],
 ) -> None:

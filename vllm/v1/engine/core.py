@@ -53,7 +53,7 @@ from vllm.v1.engine.core_placements import CorePlacements
 from vllm.v1.engine.joint_steps import JointSteps
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
-from vllm.v1.engine.replica_mesh import connect_replicas
+from vllm.v1.engine.replica_mesh import connect_replicas, names
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -370,7 +370,12 @@ class EngineCore:
         except TimeoutError:
             if step.result.done():  # the error is the step's own
                 return step.result.result()
-            raise self.executor.overdue() from None
+            raise self._overdue() from None
+
+    def _overdue(self) -> Exception:
+        error = self.executor.overdue()
+        silent = [] if self.joint is None else self.joint.silent()
+        return TimeoutError(f"{names(silent)} did not answer: {error}") if silent else error
 
     def _publish_events(self) -> None:
         if self._event_publisher is None:

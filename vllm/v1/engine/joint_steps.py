@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,11 +27,16 @@ from vllm.v1.engine.replica_mesh import names
 #: number of the step, then the fields of a `StepShape`
 _OFFER = struct.Struct("<qqqq?q")
 _NUMBER = struct.Struct("<q")
+#: when a core failed, by the host's monotonic clock
+_FAILS = struct.Struct("<d")
 #: the last words of a core that stops
 _LEAVES = b"leaves"
 #: of a core that waits until all others say so, too
 _ARRIVES = b"arrives"
-#: how long the error of a step waits for the end of another replica, which may be its cause
+#: whether a core is there, and that it is
+_ASKS, _ANSWERS = b"asks", b"answers"
+#: how long the error of a step waits for the end of another replica, which may be its cause, and
+#: for the answer of one that may hang
 _BLAME_S = 1.0
 
 #: takes what ends this core, None if another one offers a step
@@ -53,6 +59,8 @@ class JointSteps:
         self._offers: dict[int, dict[int, StepShape]] = defaultdict(dict)
         self._arrivals = 0
         self._arrived = dict.fromkeys(links, 0)
+        self._answered: set[int] = set()
+        self._failed_s: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._gone: set[int] = set()
         self._changed = threading.Condition()
@@ -165,12 +173,28 @@ class JointSteps:
             self._changed.notify_all()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error to report: a step fails, too, when another replica dies in the middle of it,
-        which is then seen soon."""
+        """The error to report: a step fails, too, when another replica dies in the middle of it, or
+        has failed just before; which is then seen soon."""
+        now_s = time.monotonic()
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(_FAILS.pack(now_s))
         with self._changed:
-            if self._changed.wait_for(lambda: bool(self._lost_ranks), _BLAME_S):
-                return self._lost(min(self._lost_ranks))
-        return error
+            self._changed.wait_for(lambda: bool(self._lost_ranks), _BLAME_S)
+            failed_s = dict.fromkeys(self._lost_ranks, 0.0) | self._failed_s
+        failed_s = {rank: at_s for rank, at_s in failed_s.items() if at_s < now_s}
+        return self._lost(min(failed_s, key=failed_s.__getitem__)) if failed_s else error
+
+    def silent(self) -> list[int]:
+        """The replicas whose cores do not answer, for errors; needs a second if there are any."""
+        with self._changed:
+            self._answered.clear()
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(_ASKS)
+        with self._changed:
+            self._changed.wait_for(lambda: self._answered == self._links.keys(), _BLAME_S)
+            return sorted(self._links.keys() - self._answered)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -224,6 +248,10 @@ class JointSteps:
                     if key.data is None:
                         return
                     message = _received(self._links[key.data])
+                    if message == _ASKS:
+                        with contextlib.suppress(OSError):
+                            self._links[key.data].send(_ANSWERS)
+                        continue
                     if not message:
                         selector.unregister(key.fileobj)
                     self._take(key.data, message)
@@ -236,6 +264,10 @@ class JointSteps:
                 self._leaving.add(rank)
             elif message == _ARRIVES:
                 self._arrived[rank] += 1
+            elif len(message) == _FAILS.size:
+                (self._failed_s[rank],) = _FAILS.unpack(message)
+            elif message == _ANSWERS:
+                self._answered.add(rank)
             else:
                 step, tokens, reqs, prefills, decode_only, width = _OFFER.unpack(message)
                 shape = StepShape(tokens, reqs, prefills, decode_only, width)
