@@ -149,10 +149,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SHARED_EXPERTS, **TWO_HOSTS}, "processes of one host; for several hosts"),
     ({**SHARED_EXPERTS, "distributed_executor_backend": "ray"}, "or Ray, use --tensor-parallel"),
     ({**SHARED_EXPERTS, "pipeline_parallel_size": 2}, "stages of several replicas do not share"),
-    (
-        {**SHARED_EXPERTS, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "beside speculative_config method ngram: replicas agree",
-    ),
     ({**SHARED_EXPERTS, "ready_in": 5.0}, "--ready-in with --enable-expert-parallel"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
     ({"block_size": 20}, "--block-size"),

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import shutil
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tiny_models import hf_reference_logits, tiny_model
 from tests.extraction_options import extraction
 from tests.nightly import nightly
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.config.speculative import DRAFTS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.moe import mixtures_of
 from vllm.utils import start_method
 from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.reader import Counter
 from vllm.v1.worker.async_output import StepOutput
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
@@ -43,6 +45,9 @@ pytestmark = [
 ]
 
 FAMILY = "qwen3_5_moe"
+NGRAM = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+}
 #: a routed and a shared expert in one layer or apart, latent experts, biases
 FAMILIES = ("mixtral", FAMILY, "nemotron_h_moe", "gpt_oss")
 
@@ -111,9 +116,14 @@ class Traffic:
         self.outputs: dict[str, RequestOutput] = {}
         self.lengths: dict[str, int] = {}
 
-    def add(self, rank: int, prompt: list[int], max_tokens: int) -> str:
+    def add(
+        self, rank: int, prompt: list[int], max_tokens: int, drafts: list[int] | None = None
+    ) -> str:
         name = f"r{len(self.lengths)}-{rank}"
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+        extra = None if drafts is None else {DRAFTS_KEY: drafts}
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=extra
+        )
         prompted = TokensPrompt(prompt_token_ids=prompt)
         self.engine.add_request(name, prompted, params, data_parallel_rank=rank)
         self.lengths[name] = max_tokens
@@ -135,6 +145,12 @@ class Traffic:
     def check(self, family: str = FAMILY) -> None:
         for name, length in self.lengths.items():
             assert_equals_reference(self.outputs[name], tiny_model(family), length)
+
+
+def counter(llm: LLM, name: str) -> int:
+    """Of all replicas."""
+    found = [one for one in llm.get_metrics() if isinstance(one, Counter) and one.name == name]
+    return sum(one.value for one in found)
 
 
 def padding_steps(_: Worker) -> int:
@@ -248,7 +264,7 @@ class Replays(StepGraphs):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        self.runner, self.chosen = runner, Counter[bool]()
+        self.runner, self.chosen = runner, collections.Counter[bool]()
         self._build, of_step = runner.inputs.build, runner.metadata.of_step
         vars(runner.inputs)["build"] = self.build
         # What runs inside a whole graph has its metadata in there.
@@ -260,11 +276,13 @@ class Replays(StepGraphs):
 
     def replay_for(self, shape: StepShape) -> Replay:
         whole = shape.decode_only
-        return Replay(-(-(shape.num_reqs if whole else shape.num_tokens) // 4) * 4, whole)
+        size = shape.num_reqs if whole else shape.num_tokens
+        return Replay(-(-size // 4) * 4, whole, shape.width)
 
     def replay(self, chosen: Replay) -> torch.Tensor:
         self.chosen[chosen.whole] += 1
-        assert get_forward_context().exchange_rows == len(self.inputs.input_ids) == chosen.size
+        rows = get_forward_context().exchange_rows
+        assert rows == len(self.inputs.input_ids) == chosen.num_tokens
         hidden = self.runner._forward(self.inputs)
         return self.runner.step_logits(hidden) if chosen.whole else hidden
 
@@ -279,9 +297,10 @@ def replayed(worker: Worker) -> tuple[int, int]:
     return graphs.chosen[False], graphs.chosen[True]
 
 
-def test_all_replay_the_same_graphs(engine: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("options", [{}, NGRAM], ids=["plain", "ngram"])
+def test_all_replay_the_same_graphs(options: dict[str, Any], engine: Callable[..., LLM]) -> None:
     """Decodes beside another replica's prefill, and a replica without any token."""
-    llm = engine()
+    llm = engine(**options)
     llm.collective_rpc(replay_steps)
     traffic, asked = Traffic(llm), prompts((40, 3, 130, 64, 9), seed=6)
     for ids in asked[:2]:
@@ -302,6 +321,28 @@ def test_sleep_and_wake_up(pair: LLM) -> None:
         assert_equals_reference(output, tiny_model(FAMILY), 8)
 
 
+def test_drafts(engine: Callable[..., LLM]) -> None:
+    """Steps of one replica are widened by another one's drafts, some of which hold."""
+    replay = {"method": "replay", "num_speculative_tokens": 3, "acceptance": 0.7}
+    llm = engine(speculative_config=replay, disable_log_stats=False)
+    asked = prompts((90, 20, 5, 64, 17, 33), seed=7)
+    plain = generate(llm, asked, 40)
+    traffic = Traffic(llm)
+    for i, (ids, output) in enumerate(zip(asked, plain, strict=True)):
+        drafts = list(output.outputs[0].token_ids) if i != 2 else None
+        traffic.add(i % 2, ids, 40, drafts)
+        traffic.run(3)
+    traffic.run()
+    traffic.check()
+    assert counter(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_a_drafter_with_experts_is_refused(engine: Callable[..., LLM]) -> None:
+    draft = {"method": "draft_model", "model": str(tiny_model("mixtral"))}
+    with pytest.raises(ValueError, match="the drafter has experts, too"):
+        engine("mixtral", speculative_config={**draft, "num_speculative_tokens": 2})
+
+
 def test_preemption(engine: Callable[..., LLM]) -> None:
     """Each replica has room for two of its four requests."""
     memory = 9 * 2**15
@@ -310,10 +351,7 @@ def test_preemption(engine: Callable[..., LLM]) -> None:
     )
     for output in generate(llm, prompts((70, 75, 80, 85, 90, 95, 72, 78), seed=5), 70):
         assert_equals_reference(output, tiny_model("mixtral"), 70)
-    preempted = sum(
-        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
-    )
-    assert preempted > 0
+    assert counter(llm, "vllm:num_preemptions") > 0
 
 
 def test_two_workers_per_replica(engine: Callable[..., LLM]) -> None:

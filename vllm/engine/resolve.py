@@ -219,14 +219,6 @@ def _check_shared_experts(config: VllmConfig) -> None:
     if not config.parallel_config.replicas_share_experts:
         return
     flags = "--enable-expert-parallel with --data-parallel-size"
-    if config.drafter is not None:
-        raise VLLMValidationError(
-            f"{flags} beside speculative_config method {config.drafter.method}: replicas agree on "
-            "the tokens of their steps, and not on drafts; leave the drafter out, or use "
-            "--tensor-parallel-size instead of --data-parallel-size",
-            parameter="speculative_config",
-            value=config.drafter.method,
-        )
     if config.compilation_config.ready_in is not None:
         raise VLLMValidationError(
             f"--ready-in with {flags}: replicas replay graphs of the same sizes, so all are "

@@ -97,7 +97,6 @@ def models_on_meta(
         set_current_vllm_config(config),
     ):
         model = initialize_model(config)
-        check_expert_parallel(model, config.parallel_config)
         if num_stages > 1:
             as_stage(model)
         capture = HiddenStateCapture.create(config, meta) if is_last else None
@@ -107,6 +106,7 @@ def models_on_meta(
         drafter = create_drafter(config, Progress.create(1, config.tokens_to_verify, meta))
         if drafter is not None:
             drafters += attach_drafter(drafter, model)
+        check_expert_parallel(model, drafters, config.parallel_config)
         ResidualTap(model, [capture, drafter])
     return config, [model, *drafters]
 

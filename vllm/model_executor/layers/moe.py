@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -261,12 +262,22 @@ def _spreads_experts(config: VllmConfig, ranks: int) -> bool:
     return wanted and ranks > 1
 
 
-def check_expert_parallel(model: nn.Module, config: ParallelConfig) -> None:
-    """Raises VLLMValidationError where experts are to be spread and there are none."""
+def check_expert_parallel(
+    model: nn.Module, beside: Sequence[nn.Module], config: ParallelConfig
+) -> None:
+    """Raises VLLMValidationError where experts are to be spread and there are none, or a drafter
+    `beside` the model has some that replicas would share."""
     if config.enable_expert_parallel and not has_mixtures(model):
         raise VLLMValidationError(
             "--enable-expert-parallel: the model has no experts; leave it out",
             "enable_expert_parallel",
+        )
+    if config.replicas_share_experts and any(map(has_mixtures, beside)):
+        raise VLLMValidationError(
+            "--enable-expert-parallel with --data-parallel-size: the drafter has experts, too, and "
+            "replicas do not draft together; leave the drafter out, take one without experts, or "
+            "use --tensor-parallel-size instead of --data-parallel-size",
+            "speculative_config",
         )
 
 

@@ -112,6 +112,7 @@ class EngineCore:
                 self.joint.close()
             raise
         self._depth = self.executor.max_concurrent_batches
+        self._width = vllm_config.tokens_to_verify
         self._step_timeout_s = self.executor.step_timeout_s
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
@@ -334,7 +335,7 @@ class EngineCore:
         if len(self._in_flight) < self._depth and self._has_next_step():
             output = self.scheduler.schedule()
             if self.joint is not None:
-                output.joint = self.joint.join(output.shape)
+                output.joint = self.joint.join(output.shape(self._width))
             self._in_flight.append(self._launch(output))
             self._send_token_masks()
             self._last_step_computed = (
@@ -473,7 +474,7 @@ class EngineCore:
         """Take a step of another replica without any of this one's requests."""
         assert self.joint is not None
         output = SchedulerOutput.make_empty()
-        output.joint = self.joint.join(output.shape)
+        output.joint = self.joint.join(output.shape(self._width))
         self.executor.execute_model(output).result(self._step_timeout_s)
 
     def reset_prefix_cache(

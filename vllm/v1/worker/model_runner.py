@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -436,20 +436,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             scheduler_output.sampling_req_ids,
             scheduler_output.decode_set_id,
         )
+        joint = scheduler_output.joint
+        if joint is not None:
+            order = replace(order, width=joint.width)
+            if not joint.covers(order.shape):
+                raise RuntimeError(f"replicas agreed on {joint}, and this one has {order.shape}")
         if self.stage is not None and not self.samples:
             self.stage.take_sampled(order, self.inputs.accept_requests)
         journal = None
         if self.journals is not None:
             looks = use_connector and self.connector_reads_states(scheduler_output)
             journal = self.journals.begin_step(order, looks)
-        joint = own = order.shape
-        if scheduler_output.joint is not None:
-            joint = scheduler_output.joint
-            if not joint.covers(own):
-                raise RuntimeError(
-                    f"replicas agreed on a step of {joint}, which {own} is too large for"
-                )
-        replay = self.graphs.replay_for(joint)
+        replay = self.graphs.replay_for(joint or order.shape)
         size = None if replay is None else replay.num_tokens
         whole = replay is not None and replay.whole
         reqs = replay.size if replay is not None and replay.whole else None
@@ -458,7 +456,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if self.drafter is not None:
             hooked += self.drafter.attn_layer_names
         context = self.metadata.of_step(order, inputs, hooked if whole else None)
-        if replay is None:
+        if replay is None and joint is not None:
             context.exchange_rows = joint.num_tokens
         self.inputs.prepare(order, inputs, self.block_tables.paged, journal)
         if sanitizer is not None:

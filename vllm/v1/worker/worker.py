@@ -158,7 +158,8 @@ class Worker:
         with self.at_work():
             with startup_phase("build model"):
                 self.model_runner.build_model()
-            check_expert_parallel(self.model_runner.model, self.vllm_config.parallel_config)
+            model, *beside = self.model_runner.models
+            check_expert_parallel(model, beside, self.parallel_config)
             self.compilation = self._compile_ahead()
             if self.vllm_config.quant_config is not None:
                 # Quantising weights launches kernels, which must not be half loaded by a thread.

@@ -15,9 +15,12 @@ NOTHING = StepShape(0, 0, 0, True)
 
 
 def output(
-    requests: dict[str, tuple[int, int]], new: tuple[str, ...] = (), unsampled: tuple[str, ...] = ()
+    requests: dict[str, tuple[int, int]],
+    new: tuple[str, ...] = (),
+    unsampled: tuple[str, ...] = (),
+    drafts: tuple[str, ...] = (),
 ) -> SchedulerOutput:
-    """Of requests with so many computed and scheduled tokens."""
+    """Of requests with so many computed and scheduled tokens, of which some verify drafts."""
     fresh = [
         NewRequestData(one, [1] * 50, [], SamplingParams(), None, ([],), requests[one][0])
         for one in new
@@ -28,6 +31,7 @@ def output(
         CachedRequestData(req_ids=cached, num_computed_tokens=[requests[one][0] for one in cached]),
         {one: count for one, (_, count) in requests.items()},
         sum(count for _, count in requests.values()),
+        {one: [-1] * (requests[one][1] - 1) for one in drafts},
         sampling_req_ids=set(requests) - set(unsampled),
     )
 
@@ -53,7 +57,7 @@ def test_the_core_and_the_worker_say_the_same(
     expected: StepShape,
 ) -> None:
     step = output(requests, new, unsampled)
-    assert step.shape == expected
+    assert step.shape(4) == expected
     batch = InputBatch(8)
     for name, (computed, _) in requests.items():
         batch.add(name, [1] * 50, 50, SamplingParams(), computed)
@@ -64,7 +68,38 @@ def test_a_set_of_decodes_needs_no_look_at_its_requests() -> None:
     step = output({"a": (50, 1), "b": (70, 1)})
     step.scheduled_cached_reqs.num_computed_tokens = np.array([])  # type: ignore[assignment]
     step.decode_set_id = 3
-    assert step.shape == StepShape(2, 2, 0, True)
+    assert step.shape(4) == StepShape(2, 2, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("requests", "unsampled", "expected"),
+    [
+        ({"a": (50, 4), "b": (70, 4)}, (), StepShape(8, 2, 0, True, 4)),
+        # A decode without drafts, or with fewer, is padded to the others' width; a prefill is not.
+        ({"a": (50, 3), "b": (70, 1)}, (), StepShape(8, 2, 0, True, 4)),
+        ({"a": (50, 2), "b": (10, 40), "c": (30, 1)}, ("c",), StepShape(48, 3, 1, False, 4)),
+    ],
+)
+def test_drafts_widen_decodes(
+    requests: dict[str, tuple[int, int]], unsampled: tuple[str, ...], expected: StepShape
+) -> None:
+    drafts = tuple(one for one, (computed, count) in requests.items() if 1 < count <= 4)
+    step = output(requests, unsampled=unsampled, drafts=drafts)
+    assert step.shape(4) == expected
+    batch = InputBatch(8, width=4)
+    for name, (computed, _) in requests.items():
+        batch.add(name, [1] * 50, 50, SamplingParams(), computed)
+    assert batch.order(step.num_scheduled_tokens, step.sampling_req_ids).shape == expected
+    step.decode_set_id = 3
+    assert step.shape(4) == StepShape(4 * len(requests), len(requests), 0, True, 4)
+
+
+def test_a_wider_step_has_more_tokens_of_decodes() -> None:
+    narrow, wide = StepShape(50, 11, 1, False), StepShape(8, 2, 0, True, 4)
+    assert narrow.widened(4) == StepShape(80, 11, 1, False, 4)
+    both = StepShape.covering((narrow, wide))
+    assert both == narrow.widened(4) and both.covers(narrow) and both.covers(wide)
+    assert not narrow.covers(wide)
 
 
 def test_the_least_shape_that_covers_all() -> None:

@@ -155,19 +155,24 @@ class SchedulerOutput:
     placement: int = 0
     joint: StepShape | None = None
 
-    @property
-    def shape(self) -> StepShape:
-        """Of a step without drafts; that of no request is `decode_only`."""
-        counts, total = self.num_scheduled_tokens, self.total_num_scheduled_tokens
-        num_reqs = len(counts)
-        if self.decode_set_id or not total:
-            return StepShape(total, num_reqs, 0, True)
+    def shape(self, width: int) -> StepShape:
+        """`width`: what decodes are padded to in a step that verifies drafts. The shape of no
+        request is `decode_only`."""
+        counts, drafts = self.num_scheduled_tokens, self.scheduled_spec_decode_tokens
+        num_reqs, width = len(counts), width if drafts else 1
+        if self.decode_set_id or not num_reqs:
+            return StepShape(num_reqs * width, num_reqs, 0, True, width)
         cached = self.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((new.req_id, new.num_computed_tokens) for new in self.scheduled_new_reqs)
-        prefills = sum(count > 1 or not computed[one] for one, count in counts.items())
+        prefills = [
+            count
+            for one, count in counts.items()
+            if one not in drafts and (count > 1 or not computed[one])
+        ]
+        tokens = sum(prefills) + (num_reqs - len(prefills)) * width
         decode_only = not prefills and len(self.sampling_req_ids) == num_reqs
-        return StepShape(total, num_reqs, prefills, decode_only)
+        return StepShape(tokens, num_reqs, len(prefills), decode_only, width)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

@@ -7,7 +7,7 @@ Replicas that share experts launch their steps alike, so they agree on the sizes
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,20 @@ class StepShape:
     def covering(shapes: Iterable[StepShape]) -> StepShape:
         """The least shape as which all of these can be launched."""
         found = list(shapes)
+        width = max(one.width for one in found)
+        found = [one.widened(width) for one in found]
         return StepShape(
             max(one.num_tokens for one in found),
             max(one.num_reqs for one in found),
             max(one.num_prefills for one in found),
             all(one.decode_only for one in found),
-            max(one.width for one in found),
+            width,
         )
+
+    def widened(self, width: int) -> StepShape:
+        """With decodes padded to `width` tokens."""
+        more = (self.num_reqs - self.num_prefills) * (width - self.width)
+        return replace(self, num_tokens=self.num_tokens + more, width=width)
 
     def covers(self, other: StepShape) -> bool:
         return StepShape.covering((self, other)) == self
