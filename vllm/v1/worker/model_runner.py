@@ -12,33 +12,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import StateMemory
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.interfaces import (
-    HasPlacements,
     LeavesOutLayers,
     SharesVocabulary,
     VllmModel,
-    as_stage,
 )
-from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
-from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.step_shape import StepShape
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -49,34 +39,19 @@ from vllm.v1.outputs import (
 from vllm.v1.sample.sampler import gather_logprobs
 from vllm.v1.sample.token_masks import TokenMasks
 from vllm.v1.spec_decode.drafter import (
-    Drafter,
-    DrafterMemory,
     DraftStep,
-    attach_drafter,
-    create_drafter,
 )
-from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
-from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.async_output import StepOutput
-from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.graph_plan import plan_graphs
-from vllm.v1.worker.input_batch import InputBatch, StepOrder
+from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.worker.model_on_device import ModelOnDevice
 from vllm.v1.worker.padded_steps import PaddedSteps
-from vllm.v1.worker.pipeline_stage import PipelineStage
-from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.prompt_logprobs import PromptScorer
-from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 from vllm.v1.worker.sanitizer import Sanitizer
-from vllm.v1.worker.staging import Uploads
-from vllm.v1.worker.state_journals import StateJournals
-from vllm.v1.worker.step_graphs import Replay, StepGraphs
-from vllm.v1.worker.step_inputs import StepInputBuilder, StepInputs
-from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
-from vllm.v1.worker.step_sampler import StepSampler
-
-logger = init_logger(__name__)
+from vllm.v1.worker.step_graphs import Replay
+from vllm.v1.worker.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -88,8 +63,8 @@ class Prompt:
     placement: int
 
 
-class ModelRunner(KVConnectorModelRunnerMixin):
-    """Owns the model, its state arena and the requests of one device."""
+class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
+    """Owns the requests of one device, and runs its model for them."""
 
     def __init__(
         self,
@@ -97,231 +72,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         device: torch.device,
         receive_masks: ReceiveMasks = no_masks,
     ) -> None:
-        assert vllm_config.model_config is not None
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.device = device
-        scheduler = vllm_config.scheduler_config
-        self.max_rows = scheduler.max_num_seqs
-        self.max_tokens = scheduler.max_num_batched_tokens
-        self.vocab_size = self.model_config.get_vocab_size()
-        #: steps whose staged arrays may still be in use
-        self.depth = vllm_config.steps_in_flight + 1
-        #: tokens of a decode that verifies drafts
-        self.width = vllm_config.tokens_to_verify
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        self.batch = InputBatch(self.max_rows, self.width, num_sets=stages)
-        self.uploads = Uploads.create(device, self.depth)
-        self.inputs = StepInputBuilder(
-            self.max_rows,
-            self.max_tokens,
-            device,
-            self.depth,
-            self.uploads,
-            self.width,
-            self.model_config.max_model_len,
-        )
+        super().__init__(vllm_config, device)
         self.scorer = PromptScorer(self.vocab_size)
-        self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress, num_sets=stages)
         self._receive_masks = receive_masks
         #: whether kernels run; see `execute_dummy`
         self._launches = True
         self._prompts: dict[str, Prompt] = {}
-        #: every layer that keeps state, by name
-        self.layers: dict[str, AttentionLayerBase] = {}
-        self.groups: list[StateGroup] = []
-        self.graphs = StepGraphs()
-        self.model: nn.Module
-        #: the model and what is built beside it
-        self.models: list[nn.Module]
-        #: the channels to other pipeline stages, None where there are none
-        self.stage: PipelineStage | None = None
-        #: whether this worker has the head: it makes logits and samples
-        self.samples = get_pp_group().is_last_rank
-        self.capture: HiddenStateCapture | None = None
-        self.tap: ResidualTap
-        self.sanitizer: Sanitizer | None = None
-        self.journals: StateJournals | None = None
-        #: by placement; the attributes above are those of the one that `placement` names
-        self.placed: dict[int, PlacedState] = {}
-        self.placement = 0
-        #: every placement's, made when its memory was first planned
-        self._journals: dict[str, StateJournals | None] = {}
-        self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
 
-    # ---- start-up ------------------------------------------------------------------------------
-
-    def build_model(self) -> None:
-        """The model and its drafter on the device; the weights are not there yet."""
-        loader = get_model_loader(self.vllm_config.load_config)
-        self.model = loader.build_model(self.vllm_config, self.model_config)
-        if self.samples:
-            self.capture = HiddenStateCapture.create(self.vllm_config, self.device)
-        self.models = [self.model, *([] if self.capture is None else [self.capture.model])]
-        if self.drafter is not None:
-            self.models += attach_drafter(self.drafter, self.model)
-        self.tap = ResidualTap(self.model, [self.capture, self.drafter])
-        if get_pp_group().world_size > 1:
-            self.stage = self._join_pipeline()
-        if self.samples:
-            self.sampler.share_vocabulary(self.model)
-        self._collect_layers()
-
-    def _join_pipeline(self) -> PipelineStage:
-        """Meet the other stages; `VLLMValidationError` for a model that cannot be a stage."""
-        stage = as_stage(self.model)
-        if not self.samples:
-            ask_for_captured_streams(self.vllm_config, self.model)
-        config = self.model_config
-        return PipelineStage(
-            (self.inputs.max_tokens, config.get_hidden_size()),
-            config.dtype,
-            self.device,
-            self.max_rows,
-            self.vllm_config.steps_in_flight,
-            *stage.stage_streams(),
-        )
-
-    def _collect_layers(self) -> None:
-        """Of a supernet, only the layers that are in use keep state."""
-        self.layers = collect_layers(self.vllm_config, *self.models)
-        hand_over_layers(self.vllm_config, self.layers)
-
-    def placements(self, placement: Placement | None = None) -> list[str]:
-        """What requests choose from, mixers joined by commas: the engine's own placement (or this
-        one, instead) before those with an alias. Nothing where they cannot choose."""
-        model = self.model
-        if not isinstance(model, HasPlacements) or not model.get_mixer_names():
-            return []
-        if why_one_at_a_time(self.vllm_config) is not None:
-            return []
-        own = model.get_layer_placements() if placement is None else placement
-        aliases = self.model_config.placement_aliases.values()
-        return list(dict.fromkeys(model.spell(one) for one in (own, *aliases)))
-
-    @torch.no_grad()
-    def load_weights(self) -> None:
-        """Fill the model's parameters; ValueError for a checkpoint that does not fit."""
-        loader = get_model_loader(self.vllm_config.load_config)
-        loader.fill(self.model, self.model_config)
-        if self.drafter is not None:
-            self.drafter.load_weights()
-
-    def get_kv_cache_spec(self, placement: Placement | None = None) -> dict[str, KVCacheSpec]:
-        """What the layers keep, by name; with `placement`, what a supernet's would."""
-        layers = self.layers
-        if placement is not None:
-            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
-        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
-
-    def place(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
-        """Use other mixers of a supernet, with memory for them, which is all that is kept; no
-        request is left. Returns them by layer."""
-        model = self.supernet()
-        self.drop_graphs()
-        self.release_kv_cache()
-        self.journals = None
-        self._journals = {}
-        placed = model.set_layer_placements(placement)
-        self._collect_layers()
-        self.initialize_kv_cache(config)
-        return placed
-
-    def supernet(self) -> HasPlacements:
-        """The model; `VLLMValidationError` if its layers have one mixer each."""
-        if not isinstance(self.model, HasPlacements) or not self.model.get_mixer_names():
-            raise placement_error("the model is no supernet: each of its layers has one mixer")
-        return self.model
-
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the arena, bind each layer's view of it and make the metadata builders; then the
-        same for the other placements that requests choose from, in the same memory."""
-        names = [placed.placement for placed in config.placements] or [""]
-        self.placed = {}
-        for index, name in enumerate(names):
-            self._add_placement(index, name, config.of_placement(index))
-        if len(names) > 1:
-            self.use_placement(0)
-        if self.vllm_config.cache_config.sanitize:
-            self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
-        if self.drafter is not None:
-            self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
-
-    def _add_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
-        """Make what steps of a placement need, in the arena if there is one, and use it."""
-        layers = self.layers
-        if placement:
-            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
-        buffer = next((placed.arena.buffer for placed in self.placed.values()), None)
-        arena = Arena(config, self.device, buffer)
-        for name, view in arena.layers.items():
-            layers[name].kv_cache = view
-        block_tables = BlockTables(
-            config,
-            self.max_rows,
-            self.model_config.max_model_len,
-            self.inputs.max_tokens,
-            self.device,
-            self.depth,
-            self.uploads,
-            self.width,
-        )
-        known = self._journals.get(placement)
-        if placement not in self._journals or (known is not None and not known.fits(config)):
-            self._journals[placement] = StateJournals.create(
-                self.vllm_config, layers, config, self.inputs.progress, self.depth
-            )
-        journals = self._journals[placement]
-        if journals is not None:
-            journals.bind(block_tables, reset=not self.placed)
-        groups = []
-        for group in config.kv_cache_groups:
-            if not group.layer_names:
-                groups.append(StateGroup([], group.kv_cache_spec, None))
-                continue
-            backend = layers[group.layer_names[0]].get_attn_backend()
-            builder = backend.get_builder_cls()(
-                group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
-            )
-            if self.uploads is not None:
-                builder.share_uploads(self.uploads)
-            groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
-        metadata = StepMetadata(groups, block_tables, layers, self.model_config.max_model_len)
-        self.placed[index] = PlacedState(
-            placement, config, layers, arena, block_tables, journals, groups, metadata
-        )
-        self._take_up(index)
-
-    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
-        """Requests may choose a further placement, or one in the place of another that no request
-        has any more. Its steps run eagerly."""
-        if (old := self.placed.get(index)) is not None:
-            self._journals.pop(old.placement, None)
-        self._add_placement(index, placement, config)
-
-    def use_placement(self, index: int) -> None:
-        """From here on steps run this placement, one of `placed`."""
-        if index != self.placement:
-            self.placed[index].bind()
-            self._take_up(index)
-
-    def _take_up(self, index: int) -> None:
-        placed, self.placement = self.placed[index], index
-        if placed.placement:
-            self.supernet().set_layer_placements(placed.placement)
-        self.kv_cache_config, self.layers, self.arena = placed.config, placed.layers, placed.arena
-        self.block_tables, self.journals = placed.block_tables, placed.journals
-        self.groups, self.metadata, self.graphs = placed.groups, placed.metadata, placed.graphs
-
-    def state_memory(self) -> StateMemory:
-        """The arena and what a connector may see of it."""
-        # A recurrent layer has a tuple of tensors, as connectors expect.
-        layers = cast(dict[str, Tensor], self.arena.layers)
-        group = self.kv_cache_config.kv_cache_groups[0]
-        both = None
-        if group.layer_names and (cross := self.arena.cross_layers(group)) is not None:
-            both = cross, self.layers[group.layer_names[0]].get_attn_backend()
-        return StateMemory(self.arena.buffer, self.arena.plan, layers, both)
+    # ---- graphs --------------------------------------------------------------------------------
 
     def plan_graphs(self) -> None:
         """Decide what is captured; `self.graphs` captures it, at once or between steps."""
@@ -349,39 +107,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if not isinstance(self.model, LeavesOutLayers):
             return nullcontext
         return partial(self.model.leaving_out, self.model.repeated_layers())
-
-    def drop_graphs(self) -> bool:
-        """Free the graphs, whose addresses are about to change; whether there were any."""
-        had_any = any(p.graphs.sizes or p.graphs.piecewise_sizes for p in self.placed.values())
-        for placed in self.placed.values():
-            placed.graphs = StepGraphs()
-        self.graphs = StepGraphs()
-        return had_any
-
-    def release_kv_cache(self) -> None:
-        """Drop the arena (after a profiling run)."""
-        for placed in self.placed.values():
-            for layer in placed.layers.values():
-                layer.kv_cache = torch.empty(0)
-            if placed.journals is not None:
-                placed.journals.unbind()
-        self.placed = {}
-        del self.arena, self.block_tables, self.metadata
-        self.sanitizer = None
-        self.groups = []
-
-    def close(self) -> None:
-        """Drop the model, its state and every request."""
-        for placed in self.placed.values():
-            for layer in placed.layers.values():
-                layer.kv_cache = torch.empty(0)
-        self.placed, self.layers = {}, {}
-        self._journals = {}
-        self.drop_graphs()
-        self.sanitizer = self.journals = None
-        state = ("arena", "block_tables", "metadata")
-        for name in ("model", "models", "capture", "drafter", "tap", *state):
-            self.__dict__.pop(name, None)
 
     # ---- the step ------------------------------------------------------------------------------
 
