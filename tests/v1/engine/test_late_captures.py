@@ -109,6 +109,7 @@ def test_the_loop_captures_while_it_has_nothing_to_do(tmp_path: Any) -> None:
 
     class IdleCore:
         only_waits = False
+        joint = None
         late_captures = made(workers)
         sleeping = SimpleNamespace(is_sleeping=False)
         executor = SimpleNamespace(register_failure_callback=lambda callback: None)
