@@ -33,7 +33,7 @@ def draw_sharded(
         kept = own.masked_fill(_dropped(own, m.temperature, m, shard), -torch.inf)
     problem = DrawProblem(kept, m.temperature, m.seeds, positions)
     told = kernels.best_draws(problem, shard.first, shard.vocab_size)
-    tokens = kernels.first_best(shard.of_ranks(told), shard.vocab_size)
+    tokens = shard.first_best(told)
     if m.gathered_rows is None:
         return tokens
     rows = m.gathered_rows

@@ -76,9 +76,12 @@ class VocabShard:
     def best(self, own: Tensor) -> Tensor:
         """The token of the first of each row's largest logits, of which each rank has `own [n,
         size]`: `argmax_rows` of the whole rows, `[n]` int64."""
-        kernels = current_platform.kernels
-        told = self.of_ranks(kernels.best_rows(own, self.first, self.vocab_size))
-        return kernels.first_best(told, self.vocab_size)
+        return self.first_best(current_platform.kernels.best_rows(own, self.first, self.vocab_size))
+
+    def first_best(self, told: Tensor) -> Tensor:
+        """The best token of each row, `[n]` int64, of what each rank's `best_rows` or `best_draws`
+        has told of its own."""
+        return current_platform.kernels.first_best(self.of_ranks(told), self.vocab_size)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of small integers `x [...]` over the ranks."""
