@@ -283,7 +283,9 @@ def test_bench_serve_counts_what_the_server_did(server: RemoteServer, tmp_path: 
     result = json.loads(path.read_text())
     assert (result["completed"], result["failed"], result["model_id"]) == (8, 0, "tiny")
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (160, 48)
-    assert result["output_lens"] == [6] * 8 and 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
+    assert result["output_lens"] == [6] * 8
+    # A slow machine may read a whole reply at once: its first token is then its last.
+    assert 0 < result["mean_ttft_ms"] <= result["mean_e2el_ms"]
 
 
 @pytest.mark.parametrize("server", ["llama", *nightly("qwen3_5", THREE_PROCESSES)], indirect=True)
