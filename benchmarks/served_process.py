@@ -55,7 +55,8 @@ class ServedProcess:
     """`python COMMAND --port PORT` in a session of its own: ready on entering the context, gone on
     leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`.
 
-    `environment` is its whole environment, by default this process's.
+    `environment` is its whole environment, by default this process's. Meanwhile SIGTERM ends this
+    process as an exit does, so that the server does not outlive it; the main thread enters.
 
     API processes are those that had connections while somebody was `watching`, and the first one;
     everything else is the engine. (A core that was forked listens on the port, too.)
@@ -76,15 +77,19 @@ class ServedProcess:
         self.process = psutil.Process(self._process.pid)
 
     def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         deadline = time.monotonic() + self._timeout_s
-        with httpx.Client(base_url=self.url, trust_env=False, verify=False) as client:
-            while time.monotonic() < deadline and self._process.poll() is None:
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get("/health").status_code == 200:
-                        return self
-                time.sleep(0.1)
-        self._stop()
-        raise RuntimeError(f"the server was not ready within {self._timeout_s:g} s")
+        try:
+            with httpx.Client(base_url=self.url, trust_env=False, verify=False) as client:
+                while time.monotonic() < deadline and self._process.poll() is None:
+                    with contextlib.suppress(httpx.TransportError):
+                        if client.get("/health").status_code == 200:
+                            return self
+                    time.sleep(0.1)
+            raise RuntimeError(f"the server was not ready within {self._timeout_s:g} s")
+        except BaseException:
+            self._stop()
+            raise
 
     def __exit__(
         self,
@@ -152,6 +157,7 @@ class ServedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        signal.signal(signal.SIGTERM, self._before)
 
 
 class TokenServer(ServedProcess):
