@@ -2,34 +2,16 @@
 // Host interface of the scan of chunked Kimi delta attention.
 #pragma once
 
-#include <cstdint>
+#include "chunk_scan.h"
 
 namespace vllm_cuda {
 
-struct KdaScanArgs {
-  const void* v;  // [tokens, heads, 128] bf16, rows *_stride elements apart, 16-byte aligned
-  void* out;      // likewise
-  int64_t v_stride, out_stride;
+// `rows` has one row of 128 per chunk, the channels' decays.
+struct KdaScanArgs : ChunkScanArgs {
   const void *queries, *keys, *ends;  // [chunks, heads, 64, 128] bf16
-  const void *T, *P;                  // [chunks, heads, 64, 64] bf16
-  const float* decays;                // [chunks, heads, 128]
-  void* states;  // [blocks, heads, 128, 128], blocks state_stride elements apart
-  int64_t state_stride;
-  const int32_t* state_indices;  // [sequences], negative: none
-  const bool* carried;           // [sequences]: the state is read, not zero
-  const int32_t* starts;         // [sequences + 1], tokens
-  const int32_t* offsets;        // [sequences], chunks
-  int64_t tokens, chunks;
-  int sequences, heads;
-};
-
-struct KdaScanLaunch {
-  bool wide_states;  // fp32, else bf16
-  int device;        // the current device
-  void* stream;
 };
 
 // Queues the kernel on the stream; returns what went wrong, or null.
-const char* launch_kda_scan(const KdaScanArgs& args, const KdaScanLaunch& launch);
+const char* launch_kda_scan(const KdaScanArgs& args, const ChunkScanLaunch& launch);
 
 }  // namespace vllm_cuda

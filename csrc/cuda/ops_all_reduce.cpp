@@ -13,10 +13,6 @@ namespace vllm_cuda {
 
 namespace {
 
-void check(const char* error, const char* what) {
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: ") + what + ": " + error);
-}
-
 PeerGroup& group_at(int64_t address) {
   if (address == 0) throw std::runtime_error("vllm_cuda: a group of peers that has been destroyed");
   return *reinterpret_cast<PeerGroup*>(address);
@@ -41,9 +37,9 @@ int64_t peers_create(int64_t device, int64_t rank, int64_t ranks, int64_t capaci
   group->device = static_cast<int>(device);
   group->peers.rank = static_cast<int>(rank);
   group->peers.ranks = static_cast<int>(ranks);
-  check(create_peers(*group, capacity, static_cast<uint64_t>(timeout_ms) * 1000000,
-                     static_cast<uint32_t>(first)),
-        "memory for peers");
+  throw_if("memory for peers",
+           create_peers(*group, capacity, static_cast<uint64_t>(timeout_ms) * 1000000,
+                        static_cast<uint32_t>(first)));
   return reinterpret_cast<int64_t>(group.release());
 }
 
@@ -54,14 +50,14 @@ void peers_export(int64_t address, Tensor handle) {
     reject("handle", handle, "be 64 bytes of the host");
   }
   const torch::stable::accelerator::DeviceGuard guard(group.device);
-  check(export_peer(group, handle.data_ptr()), "a handle of this rank's memory");
+  throw_if("a handle of this rank's memory", export_peer(group, handle.data_ptr()));
 }
 
 void peers_open(int64_t address, int64_t rank, const Tensor& handle) {
   PeerGroup& group = group_at(address);
   check_rank(rank, group.peers.ranks);
   const torch::stable::accelerator::DeviceGuard guard(group.device);
-  check(open_peer(group, static_cast<int>(rank), handle.data_ptr()), "the memory of a peer");
+  throw_if("the memory of a peer", open_peer(group, static_cast<int>(rank), handle.data_ptr()));
 }
 
 // Ranks of one process share without handles.
@@ -74,7 +70,7 @@ void peers_join(int64_t address, int64_t rank, int64_t other) {
 void peers_destroy(int64_t address) {
   std::unique_ptr<PeerGroup> group(&group_at(address));
   const torch::stable::accelerator::DeviceGuard guard(group->device);
-  check(destroy_peers(*group), "giving back the memory of peers");
+  throw_if("giving back the memory of peers", destroy_peers(*group));
 }
 
 SumType type_of(const Tensor& x) {
@@ -115,7 +111,8 @@ void run(SumArgs args, const Tensor& x, int64_t address, bool overlap) {
   args.rows = x.size(0);
   args.columns = x.size(1);
   const torch::stable::accelerator::DeviceGuard guard(group.device);
-  check(launch_sum(args, group.peers, type, overlap, current_stream(group.device)), "all-reduce");
+  throw_if("all-reduce",
+           launch_sum(args, group.peers, type, overlap, current_stream(group.device)));
 }
 
 Tensor peers_sum(const Tensor& x, int64_t address, bool two_shot, bool overlap) {

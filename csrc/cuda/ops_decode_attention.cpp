@@ -147,8 +147,7 @@ void decode_attention(
   launch.overlap = overlap;
   launch.device = device;
   launch.stream = current_stream(device);
-  const char* error = launch_decode_attention(args, launch);
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: attention: ") + error);
+  throw_if("attention", launch_decode_attention(args, launch));
 }
 
 }  // namespace

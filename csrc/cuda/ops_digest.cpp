@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.ops.vllm_cuda: XXH3-64 digests.
-#include <stdexcept>
-
 #include "digest.h"
 #include "stable.h"
 
@@ -42,8 +40,7 @@ void xxh3_64(
   args.out = static_cast<uint64_t*>(out.data_ptr());
   args.num_blocks = num_blocks;
   args.count = static_cast<int>(count);
-  const char* error = launch_digest(args, device, current_stream(device));
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: xxh3_64: ") + error);
+  throw_if("xxh3_64", launch_digest(args, device, current_stream(device)));
 }
 
 }  // namespace

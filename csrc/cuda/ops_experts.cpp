@@ -68,9 +68,7 @@ void expert_blocks(const Tensor& experts, const Tensor& pairs, const Tensor& blo
   launch.overlap = overlap;
   launch.device = device;
   launch.stream = current_stream(device);
-  if (const char* error = launch_expert_blocks(args, launch)) {
-    throw std::runtime_error(std::string("vllm_cuda: expert_blocks: ") + error);
-  }
+  throw_if("expert_blocks", launch_expert_blocks(args, launch));
 }
 
 // See ExpertsArgs.
@@ -144,9 +142,7 @@ void expert_products(const Tensor& x, const Tensor& weight, const OptTensor& x_s
   launch.height = static_cast<int>(height);
   launch.device = device;
   launch.stream = current_stream(device);
-  if (const char* error = launch_experts(args, launch)) {
-    throw std::runtime_error(std::string("vllm_cuda: expert_products: ") + error);
-  }
+  throw_if("expert_products", launch_experts(args, launch));
 }
 
 }  // namespace

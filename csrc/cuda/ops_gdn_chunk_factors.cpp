@@ -99,8 +99,7 @@ void gdn_chunk_factors(
   args.l2norm = l2norm;
   args.a_is_float = a.scalar_type() == ScalarType::Float;
   args.b_is_float = b.scalar_type() == ScalarType::Float;
-  const char* error = launch_chunk_factors(args, current_stream(device));
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: chunk factors: ") + error);
+  throw_if("chunk factors", launch_chunk_factors(args, current_stream(device)));
 }
 
 }  // namespace

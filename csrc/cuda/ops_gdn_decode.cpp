@@ -181,8 +181,7 @@ void gdn_decode(
   launch.overlap = overlap;
   launch.device = device;
   launch.stream = current_stream(device);
-  const char* error = launch_gdn_decode(args, launch);
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: gdn decode: ") + error);
+  throw_if("gdn decode", launch_gdn_decode(args, launch));
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.ops.vllm_cuda.swiglu: gate, up projection and SiLU of many tokens.
-#include <stdexcept>
-
 #include "matmul.h"
 #include "stable.h"
 
@@ -20,10 +18,6 @@ void check_matrix(const char* name, const Tensor& matrix) {
   }
 }
 
-[[noreturn]] void fail(const char* why) {
-  throw std::runtime_error(std::string("vllm_cuda: swiglu: ") + why);
-}
-
 // The gate's rows of the weight come first.
 Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t variant,
               int64_t group) {
@@ -32,7 +26,8 @@ Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t varia
   if (weight.size(1) != x.size(1) || !weight.is_contiguous() || weight.size(0) % 16 != 0) {
     reject("weight", weight, "be dense with x's k and two rows each for a multiple of 8 outputs");
   }
-  if (group < 1 || group >= kMost) fail("a group has at least one row of tiles");
+  const bool grouped = group >= 1 && group < kMost;
+  throw_if("swiglu", grouped ? nullptr : "a group has at least one row of tiles");
   const int64_t m = x.size(0), n = weight.size(0) / 2;
   Tensor out = empty(m, n, x);
   if (m == 0 || n == 0) return out;
@@ -52,7 +47,7 @@ Tensor swiglu(const Tensor& x, const Tensor& weight, bool overlap, int64_t varia
   launch.group = static_cast<int>(group);
   launch.device = device;
   launch.stream = current_stream(device);
-  if (const char* error = launch_swiglu(args, launch)) fail(error);
+  throw_if("swiglu", launch_swiglu(args, launch));
   return out;
 }
 

@@ -114,8 +114,7 @@ void prefill_attention(const Tensor& query, const Tensor& kv_cache, const Tensor
   launch.head_dim = static_cast<int>(head_dim);
   launch.device = device;
   launch.stream = current_stream(device);
-  const char* error = launch_prefill_attention(args, launch);
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: attention: ") + error);
+  throw_if("attention", launch_prefill_attention(args, launch));
 }
 
 }  // namespace

@@ -100,8 +100,7 @@ Tensor run(const Input& input, const Tensor& weight, const OptTensor& bias,
   launch.ctas_per_sm = static_cast<int>(cut.ctas_per_sm);
   launch.device = device;
   launch.stream = current_stream(device);
-  const char* error = launch_skinny(args, launch);
-  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: skinny matmul: ") + error);
+  throw_if("skinny matmul", launch_skinny(args, launch));
   return out;
 }
 

@@ -33,6 +33,10 @@ void* current_stream(int32_t device) {
   throw std::runtime_error(message.str());
 }
 
+void throw_if(const char* op, const char* error) {
+  if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: ") + op + ": " + error);
+}
+
 bool aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
 }

@@ -25,6 +25,9 @@ void* current_stream(int32_t device);
 // Throws "NAME must REQUIREMENT, got ..." with the tensor's dtype, sizes and strides.
 [[noreturn]] void reject(const char* name, const Tensor& tensor, const std::string& requirement);
 
+// Throws std::runtime_error "vllm_cuda: OP: ERROR" unless the error is null.
+void throw_if(const char* op, const char* error);
+
 // Whether the data begins at a multiple of 16 bytes.
 bool aligned(const Tensor& tensor);
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the scan of the gated delta rule makes operands of results in registers, and keeps the state.
+// How a scan makes operands of results in registers, and keeps the state.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
-#include "hopper/gdn_scan_tiles.cuh"
+#include "hopper/chunk_scan_tiles.cuh"
 
-namespace vllm_cuda::gdn_scan {
+namespace vllm_cuda::chunk_scan {
 
 // Two values rounded to bf16, the first in the low half.
 __device__ inline uint32_t pack_bf16(float low, float high) {
@@ -17,31 +17,11 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-// Factors of the thread's columns of a result with 64 of them: 8 i + 2 (lane % 4) + {0, 1}.
-struct Factors {
-  float2 at[8];
-  __device__ void load(const float (&row)[kChunk], int lane) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      at[i] = reinterpret_cast<const float2*>(row)[4 * i + lane % 4];
-    }
-  }
-};
-
 // Results as the next product's left operand, 16 columns at a time.
 template <int N>
 __device__ inline void pack(uint32_t (&packed)[N / 8][4], const float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) packed[i / 4][i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
-}
-__device__ inline void pack_scaled(uint32_t (&packed)[4][4], const float (&x)[32],
-                                   const Factors& by, float sign) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float2 factor = by.at[i / 2];
-    packed[i / 4][i % 4] =
-        pack_bf16(x[2 * i] * (sign * factor.x), x[2 * i + 1] * (sign * factor.y));
-  }
 }
 
 __device__ inline float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
@@ -74,4 +54,4 @@ __device__ inline void store_state(State* own, const float (&S)[64]) {
   }
 }
 
-}  // namespace vllm_cuda::gdn_scan
+}  // namespace vllm_cuda::chunk_scan

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the scan of the gated delta rule keeps in shared memory, and how it comes there and leaves.
+// What a scan keeps in shared memory, and which sequence and head a CTA works on.
 #pragma once
 
 #include <cuda.h>
@@ -7,39 +7,28 @@
 
 #include <cstdint>
 
-#include "gdn_scan.h"
+#include "chunk_scan.h"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "ptx.cuh"
 
-
-namespace vllm_cuda {
-
-struct GdnScanMaps {
-  CUtensorMap q, k, v, T, P;
-};
-
-namespace gdn_scan {
+namespace vllm_cuda::chunk_scan {
 
 constexpr int kChunk = 64;
 constexpr int kHead = 128;
 constexpr int kColumns = 64;  // of dv, per CTA
 constexpr int kTiles = kHead / kColumns;
 constexpr int kConsumers = 128;
+constexpr int kStages = 3;
 
 using Tile = __nv_bfloat16[kChunk][64];
 
-struct alignas(1024) Stage {
-  Tile k[2], q[2], v;  // rows are tokens; 64 columns of the head each
-  Tile T, P;
-};
-
-template <int STAGES>
+template <typename Rule>
 struct Shared {
-  Stage stages[STAGES];
+  typename Rule::Stage stages[kStages];
   uint4 out[kConsumers / 32][kChunk][2];  // per warp
-  float rows[STAGES][4][kChunk];
-  uint64_t barriers[2 * STAGES];
+  typename Rule::Rows rows[kStages];
+  uint64_t barriers[2 * kStages];
 };
 
 // What a CTA works on.
@@ -51,14 +40,15 @@ struct Place {
   bool carried;
 };
 
-__device__ inline bool find_place(const GdnScanArgs& args, Place& place) {
+template <typename Rule>
+__device__ bool find_place(const typename Rule::Args& args, Place& place) {
   const int seq = blockIdx.z;
   const int index = args.state_indices[seq];
   place.first = args.starts[seq];
   place.length = args.starts[seq + 1] - place.first;
   if (index < 0 || place.length <= 0) return false;
   const int head = blockIdx.y;
-  place.key_head = head / (args.heads / args.key_heads);
+  place.key_head = Rule::key_head(args, head);
   place.part = head * kTiles + blockIdx.x;
   place.chunks = (place.length + kChunk - 1) / kChunk;
   place.matrix = args.offsets[seq] * args.heads + head;
@@ -68,38 +58,29 @@ __device__ inline bool find_place(const GdnScanArgs& args, Place& place) {
 }
 
 // One thread fetches every chunk.
-template <int STAGES>
-__device__ void produce(const GdnScanMaps& maps, const GdnScanArgs& args, const Place& place,
-                        Shared<STAGES>& shared) {
-  Ring ring(shared.barriers, STAGES);
+template <typename Rule>
+__device__ void produce(const typename Rule::Maps& maps, const typename Rule::Args& args,
+                        const Place& place, Shared<Rule>& shared) {
+  Ring ring(shared.barriers, kStages);
   for (int chunk = 0; chunk < place.chunks; ++chunk, ring.advance()) {
-    Stage& stage = shared.stages[ring.index];
-    const int token = place.first + chunk * kChunk;
+    auto& rows = shared.rows[ring.index];
     const int matrix = place.matrix + chunk * args.heads;
     ring.wait_empty();
-    ring.expect(sizeof(Stage) + sizeof(shared.rows[0]));
-    load_tile(stage.k, &maps.k, 0, token, 2 * place.key_head, ring.full());
-    load_tile(stage.v, &maps.v, 0, token, place.part, ring.full());
-    load_tile(stage.T, &maps.T, 0, 0, matrix, ring.full());
-    bulk_copy(shared.rows[ring.index], args.rows + int64_t{matrix} * 4 * kChunk,
-              sizeof(shared.rows[0]), ring.full());
-    load_tile(stage.q, &maps.q, 0, token, 2 * place.key_head, ring.full());
-    load_tile(stage.P, &maps.P, 0, 0, matrix, ring.full());
+    ring.expect(sizeof(typename Rule::Stage) + sizeof(rows));
+    Rule::fetch(maps, args, place, place.first + chunk * kChunk, matrix,
+                shared.stages[ring.index], rows, ring.full());
   }
 }
 
 // The rows past a sequence's end belong to others: what they hold, NaN included, must not count.
-__device__ inline void clear_rows(Stage& stage, int length, int thread) {
+template <typename Rule>
+__device__ void clear_rows(typename Rule::Stage& stage, int length, int thread) {
   constexpr int kPieces = kTileRowBytes / sizeof(uint4);
   for (int i = length * kPieces + thread; i < kChunk * kPieces; i += kConsumers) {
-    for (Tile* tile : {&stage.k[0], &stage.k[1], &stage.q[0], &stage.q[1], &stage.v}) {
-      reinterpret_cast<uint4*>(*tile)[i] = uint4{};
-    }
+    Rule::for_tiles_of_tokens(stage, [i](Tile& tile) { reinterpret_cast<uint4*>(tile)[i] = {}; });
   }
   shared_fence();
   consumers_sync<kConsumers>();
 }
 
-}  // namespace gdn_scan
-
-}  // namespace vllm_cuda
+}  // namespace vllm_cuda::chunk_scan
