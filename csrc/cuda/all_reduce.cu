@@ -245,17 +245,9 @@ const char* launch(const SumArgs& args, const Peers& peers, const SumLaunch& how
     threads = 128;  // as many as of the Triton kernel, whose order of addition is this one's
     while (threads * GROUPS < width) threads *= 2;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(std::min<int64_t>(rows, kMaxPeerBlocks));
-  config.blockDim = static_cast<unsigned>(threads);
-  config.stream = static_cast<cudaStream_t>(how.stream);
-  config.attrs = &attribute;
-  config.numAttrs = how.overlap ? 1 : 0;
-  constexpr auto kernel = sum_kernel<T, RANKS, GROUPS, NORM>;
-  return describe(cudaLaunchKernelEx(&config, kernel, args, peers, rows, width, chunks));
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(rows, kMaxPeerBlocks));
+  const LaunchGrid grid{blocks, static_cast<unsigned>(threads), 0, how.stream, how.overlap};
+  return launch_kernel<sum_kernel<T, RANKS, GROUPS, NORM>>(grid, args, peers, rows, width, chunks);
 }
 
 template <typename T, int RANKS>

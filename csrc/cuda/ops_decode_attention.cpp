@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.ops.vllm_cuda: attention of short queries over the paged cache.
-#include <initializer_list>
 #include <stdexcept>
 
 #include "decode_attention.h"
@@ -12,20 +11,6 @@ namespace {
 
 constexpr auto kInt = ScalarType::Int;
 constexpr auto kBf16 = ScalarType::BFloat16;
-
-void need(bool good, const char* name, const Tensor& tensor, const char* requirement) {
-  if (!good) reject(name, tensor, requirement);
-}
-
-bool is(const Tensor& tensor, ScalarType dtype, std::initializer_list<int64_t> sizes) {
-  if (!tensor.is_cuda() || tensor.scalar_type() != dtype) return false;
-  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
-  int64_t d = 0;
-  for (const int64_t size : sizes) {
-    if (tensor.size(d++) != size) return false;
-  }
-  return true;
-}
 
 struct Sizes {
   int64_t tokens, heads, head_dim, kv_heads, block_size, num_seqs;

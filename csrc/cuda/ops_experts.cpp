@@ -13,10 +13,6 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 30;  // rows of anything
 
-void need(bool fine, const char* name, const Tensor& tensor, const char* requirement) {
-  if (!fine) reject(name, tensor, requirement);
-}
-
 void check_indices(const char* name, const Tensor& tensor, int64_t size) {
   need(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Int && tensor.dim() == 1 &&
            tensor.is_contiguous() && tensor.size(0) == size,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.ops.vllm_cuda: the gated delta rule's decode step.
-#include <initializer_list>
 #include <stdexcept>
 
 #include "gdn_decode.h"
@@ -14,16 +13,6 @@ struct Sizes {
   int64_t n, k_heads, v_heads, channels;
 };
 
-bool is(const Tensor& tensor, ScalarType dtype, std::initializer_list<int64_t> sizes) {
-  if (!tensor.is_cuda() || tensor.scalar_type() != dtype) return false;
-  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
-  int64_t d = 0;
-  for (const int64_t size : sizes) {
-    if (tensor.size(d++) != size) return false;
-  }
-  return true;
-}
-
 // All but the first dimension, whose stride is a multiple of `step`, are dense.
 bool dense_rows(const Tensor& tensor, int64_t step) {
   int64_t stride = 1;
@@ -33,10 +22,6 @@ bool dense_rows(const Tensor& tensor, int64_t step) {
   }
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   return tensor.stride(0) % step == 0 && address % (step * tensor.element_size()) == 0;
-}
-
-void need(bool good, const char* name, const Tensor& tensor, const char* requirement) {
-  if (!good) reject(name, tensor, requirement);
 }
 
 void check_tokens(

@@ -12,10 +12,6 @@ namespace {
 constexpr auto kInt = ScalarType::Int;
 constexpr auto kBf16 = ScalarType::BFloat16;
 
-void need(bool good, const char* name, const Tensor& tensor, const char* requirement) {
-  if (!good) reject(name, tensor, requirement);
-}
-
 // Rows of heads at 16 bytes, whose elements are adjacent.
 void check_rows(const Tensor& query, const char* name, const Tensor& rows) {
   need(rows.is_cuda() && rows.scalar_type() == kBf16 && rows.dim() == 3 &&

@@ -26,17 +26,9 @@ const char* launch_variant(const SkinnyArgs& args, const SkinnyLaunch& launch) {
   error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
   const int outputs = GATED ? args.n / 2 : args.n;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = std::min(count * launch.ctas_per_sm, (outputs + 7) / 8);
-  config.blockDim = S::THREADS;
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = &overlap;
-  config.numAttrs = launch.overlap ? 1 : 0;
-  return describe(cudaLaunchKernelEx(&config, kernel, args));
+  const unsigned ctas = std::min(count * launch.ctas_per_sm, (outputs + 7) / 8);
+  const size_t shared = bytes;
+  return launch_kernel<kernel>({ctas, S::THREADS, shared, launch.stream, launch.overlap}, args);
 }
 
 template <typename T, int HALVES, bool GATED>

@@ -33,6 +33,16 @@ void* current_stream(int32_t device) {
   throw std::runtime_error(message.str());
 }
 
+bool is(const Tensor& tensor, ScalarType dtype, std::initializer_list<int64_t> sizes) {
+  if (!tensor.is_cuda() || tensor.scalar_type() != dtype) return false;
+  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
+  int64_t d = 0;
+  for (const int64_t size : sizes) {
+    if (tensor.size(d++) != size) return false;
+  }
+  return true;
+}
+
 void throw_if(const char* op, const char* error) {
   if (error != nullptr) throw std::runtime_error(std::string("vllm_cuda: ") + op + ": " + error);
 }

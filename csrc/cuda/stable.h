@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -24,6 +25,13 @@ void* current_stream(int32_t device);
 
 // Throws "NAME must REQUIREMENT, got ..." with the tensor's dtype, sizes and strides.
 [[noreturn]] void reject(const char* name, const Tensor& tensor, const std::string& requirement);
+
+inline void need(bool good, const char* name, const Tensor& tensor, const char* requirement) {
+  if (!good) reject(name, tensor, requirement);
+}
+
+// Whether the tensor is on a CUDA device and has this dtype and these sizes.
+bool is(const Tensor& tensor, ScalarType dtype, std::initializer_list<int64_t> sizes);
 
 // Throws std::runtime_error "vllm_cuda: OP: ERROR" unless the error is null.
 void throw_if(const char* op, const char* error);

@@ -39,12 +39,8 @@ const char* launch_typed(const typename Rule::Maps& maps, const typename Rule::A
   constexpr auto kernel = chunk_scan_kernel<Rule, State>;
   const cudaError_t error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kTiles, args.heads, args.sequences);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(Shared<Rule>);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  return describe(cudaLaunchKernelEx(&config, kernel, maps, args));
+  const dim3 ctas(kTiles, args.heads, args.sequences);
+  return launch_kernel<kernel>({ctas, kThreads, sizeof(Shared<Rule>), launch.stream}, maps, args);
 }
 
 template <typename Rule>

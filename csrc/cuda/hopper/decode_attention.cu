@@ -30,17 +30,10 @@ const char* launch_variant(const DecodeAttentionArgs& args, const DecodeAttentio
   CUtensorMap map;
   const char* reason = encode_cache_map(map, args, TileLayout<KV, HEAD_DIM>::kRowBytes, sizeof(KV));
   if (reason != nullptr) return reason;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = std::min(count, args.num_seqs * args.kv_heads * args.splits);
-  config.blockDim = 32 * (WARPS + 1);
-  config.dynamicSmemBytes = Mem(args.rows, stages).bytes(args.num_seqs);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = &overlap;
-  config.numAttrs = launch.overlap ? 1 : 0;
-  return describe(cudaLaunchKernelEx(&config, kernel, args, map, stages, launch.overlap));
+  const unsigned ctas = std::min(count, args.num_seqs * args.kv_heads * args.splits);
+  const size_t shared = Mem(args.rows, stages).bytes(args.num_seqs);
+  return launch_kernel<kernel>({ctas, 32 * (WARPS + 1), shared, launch.stream, launch.overlap},
+                               args, map, stages, launch.overlap);
 }
 
 template <typename KV>

@@ -184,21 +184,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 const char* launch_expert_blocks(const ExpertBlocksArgs& args, const ExpertBlocksLaunch& launch) {
   const cudaError_t error = allow_shared_memory<expert_blocks_kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
-  cudaLaunchAttribute attributes[2]{};
   const unsigned ctas = args.num_pairs <= kAlone ? 1 : kCluster;
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = ctas;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(Shared) + sizeof(int) * kWarps * args.num_experts;
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = attributes;
-  config.numAttrs = launch.overlap ? 2 : 1;
-  return describe(cudaLaunchKernelEx(&config, expert_blocks_kernel, args));
+  const size_t shared = sizeof(Shared) + sizeof(int) * kWarps * args.num_experts;
+  const LaunchGrid grid{ctas, kThreads, shared, launch.stream, launch.overlap, ctas};
+  return launch_kernel<expert_blocks_kernel>(grid, args);
 }
 
 }  // namespace vllm_cuda

@@ -54,21 +54,11 @@ const char* launch_shape(const ExpertsArgs& args, const ExpertsLaunch& launch) {
   if (error != cudaSuccess) return describe(error);
   const int columns = (args.n + S::OUTPUTS - 1) / S::OUTPUTS;
   const int64_t tiles = int64_t{args.num_blocks} * columns;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = S::CLUSTER;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = S::CLUSTER * static_cast<unsigned>(std::min<int64_t>(ctas / S::CLUSTER, tiles));
-  config.blockDim = experts::kThreads;
-  config.dynamicSmemBytes = sizeof(experts::Shared<S>);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = attributes;
-  config.numAttrs = launch.overlap ? 2 : 1;
-  return describe(cudaLaunchKernelEx(&config, experts_kernel<S>, weights, args,
-                                     args.row_bytes / static_cast<int>(kTileRowBytes), columns));
+  const unsigned clusters = static_cast<unsigned>(std::min<int64_t>(ctas / S::CLUSTER, tiles));
+  const LaunchGrid grid{S::CLUSTER * clusters, experts::kThreads, sizeof(experts::Shared<S>),
+                        launch.stream,         launch.overlap,    S::CLUSTER};
+  return launch_kernel<experts_kernel<S>>(
+      grid, weights, args, args.row_bytes / static_cast<int>(kTileRowBytes), columns);
 }
 
 // Compiled shapes, each for blocks of another height. All are loaded at the first launch, so that

@@ -15,25 +15,18 @@ using namespace gdn_decode;
 
 // A CTA has `items` at most and fetches `tiles` beforehand at most.
 template <auto KERNEL, int TILE_BYTES>
-const char* launch_kernel(const GdnDecodeArgs& args, const GdnDecodeLaunch& launch, int grid,
-                          int items, int tiles) {
+const char* launch_ring(const GdnDecodeArgs& args, const GdnDecodeLaunch& launch, int grid,
+                        int items, int tiles) {
   const int room = (kMaxSharedBytes - Layout(args, TILE_BYTES, 0).bytes(items)) /
                    (kConsumers * TILE_BYTES);
   const int stages = std::min({kMaxStages, room, tiles});
   if (stages < 1) return "a ring that leaves no shared memory for the states";
   const cudaError_t error = allow_shared_memory<KERNEL>(launch.device);
   if (error != cudaSuccess) return describe(error);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = Layout(args, TILE_BYTES, stages).bytes(items);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = &overlap;
-  config.numAttrs = launch.overlap ? 1 : 0;
-  return describe(cudaLaunchKernelEx(&config, KERNEL, args, stages));
+  const size_t shared = Layout(args, TILE_BYTES, stages).bytes(items);
+  const unsigned ctas = grid;
+  return launch_kernel<KERNEL>({ctas, kThreads, shared, launch.stream, launch.overlap}, args,
+                               stages);
 }
 
 // Small tiles where there are many items, large ones where each CTA has one: the faster on an H200.
@@ -47,14 +40,14 @@ const char* choose_kernel(const GdnDecodeArgs& args, const GdnDecodeLaunch& laun
   if (all <= count) {
     constexpr int R = 4, bytes = 4 * R * kHeadDim * sizeof(State);
     constexpr auto kernel = gdn_decode_single_kernel<State, R>;
-    return launch_kernel<kernel, bytes>(args, launch, all, 1, rows / (4 * R));
+    return launch_ring<kernel, bytes>(args, launch, all, 1, rows / (4 * R));
   }
   constexpr int R = 2, bytes = 4 * R * kHeadDim * sizeof(State);
   constexpr auto kernel = gdn_decode_kernel<State, R>;
   const int items = (all + count - 1) / count, passes = rows / (4 * R);
   // No tiles of items that may not have been claimed yet.
   const int known = items < kBuffers ? passes * items : passes * (kBuffers - 2) + 1;
-  return launch_kernel<kernel, bytes>(args, launch, count, items, std::min(known, kAhead / bytes));
+  return launch_ring<kernel, bytes>(args, launch, count, items, std::min(known, kAhead / bytes));
 }
 
 }  // namespace

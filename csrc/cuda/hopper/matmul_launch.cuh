@@ -41,21 +41,10 @@ const char* launch_shape(const MatmulArgs& args, const MatmulLaunch& launch) {
   grid.group = launch.group;
   grid.apart = args.n;
   grid.box = box;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = S::CLUSTER;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = S::CLUSTER * std::min(ctas / S::CLUSTER, grid.rows * grid.columns);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(Shared<S>);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = attributes;
-  config.numAttrs = launch.overlap ? 2 : 1;
-  return describe(
-      cudaLaunchKernelEx(&config, matmul_kernel<S>, maps, grid, divide_up(args.k, kColumns)));
+  const unsigned clusters = std::min(ctas / S::CLUSTER, grid.rows * grid.columns);
+  const LaunchGrid all{S::CLUSTER * clusters, kThreads,       sizeof(Shared<S>),
+                       launch.stream,         launch.overlap, S::CLUSTER};
+  return launch_kernel<matmul_kernel<S>>(all, maps, grid, divide_up(args.k, kColumns));
 }
 
 // Compiled shapes, in an order that Python knows. All are loaded at the first launch, so that none

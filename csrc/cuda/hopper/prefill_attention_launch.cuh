@@ -70,12 +70,9 @@ const char* launch_shape(const PrefillAttentionArgs& args, const PrefillAttentio
   error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
   const int rows = item_rows(args.tokens, args.num_seqs, item_tokens<S>(args.group));
-  cudaLaunchConfig_t config{};
-  config.gridDim = std::min(ctas, rows * args.kv_heads);
-  config.blockDim = S::THREADS;
-  config.dynamicSmemBytes = sizeof(Shared<S>);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  return describe(cudaLaunchKernelEx(&config, kernel, args, maps, rows));
+  const unsigned grid = std::min(ctas, rows * args.kv_heads);
+  return launch_kernel<kernel>({grid, S::THREADS, sizeof(Shared<S>), launch.stream}, args, maps,
+                               rows);
 }
 
 }  // namespace vllm_cuda::prefill_attention
