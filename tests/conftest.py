@@ -30,6 +30,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+    _make_examples_repeatable()
+
+
+def _make_examples_repeatable() -> None:
+    """Property tests take the same examples every time, however long one takes.
+    `--hypothesis-profile default` draws new ones."""
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=slow)
+    settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random tensors do not depend on which tests this process has run before."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,11 +21,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU")
 
 
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """`cpu` runs in the interpreter, `cuda` compiled; a machine can do one of them."""
