@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -27,6 +28,7 @@ from tests.v1.executor.fake_worker import (
     wait_until,
 )
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.executor import local_workers, stationed
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
@@ -180,15 +182,19 @@ def test_a_step_that_hangs_everywhere_blames_nobody(
     assert gone(workers)
 
 
-def test_an_error_that_a_death_has_caused_is_not_the_cause(start: Any) -> None:
+def test_an_error_that_a_death_has_caused_is_not_the_cause(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others' collectives fail before the death of the process is seen."""
+    monkeypatch.setattr(stationed, "_BLAME_S", 20.0)
     executor = start()
     workers = processes(executor)
     workers[1].suspend()
-    killer = threading.Timer(0.2, workers[1].kill)
-    killer.start()
+    waiting = step(executor, 0, "fail 0")
+    wait_until(lambda: executor._blamed is not None)
+    workers[1].kill()
     with pytest.raises(WorkerDiedError, match="rank 1 died"):
-        step(executor, 0, "fail 0").result(20)
+        waiting.result(20)
     assert gone(workers)
 
 
@@ -201,20 +207,28 @@ def test_a_failing_start_keeps_its_error(start: Any, rank: int) -> None:
 
 
 def test_an_interrupted_start_waits_for_nobody(start: Any) -> None:
+    began: list[float] = []
+
     def interrupt(*_: Any) -> None:
+        began.append(time.monotonic())
         raise InterruptedError("stop")
+
+    def alarm_who_waits_for_the_workers() -> None:
+        wait_until(lambda: any(thread.name == "collect" for thread in threading.enumerate()))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     before = set(multiprocessing.active_children())
     handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    began = time.monotonic()
+    alarm = threading.Thread(target=alarm_who_waits_for_the_workers)
+    alarm.start()
     try:
         with pytest.raises(InterruptedError):
             start(fails="never")
     finally:
+        alarm.join()
         signal.signal(signal.SIGALRM, handler)
     assert set(multiprocessing.active_children()) <= before
-    assert time.monotonic() - began < END_S
+    assert time.monotonic() - began[0] < END_S
 
 
 def test_shutdown_lets_workers_say_goodbye(start: Any, tmp_path: Path) -> None:
@@ -245,6 +259,23 @@ def test_survivors_of_a_death_say_goodbye(start: Any, tmp_path: Path) -> None:
     workers[0].kill()
     assert gone(workers)
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def _close_and_die(pipe: Any) -> None:
+    pipe.close()
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_may_end_later_than_its_pipe() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_close_and_die, args=(theirs,))
+    process.start()
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.recv_bytes()
+    assert "rank 3 died (SIGKILL)" in str(local_workers._Process(3, process, ours).death())
 
 
 def _start_and_tell(pids: Any) -> None:

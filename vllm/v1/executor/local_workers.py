@@ -23,8 +23,8 @@ from vllm.v1.executor.broadcast import Sender
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 from vllm.v1.executor.worker_process import Closable, Kind, WorkerPlan, WorkerSetup, run_worker
 
-#: how long the exit code of a process may come after the end of its pipe
-_EXIT_S = 0.5
+#: how long the exit code of a process may come after the end of its pipe, on a busy machine
+_EXIT_S = 5.0
 
 
 @dataclass(frozen=True)
