@@ -85,4 +85,4 @@ def test_an_idle_client_is_seen_to_be_idle() -> None:
         result = load(server.url, ["a"] * 2, num_processes=2)
     assert idle.cpu_s < 0.1 * idle.wall_s
     assert [outcome.output_len for outcome in result.outcomes] == [120_000] * 2
-    assert min(client.cpu_s / client.wall_s for client in result.clients) > 0.1
+    assert min(client.cpu_s for client in result.clients) > 2 * idle.cpu_s

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from vllm.entrypoints.cli.types import CommandError
 #: how far two processes of a busy machine may be apart in seeing the same thing
 SLACK_S = 0.15
 GAP_S = 0.4
+_ATTEMPTS = 8
 
 QUICK = [(0.0, HEAD + chunk(events(text("a"), usage(1, 1))) + END)]
 SLOW = [(0.0, HEAD), (0.2, chunk(events(text("a")))), (0.0, END)]
@@ -133,8 +135,29 @@ def test_the_choice_is_recorded_and_what_is_asked_for_is_used() -> None:
 # ---- what is measured --------------------------------------------------------------------------
 
 
+def least(measure: Callable[[], float]) -> float:
+    """Seconds that what is measured is off by, at best: it is when a process gets no processor for
+    a while, and always when it is measured wrongly."""
+    found = math.inf
+    for _ in range(_ATTEMPTS):
+        found = min(found, measure())
+        if found < SLACK_S:
+            break
+    return found
+
+
+def off_by(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest difference."""
+    assert len(found) == len(expected)
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
 def test_times_are_those_at_which_the_server_sent() -> None:
     """The figures against those of the server's own clock, for replies of every shape."""
+    assert least(_measure_replies) < SLACK_S
+
+
+def _measure_replies() -> float:
     one, two = chunk(events(text("a"))), chunk(events(text("b c")))
     end = chunk(events(text("", "length"), usage(2, 9))) + END
     scripts = {
@@ -147,30 +170,36 @@ def test_times_are_those_at_which_the_server_sent() -> None:
     with ScriptedServer(scripts) as server:
         result = load(server.url, list(scripts), num_processes=3)
     visits = {name: v for v in server.visits for name in scripts if name.encode() in v.body}
+    ended = max(visit.ended for visit in server.visits) - min(v.arrived for v in server.visits)
+    found, expected = [result.duration_s], [ended]
     for name, outcome in zip(scripts, result.outcomes, strict=True):
         visit = visits[name]
         assert outcome.error is None
         writes = [visit.writes[i] for i in token_writes[name]]
-        assert outcome.ttft == pytest.approx(writes[0] - visit.arrived, abs=SLACK_S)
-        assert outcome.latency == pytest.approx(writes[-1] - visit.arrived, abs=SLACK_S)
-        assert outcome.itl == pytest.approx(list(np.diff(writes)), abs=SLACK_S)
+        first, last = writes[0] - visit.arrived, writes[-1] - visit.arrived
+        assert outcome.ttft >= first and outcome.latency >= last
+        found += [outcome.ttft, outcome.latency, *outcome.itl]
+        expected += [first, last, *np.diff(writes)]
         assert (outcome.prompt_len, outcome.output_len) == (2, 9)
         assert outcome.tpot == pytest.approx((outcome.latency - outcome.ttft) / 8)
     texts = [outcome.text for outcome in result.outcomes]
     assert texts == ["ab c", "ab ca", "ab c"]
     summary = summarize(result.outcomes, result.duration_s, [50, 100])
-    ttfts = [visits[n].writes[1] - visits[n].arrived for n in scripts]
+    ttfts = [outcome.ttft * 1e3 for outcome in result.outcomes]
     assert summary.latencies["ttft"].percentiles == pytest.approx(
-        {50: np.median(ttfts) * 1e3, 100: max(ttfts) * 1e3}, abs=SLACK_S * 1e3
+        {50: np.median(ttfts), 100: max(ttfts)}
     )
-    ended = max(visit.ended for visit in server.visits) - min(v.arrived for v in server.visits)
-    assert result.duration_s == pytest.approx(ended, abs=SLACK_S)
     assert len(result.clients) == 3
+    return off_by(found, expected)
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_requests_come_when_the_whole_load_has_them(num_processes: int) -> None:
     """The arrival process does not depend on the number of processes, nor does the order."""
+    assert least(lambda: _measure_arrivals(num_processes)) < SLACK_S
+
+
+def _measure_arrivals(num_processes: int) -> float:
     times = arrival_times(Load(60.0), 40, seed=3)
     prompts = [f"p{i:02}" for i in range(40)]
     with ScriptedServer({"": QUICK}) as server:
@@ -180,23 +209,32 @@ def test_requests_come_when_the_whole_load_has_them(num_processes: int) -> None:
     assert [name for name, _ in seen] == prompts
     arrived = np.array([time for _, time in seen])
     lateness = (arrived - arrived[0]) - times
-    assert np.abs(np.median(lateness)) < SLACK_S / 2 and np.abs(lateness).max() < 2 * SLACK_S
     starts = [outcome.start for outcome in result.outcomes]
-    assert starts == pytest.approx(list(times), abs=2 * SLACK_S)
     # A uvloop timer has a resolution of 1 ms: nobody is sent earlier than that allows.
     assert min(start - time for start, time in zip(starts, times, strict=True)) > -0.002
+    return max(
+        2 * float(np.abs(np.median(lateness))),
+        float(np.abs(lateness).max()) / 2,
+        off_by(starts, list(times)) / 2,
+    )
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 5])
 def test_the_limit_of_concurrency_is_that_of_all_processes(num_processes: int) -> None:
+    assert least(lambda: _measure_slots(num_processes)) < SLACK_S
+
+
+def _measure_slots(num_processes: int) -> float:
     with ScriptedServer({"": SLOW}) as server:
         result = load(server.url, ["a"] * 15, max_concurrency=5, num_processes=num_processes)
-    assert server.most_in_flight() == 5
+    assert server.most_in_flight() <= 5
     assert summarize(result.outcomes, result.duration_s, []).max_concurrent_requests <= 5
-    # Waiting for a slot is not part of a request's time.
-    assert all(0.1 < outcome.ttft < 0.2 + 2 * SLACK_S for outcome in result.outcomes)
     # Those who waited took the connections of those who were done.
     assert server.num_connections == 5 + num_processes
+    ttfts = [outcome.ttft for outcome in result.outcomes]
+    assert min(ttfts) > 0.1
+    # Waiting for a slot is not part of a request's time; all slots are used at once.
+    return (max(ttfts) - 0.2) / 2 if server.most_in_flight() == 5 else math.inf
 
 
 @pytest.mark.parametrize("most_bytes", [0, 1 << 20])
