@@ -114,6 +114,8 @@ class FakeAsyncLLM:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.hang_after: int | None = None
+        #: requests that have begun to wait forever
+        self.num_hung = 0
         self.fail_after: int | None = None
         self.error: Exception = EngineDeadError("core killed")
         self.dead = False
@@ -231,6 +233,7 @@ class FakeAsyncLLM:
         if self.fail_after is not None and done >= self.fail_after:
             raise self.error
         if self.hang_after is not None and done >= self.hang_after:
+            self.num_hung += 1
             await asyncio.Event().wait()
 
     def _piece(

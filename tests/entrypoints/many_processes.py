@@ -22,7 +22,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flag
 
 
 class SleepingExecutor(TokenExecutor):
-    """Answers what a worker is asked when it goes to sleep; `die` ends the core's process."""
+    """Answers what a worker is asked when it goes to sleep; `die` ends the core's process, `pace`
+    makes its steps take that many seconds."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
@@ -39,6 +40,9 @@ class SleepingExecutor(TokenExecutor):
             os._exit(9)
         if method == "sleep":
             return [0]
+        if method == "pace":
+            (self._step_s,) = args
+            return [None]
         self._calls.append(str(method))
         return [{"calls": list(self._calls), "pid": os.getpid()}]
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"
 #: `max_num_seqs` of the server, and what it lets wait
 RUNNING, QUEUED = 8, 4
+STEP_MS = 20
 
 
 class Server:
@@ -46,7 +47,7 @@ class Server:
                 "tests.entrypoints.many_processes",
                 [*where, *flags],
                 out,
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "STEP_MS": "20"},
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "STEP_MS": str(STEP_MS)},
             )
         self.process = psutil.Process(self.popen.pid)
 

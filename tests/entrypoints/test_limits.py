@@ -8,7 +8,9 @@ import dataclasses
 import logging
 import re
 import resource
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -31,6 +33,8 @@ BODIES = [
     ("/v1/responses", {"input": "hi"}),
     ("/v1/messages", {"messages": HI, "max_tokens": 4}),
 ]
+#: longer than any machine takes
+TIMEOUT_S = 600.0
 
 
 @pytest.mark.parametrize(
@@ -110,14 +114,26 @@ async def test_refused_and_failed_requests_give_their_place_back(
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 500
 
 
+async def post_in_vain(
+    client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str, **request: Any
+) -> httpx.Response:
+    """The reply when `TIMEOUT_S` have passed since the engine has begun to hang."""
+    num_hung, now = engine.num_hung, time.monotonic
+    reply = asyncio.create_task(client.post(path, **request))
+    await until(lambda: engine.num_hung > num_hung)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now() + TIMEOUT_S)
+        return await reply
+
+
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_timeout_before_the_first_byte(
     make_client: MakeClient, engine: FakeAsyncLLM, path: str, body: dict
 ) -> None:
-    client = make_client(request_timeout=0.2)
+    client = make_client(request_timeout=TIMEOUT_S)
     engine.hang_after = 0
     for stream in (False, True):
-        reply = await client.post(path, json={**body, "stream": stream})
+        reply = await post_in_vain(client, engine, path, json={**body, "stream": stream})
         assert reply.status_code == 504
         assert "--request-timeout" in reply.json()["error"]["message"]
     assert not engine.running and len(engine.aborted) == 2
@@ -127,9 +143,9 @@ async def test_timeout_before_the_first_byte(
 async def test_timeout_in_a_stream_is_an_error_event(
     make_client: MakeClient, engine: FakeAsyncLLM, path: str, body: dict
 ) -> None:
-    client = make_client(request_timeout=0.5)
+    client = make_client(request_timeout=TIMEOUT_S)
     engine.hang_after = 2
-    reply = await client.post(path, json={**body, "stream": True})
+    reply = await post_in_vain(client, engine, path, json={**body, "stream": True})
     named = path in ("/v1/responses", "/v1/messages")
     chunks = named_events(reply) if named else events(reply)
     assert reply.status_code == 200 and len(chunks) > 2
@@ -157,7 +173,7 @@ async def test_timeout_covers_a_body_that_never_comes(make_client: MakeClient) -
 
 
 async def test_fast_requests_do_not_time_out(make_client: MakeClient) -> None:
-    client = make_client(request_timeout=600.0)
+    client = make_client(request_timeout=TIMEOUT_S)
     for path, body in BODIES:
         assert (await client.post(path, json=body)).status_code == 200
 
@@ -179,14 +195,15 @@ async def test_end_of_the_server_is_told(engine: FakeAsyncLLM, hang_after: int) 
 async def test_log_lines_carry_the_request_id(
     make_client: MakeClient, engine: FakeAsyncLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = make_client(enable_log_requests=True, request_timeout=0.2)
+    client = make_client(enable_log_requests=True, request_timeout=TIMEOUT_S)
     logging.getLogger("vllm").addHandler(caplog.handler)
     try:
         headers = {"X-Request-Id": "mine"}
         engine.hang_after = 0
-        await client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+        request = {"json": {"prompt": "hi"}, "headers": headers}
+        await post_in_vain(client, engine, "/v1/completions", **request)
         engine.hang_after, engine.fail_after = None, 0
-        await client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+        await client.post("/v1/completions", **request)
     finally:
         logging.getLogger("vllm").removeHandler(caplog.handler)
     for words in ("received cmpl-mine-0", "aborted cmpl-mine-0", "request cmpl-mine-0 failed"):

@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
     scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "scheme": "http"}
     async with app.router.lifespan_context(app):
-        await asyncio.wait_for(app(scope, receive, send), 10)  # type: ignore[arg-type]
+        await asyncio.wait_for(app(scope, receive, send), 60)  # type: ignore[arg-type]
     assert servers.stopped == [host]
 
 

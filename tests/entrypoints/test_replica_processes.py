@@ -14,7 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.test_api_processes import COMPLETIONS, Server, Stream, _abort, wait_until
+from tests.entrypoints.test_api_processes import (
+    COMPLETIONS,
+    STEP_MS,
+    Server,
+    Stream,
+    _abort,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -60,12 +67,11 @@ def rank_of(reply: httpx.Response) -> int:
 
 
 def test_all_processes_use_all_replicas_and_count_together(server: Server) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        replies = list(
-            pool.map(
-                lambda i: complete(server, prompt=f"{i} is a number", max_tokens=20), range(16)
-            )
-        )
+    # All have been placed before any has its first token.
+    server.post("/collective_rpc", method="pace", args=[0.5])
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda i: complete(server, prompt=f"{i} is a number"), range(16)))
+    server.post("/collective_rpc", method="pace", args=[STEP_MS / 1000])
     assert {reply.status_code for reply in replies} == {200}
     for name in ("vllm:request_success_total", "vllm:replica_requests_total"):
         found = by_engine(server, name)

@@ -110,6 +110,14 @@ def test_sleep_ends_the_requests_of_other_threads(make):
     assert {o.outputs[0].finish_reason for outputs in results for o in outputs} == {"abort"}
 
 
+def until_asked(turn, count):
+    """Wait until so many wait for their turns."""
+    deadline = time.monotonic() + STUCK_S
+    while len(turn._queue) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_turns_go_round():
     turn = Turn(lambda: None)
     order = []
@@ -118,17 +126,18 @@ def test_turns_go_round():
         for _ in range(20):
             with turn:
                 order.append(name)
-                time.sleep(0.001)
+                # The others ask for their next turns, of which the last round has none.
+                until_asked(turn, min(2, 60 - len(order)))
 
     with turn:
         threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
         for thread in threads:
             thread.start()
-        while len(turn._queue) < 3:
-            time.sleep(0.001)
+        until_asked(turn, 3)
     for thread in threads:
         thread.join(STUCK_S)
-    assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 57, 3))
+    assert len(order) == 60
+    assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 60, 3))
 
 
 def test_an_interrupted_wait_gives_its_turn_back(interruptible):
@@ -144,7 +153,12 @@ def test_an_interrupted_wait_gives_its_turn_back(interruptible):
     holder.start()
     holds.wait(STUCK_S)
     main = threading.main_thread().ident
-    threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT]).start()
+
+    def interrupt():
+        until_asked(turn, 1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt), turn:
         pass
     let_go.set()

@@ -315,7 +315,7 @@ class FakeExecutor(Executor):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        self.faults = vllm_config.additional_config
+        self.faults = {**vllm_config.additional_config}
         time.sleep(self.faults.get("start_s", 0.0))
         if "fail_at_start" in self.faults:
             raise RuntimeError(self.faults["fail_at_start"])
@@ -374,6 +374,10 @@ class FakeExecutor(Executor):
 
     def refuse(self) -> None:
         raise VLLMValidationError("the worker cannot", "method", "refuse")
+
+    def pace(self, step_s: float) -> None:
+        """From now on a step takes that long."""
+        self.faults["step_s"] = step_s
 
     def step_sizes(self) -> list[int]:
         """Requests in every step so far."""

@@ -111,12 +111,12 @@ def test_waiting_for_a_result_ends_with_a_call(cores: Callable[..., list[JointSt
 
 def test_a_replica_that_does_not_come_is_named(cores: Callable[..., list[JointSteps]]) -> None:
     first, second, _ = cores(timeout_s=0.3)
-    found = together(
-        lambda: pytest.raises(TimeoutError, first.join, DECODES),
-        lambda: pytest.raises(TimeoutError, second.join, DECODES),
-    )
-    for one in found:
-        assert one.match("replica 2 did not come to a step that all take together within 0.3 s")
+    with pytest.raises(TimeoutError, match="replicas 1, 2 did not come to a step"):
+        first.join(DECODES)
+    until(lambda: second.is_called)
+    words = "replica 2 did not come to a step that all take together within 0.3 s"
+    with pytest.raises(TimeoutError, match=words):
+        second.join(DECODES)
 
 
 def test_the_end_of_a_replica_ends_all_that_wait(cores: Callable[..., list[JointSteps]]) -> None:
@@ -151,7 +151,7 @@ def test_the_first_that_failed_is_the_cause(cores: Callable[..., list[JointSteps
         found = []
         for core, error in ((second, errors[1]), (first, errors[0]), (third, errors[2])):
             found.append(pool.submit(core.cause_of, error))
-            time.sleep(0.1)
+            until(lambda: all(1 in other._failed_s for other in (first, third)))
         own, *others = [future.result() for future in found]
     assert own is errors[1]
     assert all(str(one).startswith("replica 1 ended") for one in others)

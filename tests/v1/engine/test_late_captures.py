@@ -19,20 +19,19 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.late_captures import LateCaptures
+from vllm.v1.worker import warm_up
 from vllm.v1.worker.warm_up import capture_until
 
 
 class Graphs:
-    """Counts captures; each takes `seconds`."""
+    """Counts captures."""
 
-    def __init__(self, num_pending: int, seconds: float = 0.0) -> None:
+    def __init__(self, num_pending: int) -> None:
         self.num_pending = num_pending
-        self._seconds = seconds
 
     def capture_next(self) -> bool:
         if not self.num_pending:
             return False
-        time.sleep(self._seconds)
         self.num_pending -= 1
         return True
 
@@ -67,17 +66,22 @@ def test_without_a_deadline_everything_is_captured_before() -> None:
     assert not made(executor, ready_by_s=None).pending
 
 
-def test_captures_stop_at_the_deadline_and_the_rest_is_a_decision() -> None:
+def test_captures_stop_at_the_deadline_and_the_rest_is_a_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decisions.clear()
-    graphs = Graphs(1000, seconds=0.01)
-    capture_until(graphs, time.monotonic() + 0.1)  # type: ignore[arg-type]
-    assert 980 <= graphs.num_pending < 1000
+    graphs = Graphs(1000)
+    # Each capture takes a second.
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 - graphs.num_pending)
+    monkeypatch.setattr(warm_up, "time", clock)
+    capture_until(graphs, 9.5)  # type: ignore[arg-type]
+    assert graphs.num_pending == 990
     [one] = decisions.decisions()
     assert one.chosen == f"{graphs.num_pending} sizes after the start" and "--ready-in" in one.why
-    few = Graphs(3)
     decisions.clear()
-    capture_until(few, time.monotonic() + 60)  # type: ignore[arg-type]
-    assert few.num_pending == 0 and not decisions.decisions()
+    graphs.num_pending = 3
+    capture_until(graphs, 1001.0)  # type: ignore[arg-type]
+    assert graphs.num_pending == 0 and not decisions.decisions()
 
 
 def test_every_worker_is_brought_to_the_end() -> None:

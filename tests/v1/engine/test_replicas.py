@@ -33,6 +33,9 @@ from vllm.v1.metrics.reader import Counter
 
 pytestmark = pytest.mark.usefixtures("forking")
 
+#: of a step of the pair
+STEP_S = 0.002
+
 
 class ReplicaExecutor(FakeExecutor):
     """Says who it is, and sleeps, unless it was told that a replica cannot."""
@@ -86,7 +89,7 @@ def pair() -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         patch.setattr(start_method, "_other_threads", list)
-        made = Pair(additional_config={"step_s": 0.002})
+        made = Pair(additional_config={"step_s": STEP_S})
     yield made
     made.close()
 
@@ -176,6 +179,7 @@ def test_control_calls_reach_all_replicas(pair: Pair) -> None:
         assert text.count("# TYPE vllm:generation_tokens_total counter") == 1
 
         params = SamplingParams(max_tokens=400, ignore_eos=True)
+        await engine.collective_rpc("pace", args=(0.1,))  # 40 seconds for what is to be aborted
         streams = [
             asyncio.create_task(collect(engine, f"r{i}", prompt_of(i, 40), params, i % 2))
             for i in range(4)
@@ -186,6 +190,7 @@ def test_control_calls_reach_all_replicas(pair: Pair) -> None:
         for outputs in await asyncio.gather(*streams):
             assert outputs[-1].outputs[0].finish_reason == "abort"
         await engine.engine_core.call_utility("check_health")  # the aborts have arrived
+        await engine.collective_rpc("pace", args=(STEP_S,))
         assert waiting(engine) == {0: 0, 1: 0}
         assert await engine.reset_prefix_cache() is True
 

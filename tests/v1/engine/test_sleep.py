@@ -223,8 +223,10 @@ def test_the_core_itself_refuses_requests() -> None:
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
     async def main() -> None:
+        # Nothing ends before it is aborted.
+        step_s = 0.1 if mode == "abort" else 0.005
         engine = AsyncLLM(
-            sleepy_config(additional_config={"step_s": 0.005}), SleepyExecutor, log_stats=False
+            sleepy_config(additional_config={"step_s": step_s}), SleepyExecutor, log_stats=False
         )
         params = SamplingParams(max_tokens=60, output_kind=RequestOutputKind.DELTA)
         prompts = [[50 + i, 60, 70] for i in range(4)]
@@ -253,6 +255,7 @@ def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
                 assert tokens == whole[: len(tokens)]
                 assert (reason == "abort") == (mode == "abort")
                 assert mode == "abort" or tokens == whole
+            await engine.collective_rpc("pace", args=(0.0,))
             assert (await stream(0))[0] == expected_tokens(prompts[0], params)
             with pytest.raises(VLLMValidationError, match="'abort' or 'wait'"):
                 await engine.sleep(1, "keep")
@@ -264,7 +267,7 @@ def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -279,7 +282,7 @@ async def refuses(engine: AsyncLLM) -> bool:
     return False
 
 
-def with_sleepy_engine(run: Callable[[AsyncLLM], Awaitable[None]], step_s: float = 0.005) -> None:
+def with_sleepy_engine(run: Callable[[AsyncLLM], Awaitable[None]], step_s: float) -> None:
     async def main() -> None:
         config = sleepy_config(additional_config={"step_s": step_s})
         engine = AsyncLLM(config, SleepyExecutor, log_stats=False)
@@ -308,6 +311,7 @@ def test_a_wake_up_calls_off_a_sleep_that_waits() -> None:
         assert await refuses(engine)
         await engine.wake_up()
         assert not await engine.is_sleeping() and not await refuses(engine)
+        await engine.collective_rpc("pace", args=(0.0,))
         for sleep in waiting:
             with pytest.raises(VLLMValidationError, match="woken up before it slept"):
                 await sleep
@@ -316,7 +320,7 @@ def test_a_wake_up_calls_off_a_sleep_that_waits() -> None:
         await engine.sleep(1, "wait")
         assert await engine.is_sleeping() and await refuses(engine)
 
-    with_sleepy_engine(run)
+    with_sleepy_engine(run, step_s=0.1)
 
 
 @pytest.mark.usefixtures("forking")
@@ -325,7 +329,8 @@ def test_a_front_end_rests_once_its_core_knows_of_the_aborts() -> None:
 
     async def run(engine: AsyncLLM) -> None:
         async def stream() -> None:
-            async for _ in engine.generate([5, 6], SamplingParams(max_tokens=300), "long"):
+            params = SamplingParams(max_tokens=300, ignore_eos=True)
+            async for _ in engine.generate([5, 6], params, "long"):
                 pass
 
         running = asyncio.create_task(stream())
@@ -343,7 +348,7 @@ def test_a_front_end_rests_once_its_core_knows_of_the_aborts() -> None:
         await resting
         await rest.__aexit__(None, None, None)
 
-    with_sleepy_engine(run)
+    with_sleepy_engine(run, step_s=0.05)
 
 
 @pytest.mark.usefixtures("forking")
