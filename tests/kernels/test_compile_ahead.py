@@ -89,7 +89,7 @@ def test_the_compiler_starts_where_it_is_installed(
         compiler_start, "find_spec", {"triton": object() if installed else None}.get
     )
     compiler_start.start_on_a_thread()
-    assert started.wait(5 if installed else 0.05) == installed
+    assert started.wait(60 if installed else 0.05) == installed
 
 
 @pytest.mark.parametrize(("device", "loads"), [("cuda", 1), ("cpu", 0)])
@@ -145,8 +145,9 @@ def test_a_launch_that_loads_a_launcher_again_waits_for_what_is_compiled_ahead(
 
     late = [Variant("kernel", what, compiled_late) for what in ("afp32", "bfp64")]
     ahead = ParallelCompilation(late, torch.device("cuda"))
-    first, again = _launched({"x": "i64"}), _launched({"y": "i64"})
+    first = _launched({"x": "i64"})
     first.join(20)
+    again = _launched({"y": "i64"})
     again.join(0.05)
     assert not first.is_alive() and again.is_alive()
     go.set()

