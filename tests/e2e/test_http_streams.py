@@ -25,17 +25,17 @@ def run(path: Path, *words: str) -> tuple[str, list[dict]]:
 def test_a_free_model(tmp_path: Path) -> None:
     shown, points = run(
         tmp_path / "r.json",
-        *["--streams", "1,6", "--rounds", "2", "--prompt", "20", "--output", "16", "--chat"],
+        *["--streams", "1,6", "--rounds", "6", "--prompt", "20", "--output", "16", "--chat"],
         *["--step-ms", "10", "--client-processes", "2"],
     )
     assert [(p["streams"], p["requests"], p["output_tokens"]) for p in points] == [
-        (1, 2, 32),
-        (6, 12, 192),
+        (1, 6, 96),
+        (6, 36, 576),
     ]
     assert [p["client_processes"] for p in points] == [1, 2]
     for p in points:
         # A step of 10 ms, and a token in each.
-        assert p["itl_p50_ms"] > 9 and p["seconds"] > 2 * 16 * 0.01
+        assert p["itl_p50_ms"] > 9 and p["seconds"] > 6 * 16 * 0.01
         assert p["tokens_per_s"] == pytest.approx(p["output_tokens"] / p["seconds"])
         assert 0 < p["ttft_p50_ms"] <= p["ttft_p99_ms"] and p["ratio"] is None
         assert min(p["api_us"], p["engine_us"], p["client_us"]) > 0 and p["api_processes"] == 1

@@ -168,7 +168,7 @@ def test_client_that_goes_away(server: RemoteServer, family: str, storage: Path)
             model=server.model,
             prompt=[5] * 20,
             max_tokens=250,
-            n=16,
+            n=128,
             extra_body={"ignore_eos": True},
         )
     token_ids = [9] * 30

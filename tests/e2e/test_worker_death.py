@@ -21,7 +21,7 @@ pytestmark = [
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "-tp", "2")
 #: from the death of a worker to the end of every process
-END_S = 5.0
+END_S = 10.0
 
 
 def workers_of(server: RemoteServer) -> list[psutil.Process]:

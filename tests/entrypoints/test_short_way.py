@@ -130,6 +130,16 @@ async def post(
     return connection
 
 
+async def post_until_written(app: Any, body: dict[str, Any]) -> Connection:
+    """A reply of which something went the short way: nothing does when all of it comes at once, as
+    after a pause of the machine."""
+    for _ in range(10):
+        connection = await post(app, Connection(), body)
+        if connection.written:
+            break
+    return connection
+
+
 BODIES = [
     {"prompt": "hi"},
     {"prompt": "hi", "n": 2},
@@ -146,7 +156,10 @@ LONG = (2, 3)
 async def test_both_ways_send_the_same(engine: AsyncLLM) -> None:
     app = build_app(engine, PARSERS)
     for number, body in enumerate(BODIES):
-        short = await post(app, Connection(), body)
+        if number in LONG:
+            short = await post(app, Connection(), body)
+        else:
+            short = await post_until_written(app, body)
         long = await post(app, Connection(), body, writes=False)
         assert not long.written
         assert short.texts() == long.texts()
@@ -163,7 +176,7 @@ async def test_a_connection_that_takes_nothing_waits_in_the_long_way(engine: Asy
     app = build_app(engine, FrontEndArgs())
     paused = await post(app, Connection(write_paused=True), {"prompt": "hi"})
     assert not paused.written
-    free = await post(app, Connection(), {"prompt": "hi"})
+    free = await post_until_written(app, {"prompt": "hi"})
     assert free.written and free.texts() == paused.texts()
 
 

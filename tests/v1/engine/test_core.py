@@ -132,7 +132,7 @@ def test_failed_set_up_stops_the_executor(monkeypatch):
 
 def test_slow_step_times_out(monkeypatch):
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
-    core = make_core(additional_config={"step_s": 1.5})
+    core = make_core(additional_config={"step_s": 3.0})
     add(core)
     with pytest.raises(TimeoutError, match="no result after 1 s.*VLLM_EXECUTE_MODEL_TIMEOUT"):
         run(core)
