@@ -204,7 +204,7 @@ def _gone(pid):
             with open(f"/proc/{pid}/stat") as stat:
                 if stat.read().split(")")[1].split()[0] == "Z":
                     return True
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter between opening and reading
             return True
         time.sleep(0.1)
     return False
