@@ -44,7 +44,7 @@ def server() -> Iterator[RemoteServer]:
 def test_curl(server: RemoteServer, command: Command) -> None:
     words = [word.replace("http://localhost:8000", server.url) for word in command.words]
     line = shlex.join(words).replace("'$MODEL'", MODEL).replace("$MODEL", MODEL)
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     if "data: " in done.stdout:
         assert done.stdout.rstrip().endswith("data: [DONE]")

@@ -40,7 +40,7 @@ def test_interrupted(number: signal.Signals) -> None:
     demo.send_signal(number)
     # A second one, while the first is being obeyed, must not leave the server alone either.
     demo.send_signal(number)
-    out, err = demo.communicate(timeout=120)
+    out, err = demo.communicate(timeout=240)
     assert demo.returncode == 1
     assert "all of it worked" not in out
     assert err.rstrip().endswith("interrupted") and "Traceback" not in err

@@ -224,7 +224,7 @@ def test_interrupt_is_answered(tmp_path: Path) -> None:
     wait_for(lambda: len(finished(path)) >= 1, process)
     engine = children(process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "the same command continues from here" in err and "Traceback" not in err
     assert_gone(engine)

@@ -26,7 +26,7 @@ def run_python(arguments: list[str], **environment: str) -> subprocess.Completed
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -29,7 +29,7 @@ print(type(config).__module__, heavy, refused, there)
 def test_a_config_is_read_without_the_models() -> None:
     """They are an import error inside the block, and there afterwards."""
     command = [sys.executable, "-c", SCRIPT, str(tiny_model("llama"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     module, *rest = done.stdout.splitlines()[-1].split()
     assert module == "transformers.models.llama.configuration_llama"

@@ -189,7 +189,7 @@ def test_core_ends_with_its_parent(tmp_path, monkeypatch, method, end):
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
-    done = run_python(str(script), end, timeout=120)
+    done = run_python(str(script), end, timeout=240)
     assert done.returncode == (3 if end == "crash" else 0), done.stderr
     pid, tokens = done.stdout.split(" ", 1)
     assert tokens.strip() == str(expected_tokens([5, 6, 7], SamplingParams(max_tokens=5)))

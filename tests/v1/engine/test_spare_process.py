@@ -59,7 +59,7 @@ def test_a_process_whose_parent_dies_ends(method: str) -> None:
     )
     # Its end of the pipe is what keeps the output open.
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
     )
     assert int(done.stdout) > 0
 
