@@ -75,10 +75,11 @@ def test_health_is_answered_during_a_burst(tmp_path: Path) -> None:
     app = build_app(engine, FrontEndArgs())
     try:
         with asyncio.Runner() as runner:
-            # Collections of garbage, which a server puts off, take time, too.
+            # Collections of garbage, which a server puts off, take time, too; after a pause of the
+            # machine there is little left to do.
             for _ in range(_ATTEMPTS):
                 health = runner.run(burst(app))
-                if max(health) <= LIMIT_S:
+                if len(health) >= 5 and max(health) <= LIMIT_S:
                     break
             assert len(health) >= 5 and max(health) <= LIMIT_S, max(health)
     finally:

@@ -59,10 +59,10 @@ def connect(publisher: ZmqEventPublisher, subscriber: Subscriber) -> int:
     while True:
         publish(publisher, 1)
         number += 1
-        if subscriber.receive(50) is not None:
+        if (message := subscriber.receive(50)) is not None:
             break
-    while subscriber.receive(200) is not None:
-        pass
+    while message is not None and message[0] < number - 1:
+        message = subscriber.receive()
     return number
 
 
