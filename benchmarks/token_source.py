@@ -210,10 +210,12 @@ class TokenExecutor(Executor):
 
 
 def main() -> int:
+    from vllm.entrypoints.api_processes.process import APPLICATION
     from vllm.entrypoints.api_processes.serve import serve_together
     from vllm.entrypoints.launcher import bind, serve
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.utils.fork_server import fork_server
     from vllm.v1.engine.async_llm import AsyncLLM
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -246,7 +248,8 @@ def main() -> int:
             options.reasoning_tokens,
         )
         if args.api_server_count != 1:
-            return serve_together(bind(args, shared=True), args, config, TokenExecutor)
+            with fork_server(APPLICATION):
+                return serve_together(bind(args, shared=True), args, config, TokenExecutor)
         return serve(
             bind(args),
             args,

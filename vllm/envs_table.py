@@ -80,7 +80,7 @@ _VARIABLES = (
         "VLLM_WORKER_MULTIPROC_METHOD",
         _one_of("fork", "spawn", "forkserver"),
         "fork",
-        "how worker processes start; the command line uses spawn",
+        "how processes start; fork only where that is safe",
     ),
     Variable("VLLM_ENABLE_V1_MULTIPROCESSING", _bool, True, "0 runs the engine core in process"),
     Variable("VLLM_ALLOW_INSECURE_SERIALIZATION", _bool, False, "pickle callables over RPC"),

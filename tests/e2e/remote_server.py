@@ -33,7 +33,7 @@ class RemoteServer:
     """`vllm serve MODEL FLAGS`, ready on entering the context and gone, children too, on leaving.
 
     `http` is a client for its paths, one connection per request. A `fresh` one imports everything
-    itself, which takes seconds, and spawns its processes, as users' servers do. Raises
+    itself, which takes seconds, and chooses how its processes start, as users' servers do. Raises
     `RuntimeError` with the server's log when it does not start.
     """
 
@@ -54,7 +54,7 @@ class RemoteServer:
         arguments = ["serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *flags]
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "0.05"}
         if not fresh:
-            # A spawned API process or worker would import everything again, for four seconds.
+            # A spawned process would import everything again, for seconds.
             defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         env = {**defaults, **os.environ, **(env or {})}
         self.process: subprocess.Popen[bytes] | ForkedPython

@@ -74,8 +74,12 @@ def test_tokens_and_hidden_states_of_two_replicas(
 
 @pytest.mark.slow
 def test_a_server_with_two_replicas(asked: list[list[int]], expected: list[list[int]]) -> None:
-    flags = ["-dp", "2", "--max-model-len", "256", "--dtype", "float32"]
-    with RemoteServer(tiny_model("qwen3_5"), *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    flags = ["-dp", "2", "-asc", "2", "--max-model-len", "256", "--dtype", "float32"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    with RemoteServer(tiny_model("qwen3_5"), *flags, env=environment, fresh=True) as server:
+        # By default all are forked: the first core, the fork server, the second core, two for HTTP.
+        commands = {" ".join(child.cmdline()) for child in server.children()}
+        assert len(server.children()) == 5 and len(commands) == 1, commands
         replies = []
         for index, prompt in enumerate(asked):
             body = {

@@ -14,11 +14,13 @@ from typing import Any
 
 from benchmarks.token_source import TokenExecutor, make_config
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.entrypoints.api_processes.process import APPLICATION
 from vllm.entrypoints.api_processes.serve import serve_together
 from vllm.entrypoints.cli.main import report_failure
 from vllm.entrypoints.launcher import bind
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
+from vllm.utils.fork_server import fork_server
 
 
 class SleepingExecutor(TokenExecutor):
@@ -60,7 +62,8 @@ def main() -> int:
             )
             assert config.model_config is not None
             config.model_config.enable_sleep_mode = True
-            return serve_together(bind(args, shared=True), args, config, SleepingExecutor)
+            with fork_server(APPLICATION):
+                return serve_together(bind(args, shared=True), args, config, SleepingExecutor)
         except Exception as error:
             report_failure("serve", error)
             return 1

@@ -227,7 +227,9 @@ def test_calls_reach_the_one_engine(server: Server) -> None:
 
 
 def test_a_killed_process_takes_only_its_own_requests_with_it(server: Server) -> None:
+    before = set(server.serving())
     victim = server.serving()[0]
+    fork_server = psutil.Process(victim).ppid()
     streams = [Stream(server, 300) for _ in range(RUNNING)]
     wait_until(lambda: all(stream.ids for stream in streams))
     counted = server.metric("vllm:prompt_tokens_total")
@@ -240,9 +242,49 @@ def test_a_killed_process_takes_only_its_own_requests_with_it(server: Server) ->
     wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
     wait_until(lambda: server.get("/load").json()["server_load"] == 0)
     wait_until(lambda: len(server.serving()) == 3 and victim not in server.serving())
+    # Whoever took its place has shared what the others have imported.
+    (new,) = set(server.serving()) - before
+    assert psutil.Process(new).ppid() == fork_server
+    assert sum(psutil.Process(new).cpu_times()[:2]) < 2.0
     assert server.metric("vllm:prompt_tokens_total") >= counted
     for _ in range(9):
         assert server.post(COMPLETIONS, prompt="a", max_tokens=2).status_code == 200
+
+
+def test_each_process_listens_at_its_own_socket_alone(server: Server) -> None:
+    processes = [psutil.Process(pid) for pid in server.serving()]
+    (fork_server,) = {one.ppid() for one in processes}
+    listening = [
+        [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        for process in (*processes, psutil.Process(fork_server))
+    ]
+    assert [len(found) for found in listening] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("is_supervisor", [True, False])
+def test_nothing_is_left_behind_a_killed_process(tmp_path: Path, is_supervisor: bool) -> None:
+    """Neither of the supervisor nor of the process that the others are forked from."""
+    server = Server(tmp_path / "log", "-asc", "2").ready()
+    try:
+        wait_until(lambda: len(server.serving()) == 2)
+        everyone = server.process.children(recursive=True)
+        assert len(everyone) >= 4, "two API processes, what they are forked from, and the core"
+        stream = Stream(server, 2000)
+        wait_until(lambda: bool(stream.ids))
+        fork_server = psutil.Process(server.serving()[0]).ppid()
+        os.kill(server.popen.pid if is_supervisor else fork_server, signal.SIGKILL)
+        assert server.popen.wait(60) == (-signal.SIGKILL if is_supervisor else 1)
+        wait_until(lambda: not [one for one in everyone if _runs(one)])
+    finally:
+        server.popen.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it does: one that has ended may wait for a system without an init process."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_unix_socket_and_a_server_that_stops_with_its_process(tmp_path: Path) -> None:

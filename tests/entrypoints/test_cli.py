@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,20 +15,14 @@ import pytest
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli import openai_client
-from vllm.entrypoints.cli.collect_env import describe_environment
+from vllm.entrypoints.cli.collect_env import CollectEnvCommand, describe_environment
 from vllm.entrypoints.cli.main import SUBCOMMANDS, load_command, main
 from vllm.entrypoints.cli.serve import choose_model
 from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL, FrontEndArgs, make_arg_parser
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.start_method import start_method
 from vllm.version import __version__
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets a default for processes it starts, which must not last."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,12 +56,22 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert done.value.code == 0 and name in capsys.readouterr().out
 
 
-def test_the_command_line_spawns_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["collect-env"]) == 0
-    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+@pytest.mark.usefixtures("forking")
+def test_commands_spawn_processes_unless_they_are_told_to_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+
+    def note(self: CollectEnvCommand, args: argparse.Namespace) -> int:
+        found.append(start_method())
+        return 0
+
+    monkeypatch.setattr(CollectEnvCommand, "run", note)
     main(["collect-env"])
-    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    main(["collect-env"])
+    assert found == ["fork", "spawn"]
+    assert start_method() == "fork", "which ends with the command"
 
 
 def parse(*flags: str) -> tuple[FrontEndArgs, AsyncEngineArgs]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -31,3 +32,10 @@ class ParentWatch(threading.Thread):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self._grace_s)
         os._exit(1)
+
+
+def watch_parent(grace_s: float) -> None:
+    """Start it in a process that `multiprocessing` has started."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    ParentWatch(parent.pid, grace_s).start()

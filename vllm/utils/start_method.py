@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm import decisions, envs
+from vllm.utils.own_process import OwnProcess
 from vllm.utils.parent_watch import ParentWatch
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.]")
 #: `omp_pause_hard` of OpenMP 5.0
 _PAUSE_HARD = 2
+_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+#: the process that is in a block of `spawning`
+_spawning: OwnProcess | None = None
 
 
 def start_method(what: str = "engine core") -> str:
@@ -24,19 +31,39 @@ def start_method(what: str = "engine core") -> str:
     asked = envs.VLLM_WORKER_MULTIPROC_METHOD
     if asked != "fork":
         return asked
-    reason = None
-    if _uses_cuda():
-        reason = "CUDA is initialised in this process and cannot be used in a forked one"
-    elif "ray" in sys.modules:
-        reason = "Ray is imported in this process, and its connections do not survive a fork"
-    elif _other_threads():
-        reason = "this process runs threads, whose locks a forked process would inherit"
-    elif not _end_openmp_threads():
-        reason = "OpenMP's threads do not end, and a forked process would wait for them"
+    if _VARIABLE not in os.environ and _spawning is not None and _spawning.is_own:
+        return "spawn"
+    reason = reason_not_to_fork()
     if reason is None:
         return asked
     decisions.record(f"{what} start method", "spawn", reason, instead_of="fork")
     return "spawn"
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """Inside the block this process may run threads that Python does not know: by default
+    `start_method` is to spawn. Processes that it starts have none of them and choose anew."""
+    global _spawning
+    _spawning = OwnProcess()
+    try:
+        yield
+    finally:
+        _spawning = None
+
+
+def reason_not_to_fork() -> str | None:
+    """What makes forking this process unsafe; None if nothing does, OpenMP's threads being ended
+    for it."""
+    if _uses_cuda():
+        return "CUDA is initialised in this process and cannot be used in a forked one"
+    if "ray" in sys.modules:
+        return "Ray is imported in this process, and its connections do not survive a fork"
+    if _other_threads():
+        return "this process runs threads, whose locks a forked process would inherit"
+    if not _end_openmp_threads():
+        return "OpenMP's threads do not end, and a forked process would wait for them"
+    return None
 
 
 def _uses_cuda() -> bool:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from tiny_models import tiny_model
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import main as cli
-from vllm.v1.engine import spare_process
+from vllm.utils.fork_server import fork_server
+from vllm.v1.engine import core_proc, spare_process
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.spare_process import SpareProcess, prestarted
 
@@ -50,16 +53,43 @@ def test_a_dead_process_is_not_used() -> None:
         assert spare_process.take() is None
 
 
+def _answer_environment(work: Connection, ready: Connection) -> None:
+    ready.send((os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LATE"), os.getppid()))
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_replicas_process_is_forked_from_the_fork_server_and_has_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(core_proc, "run_engine_core", _answer_environment)
+    with prestarted():
+        (_, ready) = connections = spare_process.connections()
+        assert ready.poll(60), "the first one, which is forked from this process"
+        assert ready.recv() == ("0,1", None, os.getpid())
+        with fork_server((), connections):
+            monkeypatch.setenv("LATE", "1")
+            spare = SpareProcess({"CUDA_VISIBLE_DEVICES": "1"})
+            devices, late, parent_pid = spare.ready.recv()
+            assert (devices, late) == ("1", "1") and parent_pid != os.getpid()
+            spare.discard()
+    assert spare_process.connections() == ()
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_whose_parent_dies_ends(method: str) -> None:
     script = (
         "import os\nfrom vllm.v1.engine.spare_process import SpareProcess\n"
         "if __name__ == '__main__':\n"
-        f"    print(SpareProcess('{method}').process.pid, flush=True)\n    os._exit(0)"
+        "    print(SpareProcess().process.pid, flush=True)\n    os._exit(0)"
     )
     # Its end of the pipe is what keeps the output open.
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", script],
+        env=os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": method},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert int(done.stdout) > 0
 

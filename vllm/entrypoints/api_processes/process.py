@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.api_processes.control import ControlPort, Handlers
 from vllm.entrypoints.openai.siblings import Siblings, abort_replies
+from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
-from vllm.utils.parent_watch import ParentWatch
+from vllm.utils.parent_watch import watch_parent
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
 from vllm.v1.serial_utils import unpickle_setup
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 #: how long a process that has lost its supervisor may take to stop
 _ORPHAN_GRACE_S = 10.0
-_IMPORTED_EARLY = ("vllm.v1.engine.async_llm", "vllm.entrypoints.openai.api_server")
+#: what takes an API process long to import
+APPLICATION = ("vllm.v1.engine.async_llm", "vllm.entrypoints.openai.api_server")
 
 
 @dataclass(frozen=True)
@@ -144,22 +146,18 @@ class CommandedEngine:
             self._finish()
 
 
-def import_application() -> None:
-    """Import what takes long, in this process or, for it, in the one that it is forked from."""
-    with gc_paused():
-        for module in _IMPORTED_EARLY:
-            importlib.import_module(module)
-
-
-def run_api_process(pipe: Connection, sock: socket.socket, parent_pid: int) -> None:
+def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     """Entry point: imports what is needed, then waits at `pipe` for an `ApiSetup` and serves on
     `sock`. Ends when told to, when the core dies, or when the parent is gone."""
     from vllm.entrypoints.launcher import run_server_loop, stop_start_at_signals
     from vllm.entrypoints.tally import Tallies
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
-    ParentWatch(parent_pid, _ORPHAN_GRACE_S).start()
-    import_application()
+    watch_parent(_ORPHAN_GRACE_S)
+    startup_phases.take_events()  # a forked process begins with a copy of its parent's
+    with gc_paused():
+        for module in APPLICATION:
+            importlib.import_module(module)
     try:
         setup: ApiSetup = unpickle_setup(pipe.recv_bytes())
     except EOFError:  # the start has failed elsewhere

@@ -12,20 +12,19 @@ import socket
 import tempfile
 from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.control import ControlPort, Handlers, PeerGoneError
-from vllm.entrypoints.api_processes.process import ApiSetup, import_application, run_api_process
+from vllm.entrypoints.api_processes.process import ApiSetup, run_api_process
 from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
-from vllm.utils.start_method import start_method
+from vllm.utils.fork_server import ForkError, start
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -47,20 +46,13 @@ class _ApiProcess:
     """A process at one of the places, from its start to its end."""
 
     def __init__(self, place: int, sock: socket.socket) -> None:
-        method = start_method("API process")
-        if method == "fork":
-            import_application()
-        context: Any = multiprocessing.get_context(method)
         self.place = place
         self.client_index = 0
         self.port: ControlPort | None = None
         self.is_ready = False
         self.pipe: Connection
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=run_api_process, args=(theirs, sock, os.getpid()), name=f"vllm-api-{place}"
-        )
-        self.process.start()
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = start("API process", run_api_process, (theirs, sock), f"vllm-api-{place}")
         theirs.close()
 
     def kill(self) -> None:
@@ -106,9 +98,6 @@ class Supervisor:
         stop_start_at_signals()
         with tempfile.TemporaryDirectory(prefix="vllm-api-") as directory:
             try:
-                # They import what they need while the core starts.
-                for place, sock in enumerate(self._sockets):
-                    self._processes[place] = _ApiProcess(place, sock)
                 return asyncio.run(self._serve(Path(directory)))
             finally:
                 for process in self._processes.values():
@@ -124,6 +113,9 @@ class Supervisor:
         share = BoardShare(0, num_places, self._board_path)
         self._core = AsyncMPClient(self._vllm_config, self._executor_class, self._log_stats, share)
         try:
+            # They import what they need while the core starts.
+            for place, sock in enumerate(self._sockets):
+                self._processes[place] = _ApiProcess(place, sock)
             self._core.wait_ready()
             self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
@@ -258,9 +250,13 @@ class Supervisor:
             self._stop()
             return
         logger.info("another process takes the place of API process %d", place)
-        self._processes[place] = _ApiProcess(place, self._sockets[place])
         try:
+            self._processes[place] = _ApiProcess(place, self._sockets[place])
             self._introduce(self._processes[place])
+        except ForkError as error:
+            logger.error("there cannot be another: %s", error)
+            self._exit_code = 1
+            self._stop()
         except EngineDeadError:
             self._processes.pop(place).kill()
 

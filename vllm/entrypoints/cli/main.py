@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from vllm.utils.imports import gc_paused
+from vllm.utils.start_method import spawning
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -106,9 +107,7 @@ def _answer_usage(argv: list[str]) -> int:
 def _run(name: str, argv: list[str]) -> int:
     """Parse and run; the last line on stderr names the cause of a failure."""
     try:
-        with _engine_process(name, argv):
-            # From here on threads may run.
-            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        with _engine_process(name, argv), spawning():
             with gc_paused():
                 command = load_command(name)
                 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -7,6 +7,7 @@ Routes are imported while the engine starts, so this module imports none of them
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 from typing import TYPE_CHECKING
@@ -31,7 +32,6 @@ def run_server(namespace: argparse.Namespace) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status."""
     startup_phases.begin_with_process(startup_phases.IMPORT)
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launcher import bind, check_certificates, serve
 
     args = FrontEndArgs.from_cli_args(namespace)
     engine_args = AsyncEngineArgs.from_cli_args(namespace)
@@ -39,6 +39,30 @@ def run_server(namespace: argparse.Namespace) -> int:
     check_node_role(args, engine_args)
     if args.headless:
         return _run_headless(engine_args)
+    with _forking(args, engine_args):
+        return _run_api(args, engine_args)
+
+
+def _forking(
+    args: FrontEndArgs, engine_args: AsyncEngineArgs
+) -> contextlib.AbstractContextManager[None]:
+    """For more processes than this one and an engine core: what they are forked from."""
+    from vllm.utils.fork_server import fork_server
+    from vllm.v1.engine import spare_process
+
+    if args.api_server_count != 1:
+        from vllm.entrypoints.api_processes.process import APPLICATION
+
+        return fork_server(APPLICATION, spare_process.connections())
+    if engine_args.data_parallel_size > 1:
+        return fork_server((), spare_process.connections())
+    return contextlib.nullcontext()
+
+
+def _run_api(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
+    """Serve, with as many API processes as asked."""
+    from vllm.entrypoints.launcher import bind, check_certificates, serve
+
     load_chat_template(args.chat_template)
     log_config(args)
     check_certificates(args)

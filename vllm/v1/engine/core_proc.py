@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
-from vllm.utils.parent_watch import ParentWatch
+from vllm.utils.parent_watch import watch_parent
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -272,7 +272,7 @@ class _OutputSocket:
 # ---- the process -------------------------------------------------------------------------------
 
 
-def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> None:
+def run_engine_core(work: Connection, ready: Connection) -> None:
     """Entry point of the core process: imports what a core needs, then waits at `work` for a
     cloudpickled `CoreSetup` and the `CoreAddresses`.
 
@@ -282,7 +282,7 @@ def run_engine_core(work: Connection, ready: Connection, parent_pid: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_during_start)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
-    ParentWatch(parent_pid, _ORPHAN_GRACE_S).start()
+    watch_parent(_ORPHAN_GRACE_S)
     try:
         with gc_paused(), short_turns():
             import_everything()

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -44,7 +43,7 @@ class CoreProcess:
         self._began_s = time.monotonic()
         spare = spare_process.take() if environment is None else None
         spare = spare or spare_process.SpareProcess(environment=environment)
-        self.process: BaseProcess = spare.process
+        self.process = spare.process
         self._ready: Connection = spare.ready
         with contextlib.suppress(OSError):  # it died: `wait_ready` says so
             spare.give(setup, addresses)

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vllm.utils.fork_server import start
 from vllm.utils.imports import gc_paused, import_heavy_modules, short_turns
 from vllm.utils.start_method import start_method
 
@@ -27,25 +27,15 @@ if TYPE_CHECKING:
 class SpareProcess:
     """A process that imports the engine core, then waits to be told what to run.
 
-    `method`: "fork" or "spawn"; by default `start_method` chooses. `environment`: variables of its
-    own, which it sets before it looks for a device.
+    `environment`: variables of its own, which it sets before it looks for a device.
     """
 
-    def __init__(
-        self, method: str | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        context: Any = multiprocessing.get_context(method or start_method())
-        self._give: Connection
-        work, self._give = context.Pipe(duplex=False)
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        work, self._give = multiprocessing.Pipe(duplex=False)
         #: where the core says that it is ready
-        self.ready: Connection
-        self.ready, child_ready = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(
-            target=_run,
-            args=(work, child_ready, os.getpid(), dict(environment or {})),
-            name="vllm-engine-core",
-        )
-        self.process.start()
+        self.ready, child_ready = multiprocessing.Pipe(duplex=False)
+        args = (work, child_ready, dict(environment or {}))
+        self.process = start("engine core", _run, args, "vllm-engine-core")
         work.close()
         child_ready.close()
 
@@ -53,6 +43,10 @@ class SpareProcess:
         """What `run_engine_core` waits for; OSError when the process is gone."""
         self._give.send((setup, addresses))
         self._give.close()
+
+    def connections(self) -> tuple[Connection, ...]:
+        """This process's ends of pipes, which no other one may hold."""
+        return self._give, self.ready
 
     def discard(self) -> None:
         """Not needed after all: end the process, which has done nothing yet."""
@@ -82,6 +76,11 @@ def prestarted() -> Iterator[None]:
             unused.discard()
 
 
+def connections() -> tuple[Connection, ...]:
+    """Those of the process that was started, while it is not taken."""
+    return () if _spare is None else _spare.connections()
+
+
 def take() -> SpareProcess | None:
     """The process that was started, once, if it is still alive."""
     global _spare
@@ -92,7 +91,7 @@ def take() -> SpareProcess | None:
     return spare
 
 
-def _run(work: Connection, ready: Connection, parent_pid: int, environment: dict[str, str]) -> None:
+def _run(work: Connection, ready: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from vllm.kernels.triton.compiler_start import start_on_a_thread
     from vllm.platforms.cuda_driver import initialise_on_a_thread
@@ -104,4 +103,4 @@ def _run(work: Connection, ready: Connection, parent_pid: int, environment: dict
         import_heavy_modules()
         from vllm.v1.engine.core_proc import run_engine_core
 
-    run_engine_core(work, ready, parent_pid)
+    run_engine_core(work, ready)
