@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any
 
-from benchmarks import gpu_tables, mixture_tables
+from benchmarks import gpu_tables, mixture_tables, process_starts
 from benchmarks.disaggregation import Row
 from benchmarks.disaggregation import table as pairs
 from benchmarks.measured_tables import DATA, ROOT, compared, load
@@ -214,6 +214,7 @@ TABLES = {
     "gpu": gpu_tables.workloads,
     "fp8": gpu_tables.fp8,
     "starts": gpu_tables.starts,
+    "process_starts": lambda: process_starts.rows(load("process_starts.json")),
     "kernels": gpu_tables.kernels,
     "steps": gpu_tables.steps,
     "mixture": mixture_tables.served,

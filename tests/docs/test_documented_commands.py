@@ -93,6 +93,7 @@ ELSEWHERE = {
     "python -m benchmarks.offline": "needs a GPU",
     "python -m benchmarks.offloading": "needs a GPU",
     "python -m benchmarks.starts": "needs a GPU",
+    "python -m benchmarks.process_starts": "minutes; tests/benchmarks/test_process_starts.py",
     "python -m benchmarks.gpu_kernels": "needs a GPU",
     "python -m benchmarks.forced_acceptance": "tests/benchmarks/test_forced_acceptance.py",
     "python -m benchmarks.step_profile": "needs a GPU",
