@@ -132,11 +132,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, found: tuple[Any, ...]) -> Connection | socket.socket:
         index, *modes = found
-        return (
-            Connection(self._files[index], *modes)
-            if modes
-            else socket.socket(fileno=self._files[index])
-        )
+        file = self._files[index]
+        return Connection(file, *modes) if modes else socket.socket(fileno=file)
 
 
 class _ForkServer:
