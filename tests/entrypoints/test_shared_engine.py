@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -165,6 +166,51 @@ def test_an_interrupted_wait_gives_its_turn_back(interruptible):
     holder.join(STUCK_S)
     with turn:
         pass
+
+
+class InterruptedQueue(deque):
+    """An interrupt is noticed when a call returns."""
+
+    def append(self, ticket):
+        super().append(ticket)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_asking_leaves_nobody_in_the_queue():
+    turn = Turn(lambda: None)
+    with turn:
+        turn._queue = InterruptedQueue()
+        with pytest.raises(KeyboardInterrupt):
+            turn.__enter__()
+        assert not turn._queue
+    assert not turn._held
+
+
+def test_an_interrupt_before_asking_takes_no_turn_from_others(monkeypatch):
+    turn = Turn(lambda: None)
+    with turn:
+        with monkeypatch.context() as patch:
+            patch.setattr(turn, "_mutex", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                turn.__enter__()
+        assert turn._held
+
+
+class Interrupted:
+    """A lock that an interrupt comes before, once."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._comes = True
+
+    def __enter__(self):
+        if self._comes:
+            self._comes = False
+            raise KeyboardInterrupt
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
 
 
 def test_a_forked_child_is_refused_and_leaves_the_engine_alone(llm):

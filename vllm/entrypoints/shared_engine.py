@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
+class _Ticket:
+    """Of a thread that asks for a turn: its lock is released when the turn `has_come`."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
 class Turn:
     """A lock that threads get in the order in which they asked, so that one that takes it again
     and again keeps nobody waiting. `before`: called first, may refuse by raising."""
@@ -23,25 +32,23 @@ class Turn:
         self._before = before
         self._mutex = threading.Lock()
         self._held = False
-        self._queue: deque[threading.Lock] = deque()
+        self._queue: deque[_Ticket] = deque()
 
     def __enter__(self) -> None:
         self._before()
-        with self._mutex:
-            if not self._held:
-                self._held = True
-                return
-            ticket = threading.Lock()
-            ticket.acquire()
-            self._queue.append(ticket)
+        ticket = _Ticket()
         try:
-            ticket.acquire()
+            with self._mutex:
+                if not self._held:
+                    self._held = ticket.has_come = True
+                    return
+                self._queue.append(ticket)
+            ticket.lock.acquire()
         except BaseException:  # an interrupt; the turn may have come with it
             with self._mutex:
-                still_waits = ticket in self._queue
-                if still_waits:
+                if ticket in self._queue:
                     self._queue.remove(ticket)
-            if not still_waits:
+            if ticket.has_come:
                 self._pass_on()
             raise
 
@@ -56,7 +63,9 @@ class Turn:
     def _pass_on(self) -> None:
         with self._mutex:
             if self._queue:
-                self._queue.popleft().release()
+                ticket = self._queue.popleft()
+                ticket.has_come = True
+                ticket.lock.release()
             else:
                 self._held = False
 
