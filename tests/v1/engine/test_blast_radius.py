@@ -23,11 +23,11 @@ from vllm.v1.core.sched import results
 from vllm.v1.core.sched.kv_transfer import KVTransfer
 from vllm.v1.engine import FAILURE_STAGES
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Metric
+from vllm.v1.request import Request
 from vllm.v1.worker import step_sampler
 
 #: the prompt of the request that meets the fault begins with this, the others' do not
@@ -60,7 +60,8 @@ def has_victims_prompt(_: Any, request: Any, *more: Any) -> bool:
 
 
 def fail_receive(patch: pytest.MonkeyPatch) -> None:
-    fail_for(patch, EngineCore, "make_request", has_victims_prompt)
+    name = "from_engine_core_request"
+    fail_for(patch, Request, name, lambda request, *_: request.prompt_token_ids[0] == MARK)
 
 
 def fail_look_up(patch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def add(core, request_id="a", prompt=(5, 6, 7), **params):
     request = EngineCoreRequest(
         request_id, list(prompt), SamplingParams(ignore_eos=True, **params), 0.0
     )
-    return core.add_request(core.make_request(request))
+    return core.add_request(core.receive(request))
 
 
 def run(core):
@@ -64,7 +64,7 @@ def test_a_pin_ends_in_an_idle_core(async_scheduling, monkeypatch):
     request = EngineCoreRequest(
         "a", list(range(50)), SamplingParams(max_tokens=2), 0.0, cache=CacheOptions(pin_seconds=60)
     )
-    core.add_request(core.make_request(request))
+    core.add_request(core.receive(request))
     run(core)
     manager = core.scheduler.kv_cache_manager
     assert manager.usage > 0 and not core.has_work()

@@ -30,7 +30,7 @@ class IdleCore:
     def use_idle_time(self):
         return False
 
-    def abort_all(self):
+    def abort_requests(self, request_ids):
         pass
 
 

@@ -128,7 +128,7 @@ def test_the_loop_captures_while_it_has_nothing_to_do(tmp_path: Any) -> None:
             core: Any = self
             return EngineCore.use_idle_time(core)
 
-        def abort_all(self) -> None:
+        def abort_requests(self, request_ids: None) -> None:
             events.append("abort")
 
     addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")

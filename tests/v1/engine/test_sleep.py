@@ -209,11 +209,11 @@ def test_the_core_itself_refuses_requests() -> None:
     core = EngineCore(sleepy_config(), SleepyExecutor)
     core.sleeping.sleep(1)
     request = EngineCoreRequest("a", [1, 2, 3], SamplingParams(max_tokens=2), 0.0)
-    refused = core.add_request(core.make_request(request))
+    refused = core.add_request(core.receive(request))
     assert refused is not None and refused.finish_reason is FinishReason.ERROR
     assert refused.error is not None and "sleeps" in refused.error
     core.sleeping.wake_up()
-    assert core.add_request(core.make_request(request)) is None
+    assert core.add_request(core.receive(request)) is None
     with pytest.raises(RuntimeError, match="while requests run"):
         core.sleeping.sleep(1)
     core.shutdown()

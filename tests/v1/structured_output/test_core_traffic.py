@@ -89,7 +89,7 @@ class Core:
         plain = None
         if params.structured_outputs is not None:
             plain, params.structured_outputs = params.structured_outputs, None
-        request = self.core.make_request(message)
+        request = self.core.receive(message)
         if plain is not None:
             params.structured_outputs = plain
             request.grammar = request_grammar(params, compilation)

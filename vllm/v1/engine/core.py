@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.exceptions import VLLMValidationError
@@ -18,28 +17,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.placements import Placement
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    BlockHasher,
-    estimate_max_model_len,
-    get_kv_cache_capacity,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-)
-from vllm.v1.core.placed_arena import (
-    PlacementSpecs,
-    estimate_placed_max_model_len,
-    get_placed_configs,
-)
+from vllm.v1.core.kv_cache_utils import BlockHasher, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.staged_arena import (
-    estimate_staged_max_model_len,
-    get_stage_configs,
-    whole_config,
-)
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -49,14 +31,15 @@ from vllm.v1.engine import (
     RequestFailure,
     StopRequest,
 )
+from vllm.v1.engine.core_memory import CoreMemory
 from vllm.v1.engine.core_placements import CorePlacements
-from vllm.v1.engine.joint_steps import JointSteps
+from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
-from vllm.v1.engine.replica_mesh import connect_replicas, names
+from vllm.v1.engine.replica_mesh import names
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -91,9 +74,7 @@ class EngineCore:
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool = True
     ) -> None:
-        assert vllm_config.model_config is not None
         self.vllm_config = vllm_config
-        self._model_config = vllm_config.model_config
         self.executor = executor_class(vllm_config)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_step_computed = False
@@ -102,8 +83,9 @@ class EngineCore:
         self.joint: JointSteps | None = None
         try:
             if vllm_config.parallel_config.replicas_share_experts:
-                self.joint = self._meet_replicas()
-            kv_cache_config = self._initialize_kv_caches()
+                self.joint = meet_replicas(vllm_config, self.executor.step_timeout_s)
+            memory = CoreMemory(vllm_config, self.executor)
+            kv_cache_config = memory.allocate(self.joint)
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
             self._event_publisher = self._create_event_publisher()
         except BaseException:
@@ -119,97 +101,19 @@ class EngineCore:
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
         self.late_captures = LateCaptures(vllm_config, self.executor)
         self._placements = CorePlacements(
-            vllm_config,
-            self.scheduler,
-            self.executor,
-            self._drain,
-            self._plan_memory,
-            self._adopt_memory,
-            kv_cache_config,
+            vllm_config, self.scheduler, self.executor, self._drain, memory, kv_cache_config
         )
         self._utilities: dict[str, Callable[..., Any]] = {
             "change_placement": self.change_placement,
             "admit_placement": self.admit_placement,
             "collective_rpc": self.collective_rpc,
-            "reset_prefix_cache": self.reset_prefix_cache,
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.executor.check_health,
             "sleep": self.sleeping.sleep,
             "wake_up": self.sleeping.wake_up,
         }
 
-    @property
-    def max_model_len(self) -> int:
-        return self._model_config.max_model_len
-
     # ---- start-up ------------------------------------------------------------------------------
-
-    def _meet_replicas(self) -> JointSteps:
-        """Connect to the cores of the other replicas, whose workers have met by now."""
-        parallel = self.vllm_config.parallel_config
-        rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
-        decisions.record(
-            "steps of replicas",
-            "taken together",
-            "--enable-expert-parallel: each replica has a part of the experts, and runs them for "
-            "all",
-        )
-        directory, timeout_s = parallel.meeting_directory, parallel.hosts_timeout_s
-        links = connect_replicas(directory, rank, size, timeout_s)
-        return JointSteps(links, self.executor.step_timeout_s)
-
-    def _initialize_kv_caches(self) -> KVCacheConfig:
-        specs, placed = self.executor.get_kv_cache_specs(), self.executor.get_placed_specs()
-        self._available_bytes = self.executor.determine_available_memory()
-        if self.joint is not None:
-            # Equal memory, so that all capture graphs of the same sizes.
-            least = self.joint.least(min(self._available_bytes))
-            self._available_bytes = [least] * len(self._available_bytes)
-            self.joint.begin()
-        if self._model_config.max_model_len_auto:
-            self._fit_max_model_len(specs, placed[0])
-        configs = self._plan_memory(specs, placed)
-        whole = whole_config(self.vllm_config, configs)
-        self._adopt_memory(whole)
-        self.executor.initialize_from_config(configs)
-        return whole
-
-    def _plan_memory(
-        self, specs: list[dict[str, KVCacheSpec]], placed: list[list[PlacementSpecs]]
-    ) -> list[KVCacheConfig]:
-        """For each worker, for all the placements if there are any; ValueError if a request of full
-        length does not fit."""
-        if placed[0]:
-            return get_placed_configs(self.vllm_config, placed, self._available_bytes)
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            return get_stage_configs(self.vllm_config, specs, self._available_bytes)
-        return get_kv_cache_configs(self.vllm_config, specs, self._available_bytes)
-
-    def _adopt_memory(self, config: KVCacheConfig) -> None:
-        """Work out how much the workers' memory holds."""
-        cache = self.vllm_config.cache_config
-        cache.num_gpu_blocks = config.num_blocks
-        config = config.of_placement(0)
-        if config.kv_cache_groups:
-            tokens, full_length = get_kv_cache_capacity(self.vllm_config, config)
-            cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
-            logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
-
-    def _fit_max_model_len(
-        self, specs: list[dict[str, KVCacheSpec]], placed: list[PlacementSpecs]
-    ) -> None:
-        model, scheduler = self._model_config, self.vllm_config.scheduler_config
-        available = min(self._available_bytes)
-        if placed:
-            fits = estimate_placed_max_model_len(self.vllm_config, placed, available)
-        elif self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            fits = estimate_staged_max_model_len(self.vllm_config, specs, self._available_bytes)
-        else:
-            fits = estimate_max_model_len(self.vllm_config, specs[0], available)
-        if 0 < fits < model.max_model_len:
-            decisions.record(
-                "max_model_len", fits, "the longest request memory holds", model.max_model_len
-            )
-            model.max_model_len = scheduler.max_model_len = fits
 
     def _create_scheduler(
         self, kv_cache_config: KVCacheConfig, log_stats: bool
@@ -254,16 +158,13 @@ class EngineCore:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def make_request(self, request: EngineCoreRequest) -> Request:
-        """Build the core's request (hashes the prompt's blocks); may run on another thread."""
-        made = Request.from_engine_core_request(request, self._block_hasher)
-        made.grammar = self._grammars.start(request.sampling_params)
-        return made
-
     def receive(self, request: EngineCoreRequest) -> Request | EngineCoreOutput:
-        """As `make_request`; the request's last message if it cannot be made."""
+        """Build the core's request (hashes the prompt's blocks), or its last message if it cannot
+        be made; may run on another thread."""
         try:
-            return self.make_request(request)
+            made = Request.from_engine_core_request(request, self._block_hasher)
+            made.grammar = self._grammars.start(request.sampling_params)
+            return made
         except Exception as error:
             logger.exception("request %s cannot be received", request.request_id)
             return _refusal(request.request_id, RequestFailure.of("receive", error))
@@ -286,7 +187,8 @@ class EngineCore:
             return _refusal(request.request_id, RequestFailure.of("receive", error))
         return None
 
-    def abort_requests(self, request_ids: list[str]) -> None:
+    def abort_requests(self, request_ids: list[str] | None) -> None:
+        """None: all of them."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
@@ -294,13 +196,9 @@ class EngineCore:
         for stop in stops:
             self.scheduler.stop_request(stop.request_id, stop.num_output_tokens)
 
-    def abort_all(self) -> None:
-        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-
     def abort_client(self, client_index: int) -> None:
         """Abort all requests of a client that is gone."""
-        own = self.scheduler.request_ids_of(client_index)
-        self.scheduler.finish_requests(own, RequestStatus.FINISHED_ABORTED)
+        self.abort_requests(self.scheduler.request_ids_of(client_index))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
@@ -463,7 +361,7 @@ class EngineCore:
             # No step is of one replica's old experts and another one's new ones.
             self.joint.meet(self._join_with_padding)
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
-        if replaces and not self.reset_prefix_cache(True, True):
+        if replaces and not self.scheduler.reset_prefix_cache(True, True):
             raise RuntimeError(
                 f"{method}: the weights are new, but a connector is loading state of the old ones, "
                 "or keeps it; reset the prefix cache again when it has ended"
@@ -476,11 +374,6 @@ class EngineCore:
         output = SchedulerOutput.make_empty()
         output.joint = self.joint.join(output.shape(self._width))
         self.executor.execute_model(output).result(self._step_timeout_s)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
         """Stop scheduler, connector and workers; safe to call twice."""

@@ -20,11 +20,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.placements import Placement, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
-from vllm.v1.core.placed_arena import PlacementSpecs, with_placement
+from vllm.v1.core.placed_arena import with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.engine.core_memory import CoreMemory
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -36,9 +37,8 @@ _NUM_REMEMBERED = 4096
 class CorePlacements:
     """Which placements requests choose from, and changing the engine's own: on all workers or none.
 
-    `drain` takes the core through the steps that remain without a request; `plan` makes workers'
-    memory configurations from what their layers keep, `adopt` is called with the first of them.
-    `config`: the memory that there is at the start.
+    `drain` takes the core through the steps that remain without a request. `config`: the memory
+    that there is at the start.
     """
 
     def __init__(
@@ -47,15 +47,12 @@ class CorePlacements:
         scheduler: SchedulerInterface,
         executor: Executor,
         drain: Callable[[], None],
-        plan: Callable[
-            [list[dict[str, KVCacheSpec]], list[list[PlacementSpecs]]], list[KVCacheConfig]
-        ],
-        adopt: Callable[[KVCacheConfig], None],
+        memory: CoreMemory,
         config: KVCacheConfig,
     ) -> None:
         self._vllm_config = vllm_config
         self._scheduler, self._executor = scheduler, executor
-        self._drain, self._plan, self._adopt = drain, plan, adopt
+        self._drain, self._memory = drain, memory
         assert vllm_config.model_config is not None
         self._aliases = vllm_config.model_config.placement_aliases
         self._most_unnamed = vllm_config.model_config.max_request_placements
@@ -222,7 +219,7 @@ class CorePlacements:
         if self._scheduler.has_unfinished_requests():
             return PlacementChange(True, [])
         try:
-            configs = self._plan(specs, placed)
+            configs = self._memory.plan(specs, placed)
         except ValueError as error:
             raise VLLMValidationError(f"placement: {error}", "placement") from None
         self._drain()
@@ -232,7 +229,7 @@ class CorePlacements:
         found = self._executor.collective_rpc("apply_placement", args=(placement, configs[0]))
         self._scheduler.use_memory(configs[0])
         self._use(configs[0])
-        self._adopt(configs[0])
+        self._memory.adopt(configs[0])
         logger.info("placement changed in %.2f s", time.monotonic() - begin)
         cache = self._vllm_config.cache_config
         return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)

@@ -169,7 +169,7 @@ class EngineCoreProc:
         """End all requests and let transfers of finished ones complete, and steps of replicas that
         need this one."""
         core = self._core
-        core.abort_all()
+        core.abort_requests(None)
         if core.joint is not None:
             core.joint.leave()
         deadline = time.monotonic() + _DRAIN_S
@@ -304,7 +304,7 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
         CoreReady(
             cache.num_gpu_blocks,
             cache.capacity_tokens,
-            core.max_model_len,
+            core.vllm_config.model_config.max_model_len,
             core.vllm_config.decisions.decisions(),
             startup_phases.take_events(),
         )

@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from vllm import decisions
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.step_shape import StepShape
-from vllm.v1.engine.replica_mesh import names
+from vllm.v1.engine.replica_mesh import connect_replicas, names
 
 #: number of the step, then the fields of a `StepShape`
 _OFFER = struct.Struct("<qqqq?q")
@@ -274,6 +276,19 @@ class JointSteps:
                 self._offers[step][rank] = shape
             self._changed.notify_all()
         self._wake(self._lost(rank) if rank in self._lost_ranks else None)
+
+
+def meet_replicas(vllm_config: VllmConfig, timeout_s: float) -> JointSteps:
+    """Connect to the cores of the other replicas, whose workers have met by now."""
+    parallel = vllm_config.parallel_config
+    rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
+    decisions.record(
+        "steps of replicas",
+        "taken together",
+        "--enable-expert-parallel: each replica has a part of the experts, and runs them for all",
+    )
+    links = connect_replicas(parallel.meeting_directory, rank, size, parallel.hosts_timeout_s)
+    return JointSteps(links, timeout_s)
 
 
 def _received(link: socket.socket) -> bytes:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State memory as the engine core sees it: what workers have room for, and what fits into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm import decisions
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import (
+    estimate_max_model_len,
+    get_kv_cache_capacity,
+    get_kv_cache_configs,
+)
+from vllm.v1.core.placed_arena import (
+    PlacementSpecs,
+    estimate_placed_max_model_len,
+    get_placed_configs,
+)
+from vllm.v1.core.staged_arena import (
+    estimate_staged_max_model_len,
+    get_stage_configs,
+    whole_config,
+)
+from vllm.v1.engine.joint_steps import JointSteps
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = init_logger(__name__)
+
+
+class CoreMemory:
+    """Plans the workers' arenas in the bytes that they have for them."""
+
+    def __init__(self, vllm_config: VllmConfig, executor: Executor) -> None:
+        self._vllm_config = vllm_config
+        self._executor = executor
+        self._available_bytes: list[int] = []
+
+    def allocate(self, joint: JointSteps | None) -> KVCacheConfig:
+        """Give all workers their memory, once; returns what the scheduler works with.
+
+        `ValueError` if a request of full length does not fit.
+        """
+        specs, placed = self._executor.get_kv_cache_specs(), self._executor.get_placed_specs()
+        self._available_bytes = self._executor.determine_available_memory()
+        if joint is not None:
+            # Equal memory, so that all capture graphs of the same sizes.
+            least = joint.least(min(self._available_bytes))
+            self._available_bytes = [least] * len(self._available_bytes)
+            joint.begin()
+        if self._vllm_config.model_config.max_model_len_auto:
+            self._fit_max_model_len(specs, placed[0])
+        configs = self.plan(specs, placed)
+        whole = whole_config(self._vllm_config, configs)
+        self.adopt(whole)
+        self._executor.initialize_from_config(configs)
+        return whole
+
+    def plan(
+        self,
+        specs: Sequence[dict[str, KVCacheSpec]],
+        placed: Sequence[Sequence[PlacementSpecs]],
+    ) -> list[KVCacheConfig]:
+        """For each worker, from what its layers keep, or what they keep in each placement if there
+        are any; `ValueError` if a request of full length does not fit."""
+        if placed[0]:
+            return get_placed_configs(self._vllm_config, placed, self._available_bytes)
+        if self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return get_stage_configs(self._vllm_config, specs, self._available_bytes)
+        return get_kv_cache_configs(self._vllm_config, specs, self._available_bytes)
+
+    def adopt(self, config: KVCacheConfig) -> None:
+        """Work out how much the workers' memory holds."""
+        cache = self._vllm_config.cache_config
+        cache.num_gpu_blocks = config.num_blocks
+        config = config.of_placement(0)
+        if config.kv_cache_groups:
+            tokens, full_length = get_kv_cache_capacity(self._vllm_config, config)
+            cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
+            logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
+
+    def _fit_max_model_len(
+        self, specs: Sequence[dict[str, KVCacheSpec]], placed: Sequence[PlacementSpecs]
+    ) -> None:
+        model, scheduler = self._vllm_config.model_config, self._vllm_config.scheduler_config
+        available = min(self._available_bytes)
+        if placed:
+            fits = estimate_placed_max_model_len(self._vllm_config, placed, available)
+        elif self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            fits = estimate_staged_max_model_len(self._vllm_config, specs, self._available_bytes)
+        else:
+            fits = estimate_max_model_len(self._vllm_config, specs[0], available)
+        if 0 < fits < model.max_model_len:
+            decisions.record(
+                "max_model_len", fits, "the longest request memory holds", model.max_model_len
+            )
+            model.max_model_len = scheduler.max_model_len = fits
