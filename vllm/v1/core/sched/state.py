@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.pinned_prefixes import PinnedPrefixes
+from vllm.v1.core.placement_caches import PlacementCaches
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
@@ -118,19 +116,7 @@ class SchedulerState(SchedulerInterface):
 
     def _use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config
-        placements = kv_cache_config.placements
-        if placements:
-            pool = BlockPool(kv_cache_config.plan)
-            pins = PinnedPrefixes(pool)
-            #: by placement, who ran longest ago first; they share the memory
-            self.caches = {
-                i: self._create_kv_cache_manager(
-                    kv_cache_config.of_placement(i), pool, pins, placed.first
-                )
-                for i, placed in enumerate(placements)
-            }
-        else:
-            self.caches = {0: self._create_kv_cache_manager(kv_cache_config)}
+        self.caches = PlacementCaches(self.vllm_config, kv_cache_config)
         #: of the placement that the engine has at its start; the memory as a whole is in any
         self.kv_cache_manager = self.caches[0]
 
@@ -145,12 +131,8 @@ class SchedulerState(SchedulerInterface):
         ]
         if any(request.status is not RequestStatus.WAITING for request in own):
             return False
-        placed = self.kv_cache_config.placements[placement]
-        self.caches[placement].begin_step()
-        pool, pins = self.kv_cache_manager.block_pool, self.kv_cache_manager.pins
-        while not pool.forget_groups(placed.first, placed.count):
-            if not pins.release_next():
-                return False
+        if not self.caches.forget(placement):
+            return False
         for request in own:
             self.caches[placement].discard_match(request)
             request.placement, request.awaits_placement = 0, True
@@ -158,32 +140,7 @@ class SchedulerState(SchedulerInterface):
 
     def set_placement(self, placement: int, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config
-        placed, own = kv_cache_config.placements[placement], kv_cache_config.of_placement(placement)
-        pool, pins = self.kv_cache_manager.block_pool, self.kv_cache_manager.pins
-        pool.pages.set_groups(placed.first, [group.blocks_per_page for group in own.plan.groups])
-        self.caches[placement] = self._create_kv_cache_manager(own, pool, pins, placed.first)
-
-    def _create_kv_cache_manager(
-        self,
-        kv_cache_config: KVCacheConfig,
-        pool: BlockPool | None = None,
-        pins: PinnedPrefixes | None = None,
-        first_group: int = 0,
-    ) -> KVCacheManager:
-        events = self.vllm_config.kv_events_config
-        return KVCacheManager(
-            kv_cache_config,
-            self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_caching=bool(self.vllm_config.cache_config.enable_prefix_caching),
-            watermark=self.vllm_config.scheduler_config.watermark,
-            checkpoint_interval=self.vllm_config.cache_config.checkpoint_interval,
-            sanitize=self.vllm_config.cache_config.sanitize,
-            enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
-            pool=pool,
-            pins=pins,
-            first_group=first_group,
-        )
+        self.caches.set_placement(placement, kv_cache_config)
 
     # ---- coming --------------------------------------------------------------------------------
 
@@ -382,15 +339,7 @@ class SchedulerState(SchedulerInterface):
             while self.running:
                 self._preempt_last()
             finished = [request for request in self.requests.values() if request.is_finished]
-        for cache in self.caches.values():
-            cache.begin_step()
-        # Each forgets everything, and nothing while any holds blocks.
-        done = all(
-            [
-                cache.reset_prefix_cache([one for one in finished if one.placement == placement])
-                for placement, cache in self.caches.items()
-            ]
-        )
+        done = self.caches.reset_prefix_cache(finished)
         if reset_connector and self.connector is not None:
             done = self.connector.reset_cache() is not False and done
         return done
