@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz.scenarios import Fuzzer
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
-from vllm.v1.core.page_queues import IdleQueue
+from vllm.v1.core.idle_queue import IdleQueue
 from vllm.v1.core.sched.results import SchedulerResults
 from vllm.v1.core.sched.state import finish_output
 from vllm.v1.worker import worker

@@ -8,7 +8,7 @@ from state_cases import full, generate, hidden, manager_of, recurrent, request, 
 
 from vllm.cache_options import CacheOptions
 from vllm.v1.core.checkpoint_policy import CheckpointPolicy
-from vllm.v1.core.page_queues import IdleQueue
+from vllm.v1.core.idle_queue import IdleQueue
 
 HYBRID = [full(), recurrent(block_size=4096)]
 

@@ -13,68 +13,14 @@ docs/state_memory.md. Everything is O(1) amortised, but O(log idle) for becoming
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_journal import BlockJournal
+from vllm.v1.core.group_pages import GroupPages, Page
+from vllm.v1.core.idle_queue import IdleQueue
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.page_queues import IdleQueue, PageBuckets
 from vllm.v1.kv_cache_interface import ArenaPlan
-
-
-class GroupPages:
-    """A group's pages by what can be had from them.
-
-    `supply`: free and idle blocks of its pinned pages, to be had without another page.
-    """
-
-    __slots__ = ("group_id", "capacity", "pinned", "resting", "with_idle", "idle", "supply", "live")
-
-    def __init__(self, group_id: int, capacity: int, idle: IdleQueue[KVCacheBlock]) -> None:
-        self.group_id = group_id
-        self.capacity = capacity
-        self.pinned: PageBuckets[Page] = PageBuckets()
-        self.resting: PageBuckets[Page] = PageBuckets()
-        self.with_idle: OrderedDict[Page, None] = OrderedDict()
-        self.idle = idle
-        self.supply = 0
-        self.live = 0
-
-
-class Page:
-    """A page lent to a group.
-
-    `blocks[i]`: its i-th block; they are made in order, as they are first needed. `spare`: those
-    of them that are free. `rank`: the highest rank a block of it was left idle with.
-    """
-
-    __slots__ = (
-        "index",
-        "group",
-        "blocks",
-        "spare",
-        "live",
-        "idle",
-        "rank",
-        "is_idle",
-        "supply",
-        "bucket",
-        "bucket_free",
-    )
-
-    def __init__(self, index: int, group: GroupPages) -> None:
-        self.index = index
-        self.group = group
-        self.blocks: list[KVCacheBlock] = []
-        self.spare: list[KVCacheBlock] = []
-        self.live = 0
-        self.idle = 0
-        self.rank = (0.0, 0)
-        self.is_idle = False
-        self.supply = 0
-        self.bucket: PageBuckets | None = None
-        self.bucket_free = 0
 
 
 class PagePool:
@@ -383,38 +329,14 @@ class PagePool:
 
     def _place(self, page: Page) -> None:
         """Bring the indexes up to date with the page's counts; an empty page goes back."""
-        group = page.group
-        live, idle = page.live, page.idle
-        num_free = group.capacity - live - idle
-        bucket: PageBuckets | None = None
-        supply = 0
-        if live:
-            supply = num_free + idle
-            if num_free:
-                bucket = group.pinned
-            if page.is_idle:
-                page.is_idle = False
-                self._idle_pages.remove(page)
-        elif idle:
-            if num_free:
-                bucket = group.resting
-            if not page.is_idle:
-                page.is_idle = True
+        page.group.place(page)
+        is_idle = page.live == 0 and page.idle > 0
+        if is_idle != page.is_idle:
+            page.is_idle = is_idle
+            if is_idle:
                 self._idle_pages.add(page)
-        elif page.is_idle:
-            self._idle_pages.remove(page)
-        if live and idle:
-            group.with_idle[page] = None
-        else:
-            group.with_idle.pop(page, None)
-        group.supply += supply - page.supply
-        page.supply = supply
-        if bucket is not page.bucket or num_free != page.bucket_free:
-            if page.bucket is not None:
-                page.bucket.remove(page, page.bucket_free)
-            if bucket is not None:
-                bucket.add(page, num_free)
-            page.bucket, page.bucket_free = bucket, num_free
-        if not live and not idle:
+            else:
+                self._idle_pages.remove(page)
+        if not page.live and not page.idle:
             self._pages[page.index] = None
             self._returned.append(page.index)

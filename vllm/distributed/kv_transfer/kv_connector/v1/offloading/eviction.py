@@ -5,14 +5,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.v1.core.group_pages import Page
+from vllm.v1.core.idle_queue import IdleQueue
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     Tail,
     get_group_id,
 )
-from vllm.v1.core.page_pool import Page, PagePool
-from vllm.v1.core.page_queues import IdleQueue
+from vllm.v1.core.page_pool import PagePool
 from vllm.v1.kv_cache_interface import ArenaPlan
 
 

@@ -1,44 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the page pool finds a page or an idle block: by free blocks, or by rank."""
+"""What the page pool may evict, by rank."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
-
-_Page = TypeVar("_Page")
-
-
-class PageBuckets(Generic[_Page]):
-    """Pages with free blocks, found by how few are left."""
-
-    __slots__ = ("_by_free", "_occupied")
-
-    def __init__(self) -> None:
-        self._by_free: dict[int, OrderedDict[_Page, None]] = {}
-        self._occupied = 0
-
-    def add(self, page: _Page, num_free: int) -> None:
-        bucket = self._by_free.get(num_free)
-        if bucket is None:
-            bucket = self._by_free[num_free] = OrderedDict()
-        bucket[page] = None
-        self._occupied |= 1 << num_free
-
-    def remove(self, page: _Page, num_free: int) -> None:
-        bucket = self._by_free[num_free]
-        del bucket[page]
-        if not bucket:
-            self._occupied ^= 1 << num_free
-
-    def fullest(self) -> _Page | None:
-        """A page with the fewest free blocks (at least one)."""
-        if not self._occupied:
-            return None
-        lowest = (self._occupied & -self._occupied).bit_length() - 1
-        return next(iter(self._by_free[lowest]))
 
 
 class _Ranked(Protocol):
