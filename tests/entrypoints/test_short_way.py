@@ -200,7 +200,7 @@ async def test_an_error_ends_a_stream_of_written_text(engine: AsyncLLM) -> None:
     reply = asyncio.create_task(post(app, connection, body))
     while len(connection.written) < 5:
         await asyncio.sleep(0.005)
-    for stream in engine._streams:
+    for stream in engine._handler.streams:
         stream.fail(EngineDeadError("for the test"))
     await reply
     last, done = connection.body.split(b"\n\n")[-3:-1]

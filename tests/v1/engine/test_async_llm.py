@@ -17,15 +17,14 @@ from tests.v1.engine.fakes import (
     VOCAB_SIZE,
     FakeExecutor,
     expected_tokens,
-    fake_logprobs,
     make_vllm_config,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestConflict
-from vllm.v1.engine.async_llm import AsyncLLM, _turns
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, logprobs_to_wire
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.usefixtures("forking")
 
@@ -69,7 +68,7 @@ def test_many_streams_at_once():
                 assert tokens == expected_tokens(prompt, params, eos=EOS)
                 assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
             assert not engine.output_processor.has_unfinished_requests()
-            assert not engine._streams
+            assert not engine._handler.streams
 
     asyncio.run(main())
 
@@ -213,7 +212,8 @@ def test_a_request_that_cannot_be_sent_is_not_kept(params, monkeypatch):
             for prompt in ([1, 2], [1] * 400):
                 with pytest.raises((VLLMValidationError, OSError)):
                     await collect(engine, "bad", prompt, params)
-            assert not engine.output_processor.has_unfinished_requests() and not engine._streams
+            assert not engine.output_processor.has_unfinished_requests()
+            assert not engine._handler.streams
             assert engine.unfinished_request_ids() == []
 
     asyncio.run(main())
@@ -271,14 +271,3 @@ def test_collective_rpc_before_any_request():
             assert pid == engine.engine_core.process_id
 
     asyncio.run(main())
-
-
-def test_outputs_with_logprobs_take_more_turns_of_the_event_loop() -> None:
-    plain = [EngineCoreOutput(str(i), [1]) for i in range(300)]
-    assert [len(part) for part in _turns(plain)] == [128, 128, 44]
-    wire = logprobs_to_wire(fake_logprobs([1], 20))
-    scored = [EngineCoreOutput(str(i), [1], wire) for i in range(30)]
-    assert [len(part) for part in _turns(scored)] == [11, 11, 8]
-    huge = EngineCoreOutput("r", [1], logprobs_to_wire(fake_logprobs([1], 1000)))
-    assert [len(part) for part in _turns([plain[0], huge, plain[1]])] == [1, 1, 1]
-    assert list(_turns([])) == []

@@ -336,7 +336,7 @@ def test_a_front_end_rests_once_its_core_knows_of_the_aborts() -> None:
         running = asyncio.create_task(stream())
         await until(engine.output_processor.has_unfinished_requests)
         core = psutil.Process(engine.engine_core.process_id)
-        rest = engine.resting("abort")
+        rest = engine.rest.resting("abort")
         core.suspend()
         try:
             resting = asyncio.create_task(rest.__aenter__())
@@ -367,7 +367,7 @@ def test_sleeps_and_wake_ups_at_once_leave_both_ends_agreed() -> None:
             if rng.random() < 0.5:
                 rng.choice(tasks).cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            async with engine._sleep_lock:  # a call nobody waits for may still be on its way
+            async with engine.rest._sleep_lock:  # a call nobody waits for may still be on its way
                 pass
             assert await refuses(engine) == await engine.is_sleeping()
         await engine.wake_up()

@@ -4,31 +4,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.async_rest import AsyncRest
 from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_stream import OutputStream, TakeText, Wakes
-from vllm.v1.engine.placements import (
-    PlacementChange,
-    PlacementGate,
-    asked_for,
-    busy,
-    placement_to_admit,
-)
-from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
+from vllm.v1.engine.output_handler import OutputHandler
+from vllm.v1.engine.output_stream import OutputStream, TakeText
+from vllm.v1.engine.placements import asked_for, placement_to_admit
 from vllm.v1.metrics.merge import snapshot
 from vllm.v1.metrics.prometheus import REGISTRY, metrics_text
 from vllm.v1.metrics.reader import Metric
@@ -43,39 +35,10 @@ if TYPE_CHECKING:
     from vllm.engine.batch_defaults import UsageContext
     from vllm.model_executor.placements import Placement
     from vllm.v1.engine.input_processor import ProcessedInput
-    from vllm.v1.engine.output_processor import ProcessedOutputs
     from vllm.v1.executor.abstract import Executor
-
-logger = init_logger(__name__)
-
-#: outputs handled before other tasks of the event loop get a turn, and logprobs that take as long
-#: as one output if their tokens' texts are new
-_CHUNK = 128
-_LOGPROBS_PER_OUTPUT = 2
-#: messages of the core whose tokens go out together when they come faster than they are handled
-_MOST_TOGETHER = 8
-#: pause between looks at whether all requests have ended
-_TICK_S = 0.02
-
 
 #: entries of a list that are gone through without a thread, in well under a millisecond
 _SHORT_LIST = 2048
-
-
-def _turns(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
-    """`outputs` in parts that are handled in one turn of the event loop."""
-    part: list[EngineCoreOutput] = []
-    weight = 0
-    for output in outputs:
-        wire = output.new_logprobs
-        own = 1 if wire is None else 1 + wire.rows * wire.width // _LOGPROBS_PER_OUTPUT
-        if part and weight + own > _CHUNK:
-            yield part
-            part, weight = [], 0
-        part.append(output)
-        weight += own
-    if part:
-        yield part
 
 
 def _takes_long(prompt: PromptType, params: SamplingParams) -> bool:
@@ -125,17 +88,13 @@ class AsyncLLM:
         self.log_stats = log_stats
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        self._streams: set[OutputStream] = set()
-        self._wakes = Wakes()
-        self._handler: asyncio.Task[None] | None = None
-        #: held by the call that changes what sleeps
-        self._sleep_lock = asyncio.Lock()
-        self._placement_gate = PlacementGate()
-        self._shares_core = client is not None
-        self._error: BaseException | None = None
         self._loggers = self._front_end.make_stat_loggers(
-            self.engine_core.configs, self.engine_core.router, alone=client is None
+            self.engine_core.configs,
+            self.engine_core.router,
+            alone=not self.engine_core.shares_core,
         )
+        self._handler = OutputHandler(self.engine_core, self.output_processor, self._loggers)
+        self.rest = AsyncRest(self.engine_core, self._front_end, self._handler)
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -167,7 +126,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether the engine is dead."""
-        return self._error is not None or self.engine_core.dead is not None
+        return self._handler.dead_error is not None
 
     @property
     def is_running(self) -> bool:
@@ -180,12 +139,7 @@ class AsyncLLM:
     @property
     def dead_error(self) -> EngineDeadError:
         """The error of a dead engine."""
-        if isinstance(self._error, EngineDeadError):
-            return EngineDeadError(self._error.cause)
-        if self._error is not None:
-            return EngineDeadError(f"{type(self._error).__name__}: {self._error}")
-        dead = self.engine_core.dead
-        return EngineDeadError(dead.cause if dead is not None else None)
+        return self._handler.dead_error or EngineDeadError()
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine is dead."""
@@ -239,10 +193,9 @@ class AsyncLLM:
             raise
         placement = placement_to_admit(self.model_config, processed.request)
         if placement is not None:
-            self._ensure_handler()
             admitted = await self.engine_core.call_utility("admit_placement", placement)
             processed.request.sampling_params.placement = admitted
-        await self._placement_gate.passed()
+        await self.rest.placement_gate.passed()
         stream = self._start(processed, request_id, take_text)
         finished = False
         try:
@@ -251,10 +204,10 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self._streams.discard(stream)
+            self._handler.streams.discard(stream)
             if not finished:
                 # After the failure of one of n completions, too: the others still run.
-                self._abort_internal(stream.request_ids)
+                self._handler.forget(stream)
 
     async def _process(
         self, prompt: PromptType, params: SamplingParams, process: Callable[[], ProcessedInput]
@@ -272,9 +225,9 @@ class AsyncLLM:
         if self.errored:
             raise self.dead_error
         self._front_end.require_awake()
-        self._ensure_handler()
+        self._handler.start()
         kind = processed.request.sampling_params.output_kind
-        stream = OutputStream(kind, self._wakes, take_text)
+        stream = OutputStream(kind, self._handler.wakes, take_text)
         text_sink = None if take_text is None else stream.put_text
         children = self.output_processor.add_request(
             processed.request, request_id, processed.prompt_text, stream.put, text_sink
@@ -285,7 +238,7 @@ class AsyncLLM:
         except BaseException:
             self.output_processor.drop_requests(stream.request_ids)
             raise
-        self._streams.add(stream)
+        self._handler.streams.add(stream)
         return stream
 
     def unfinished_request_ids(self) -> list[str]:
@@ -295,75 +248,7 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the callers' ids; their streams end with finish reason "abort"."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        aborted, _ = self.output_processor.abort_requests(ids)
-        if not self.errored:
-            self.engine_core.abort_requests(aborted)
-
-    def _abort_internal(self, request_ids: list[str]) -> None:
-        """Nobody waits any more: forget the requests and tell the core."""
-        aborted = self.output_processor.drop_requests(request_ids)
-        if aborted and not self.errored:
-            self.engine_core.abort_requests(aborted)
-
-    # ---- outputs -------------------------------------------------------------------------------
-
-    def _ensure_handler(self) -> None:
-        if self._handler is None:
-            self._handler = asyncio.get_running_loop().create_task(self._handle_outputs())
-
-    async def _handle_outputs(self) -> None:
-        try:
-            while True:
-                await self._handle_all(await self.engine_core.get_outputs())
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, EngineDeadError):
-                logger.exception("handling the engine's outputs failed")
-            self._error = error
-            dead = self.dead_error
-            for stream in self._streams:
-                stream.fail(dead)
-
-    async def _handle_all(self, waiting: list[EngineCoreOutputs | EngineDeadError]) -> None:
-        """Messages that came while others were handled: behind like this, consumers take the
-        tokens of several steps at once."""
-        for first in range(0, len(waiting), _MOST_TOGETHER):
-            together = waiting[first : first + _MOST_TOGETHER]
-            try:
-                for outputs in together:
-                    if isinstance(outputs, EngineDeadError):
-                        raise outputs
-                    if outputs is not together[-1]:
-                        self._wakes.hold()
-                    await self._handle(outputs)
-            finally:
-                self._wakes.release()
-
-    async def _handle(self, outputs: EngineCoreOutputs) -> None:
-        iteration = IterationStats() if self._loggers is not None else None
-        plain, outputs.plain = outputs.plain, None
-        # First tokens are among these.
-        for part in _turns(outputs.outputs):
-            # Before the first one, too: messages may be waiting in a row.
-            await asyncio.sleep(0)
-            outputs.outputs = part
-            self._finish_with(self.output_processor.process_outputs(outputs, iteration))
-        rows = []
-        if plain is not None:
-            rows = self.output_processor.plain_rows(plain, outputs.engine_index)
-        for first in range(0, len(rows), _CHUNK):
-            await asyncio.sleep(0)
-            some = rows[first : first + _CHUNK]
-            self._finish_with(
-                self.output_processor.process_plain(some, outputs.timestamp, iteration)
-            )
-        if self._loggers is not None and iteration is not None:
-            self._loggers.record(outputs.scheduler_stats, iteration, outputs.engine_index)
-
-    def _finish_with(self, processed: ProcessedOutputs) -> None:
-        self.engine_core.abort_requests(processed.aborts)
-        self.engine_core.stop_requests(processed.stops)
+        self._handler.abort(ids)
 
     # ---- utilities -----------------------------------------------------------------------------
 
@@ -384,7 +269,6 @@ class AsyncLLM:
         """Call a worker method; one result per worker, replica after replica."""
         if (placement := asked_for(method, args, kwargs)) is not None:
             return await self.change_placement(placement, "refuse")
-        self._ensure_handler()
         results: list[Any] = await self.engine_core.call_utility(
             "collective_rpc", method, timeout, args, kwargs
         )
@@ -400,42 +284,11 @@ class AsyncLLM:
         Where several processes share the core, none can hold back the others' requests:
         `VLLMValidationError`.
         """
-        check_mode(mode, "wait", "refuse")
-        if self._shares_core:
-            raise VLLMValidationError(
-                "several API processes serve this engine, so the placement cannot change; start "
-                "it with --api-server-count 1, or with the placement",
-                "placement",
-            )
-        async with self._placement_gate.closed():
-            if self.engine_core.router is not None:
-                # All replicas or none: not before none of them has a request.
-                await self._requests_end(mode)
-                mode = "wait"
-            while (change := await asyncio.shield(self._change_placement(placement))).is_busy:
-                if mode == "refuse":
-                    raise busy()
-                await self._requests_end(mode)
-                await asyncio.sleep(_TICK_S)
-        return change.placements
-
-    async def _requests_end(self, mode: str) -> None:
-        while self.output_processor.has_unfinished_requests():
-            if mode == "refuse":
-                raise busy()
-            await asyncio.sleep(_TICK_S)
-
-    async def _change_placement(self, placement: Placement) -> PlacementChange:
-        self._ensure_handler()
-        change: PlacementChange = await self.engine_core.call_utility("change_placement", placement)
-        if not change.is_busy:
-            self._front_end.show_placement(placement, change)
-        return change
+        return await self.rest.change_placement(placement, mode)
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self._ensure_handler()
         return bool(
             await self.engine_core.call_utility(
                 "reset_prefix_cache", reset_running_requests, reset_connector
@@ -449,66 +302,12 @@ class AsyncLLM:
         once with `EngineSleepingError`. Raises `VLLMValidationError` for another level or mode, and
         when `wake_up` is called while requests finish: then nothing sleeps.
         """
-        check_sleep(self.vllm_config, level)
-        check_mode(mode)
-        with self._front_end.sleep.waiting() as check:
-            await self._come_to_rest(mode, check)
-            # Once the core is told, its answer counts, whether or not the caller waits for it.
-            await asyncio.shield(self._fall_asleep(level, check))
-
-    async def _come_to_rest(self, mode: str, check: Callable[[], None]) -> None:
-        """Abort the unfinished requests, or wait for them."""
-        if mode == "abort":
-            await self.abort(self.unfinished_request_ids())
-        while self.output_processor.has_unfinished_requests():
-            await asyncio.sleep(_TICK_S)
-            check()
-
-    @contextlib.asynccontextmanager
-    async def resting(self, mode: str) -> AsyncGenerator[None, None]:
-        """One process's part of a sleep that another one commands: no request of this front end
-        runs, and new ones are refused, while the block lasts. A wake-up calls it off."""
-        with self._front_end.sleep.waiting() as check:
-            await self._come_to_rest(mode, check)
-            # The order comes by another way than the aborts: this answer comes after them.
-            await self.engine_core.call_utility("check_health")
-            yield
-
-    def call_off_rest(self) -> None:
-        """The core is to be woken up: do not wait any longer to sleep."""
-        self._front_end.sleep.call_off()
-
-    def note_sleep(self, level: int) -> None:
-        """Another process has put the core to sleep."""
-        self._front_end.sleep.fell_asleep()
-        self._front_end.show_sleep(level)
-
-    def note_wake_up(self, tags: Iterable[str]) -> None:
-        """Another process has woken these up."""
-        self._front_end.sleep.woke_up(tags)
-        self._front_end.show_sleep(0)
-
-    async def _fall_asleep(self, level: int, check: Callable[[], None]) -> None:
-        async with self._sleep_lock:
-            check()
-            self._ensure_handler()
-            with self._front_end.sleep.falling_asleep():
-                await self.engine_core.call_utility("sleep", level)
-            self._front_end.show_sleep(level)
+        await self.rest.sleep(level, mode)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Bring back "weights", "kv_cache", or both (None). A sleep that still waits for requests
         to finish is called off."""
-        chosen = check_tags(tags)
-        self._front_end.sleep.call_off()
-        await asyncio.shield(self._wake_up(chosen))
-
-    async def _wake_up(self, tags: tuple[str, ...]) -> None:
-        async with self._sleep_lock:
-            self._ensure_handler()
-            await self.engine_core.call_utility("wake_up", tags)
-            self._front_end.sleep.woke_up(tags)
-            self._front_end.show_sleep(0)
+        await self.rest.wake_up(tags)
 
     async def is_sleeping(self) -> bool:
         return self._front_end.sleep.is_sleeping
@@ -534,9 +333,4 @@ class AsyncLLM:
         """Stop the engine; pending streams fail. Safe to call twice."""
         self.engine_core.shutdown(timeout)
         self._tokenizer_thread.shutdown(wait=False)
-        if self._error is None:
-            self._error = EngineDeadError("it was shut down")
-        for stream in self._streams:
-            stream.fail(self.dead_error)
-        if self._handler is not None and not self._handler.get_loop().is_closed():
-            self._handler.get_loop().call_soon_threadsafe(self._handler.cancel)
+        self._handler.stop()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.own_process import OwnProcess
@@ -396,6 +396,9 @@ class _Mailbox:
 class _AsyncClient(_MPClient):
     """Outputs for an event loop."""
 
+    #: whether requests of other processes run in the cores, too
+    shares_core: ClassVar[bool] = False
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -456,6 +459,7 @@ class RunningCore:
 class AttachedClient(_AsyncClient):
     """For `AsyncLLM`, with cores that another process has started (see `AttachedLink`)."""
 
+    shares_core = True
     links: Sequence[AttachedLink]
 
     def __init__(

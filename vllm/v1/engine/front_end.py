@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -72,10 +72,17 @@ class FrontEnd:
             raise ValueError("metrics are off; use disable_log_stats=False")
         return get_metrics_snapshot(self.metrics)
 
-    def show_sleep(self, level: int) -> None:
-        """Tell the statistics that the engine fell asleep at `level`, or woke up (0)."""
-        if self._loggers is not None and (level or not self.sleep.asleep):
+    def note_sleep(self, level: int) -> None:
+        """The core has fallen asleep at `level`."""
+        self.sleep.fell_asleep()
+        if self._loggers is not None:
             self._loggers.record_sleep(level)
+
+    def note_wake_up(self, tags: Iterable[str]) -> None:
+        """These parts of the core are awake again."""
+        self.sleep.woke_up(tags)
+        if self._loggers is not None and not self.sleep.asleep:
+            self._loggers.record_sleep(0)
 
     def show_placement(self, placement: Placement, change: PlacementChange) -> None:
         """From now on the configuration describes another placement."""

@@ -247,13 +247,12 @@ class LLMEngine:
         self.abort_all()
         with self._front_end.sleep.falling_asleep():
             self.engine_core.call_utility("sleep", level)
-        self._front_end.show_sleep(level)
+        self._front_end.note_sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         chosen = check_tags(tags)
         self.engine_core.call_utility("wake_up", chosen)
-        self._front_end.sleep.woke_up(chosen)
-        self._front_end.show_sleep(0)
+        self._front_end.note_wake_up(chosen)
 
     def is_sleeping(self) -> bool:
         return self._front_end.sleep.is_sleeping
