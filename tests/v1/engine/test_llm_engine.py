@@ -180,7 +180,7 @@ def test_a_dying_core_fails_pending_and_later_calls(fault):
         engine.add_request("b", [1, 2], SamplingParams())
     with pytest.raises(EngineDeadError):
         engine.reset_prefix_cache()
-    process = engine.engine_core.links[0]._core.process
+    process = engine.engine_core.links[0].core.process
     engine.shutdown()
     assert not process.is_alive() and process.exitcode != 0
 
@@ -218,7 +218,7 @@ def test_shutdown_and_collection_leave_nothing_behind(tmp_path, monkeypatch):
 def test_terminate_signal_ends_the_core_cleanly():
     engine = make_engine(True)
     link = engine.engine_core.links[0]
-    process = link._core.process
+    process = link.core.process
     process.terminate()
     link._reader.join(60)  # it collects the exit status, which only one thread can
     process.join(60)
@@ -232,7 +232,7 @@ def test_sending_before_the_death_is_known_does_not_hang():
     """A socket whose peer is gone accepts nothing, and would wait for ever."""
     engine = make_engine(True)
     link = engine.engine_core.links[0]
-    link._core.process.kill()
+    link.core.process.kill()
     link._reader.join(60)
     death, link.dead = link.dead, None
     threading.Timer(0.2, lambda: setattr(link, "dead", death)).start()

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.v1.engine.async_client import AttachedClient
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AttachedClient, RunningCore
+    from vllm.v1.engine.core_link import RunningCore
 
 #: how long a process that has lost its supervisor may take to stop
 _ORPHAN_GRACE_S = 10.0
@@ -171,8 +172,8 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     telling: list[asyncio.Task[None]] = []
 
     def make_engine() -> AsyncLLM:
+        from vllm.v1.engine.async_client import AttachedClient
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.core_client import AttachedClient
         from vllm.v1.engine.replica_board import BoardShare
 
         share = BoardShare(setup.place, setup.num_places, setup.board_path)

@@ -26,7 +26,8 @@ from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
 from vllm.utils.fork_server import ForkError, start
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient, RunningCore
+from vllm.v1.engine.async_client import AsyncMPClient
+from vllm.v1.engine.core_link import RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
 from vllm.v1.executor.abstract import Executor
@@ -147,7 +148,7 @@ class Supervisor:
             len(self._sockets),
             process.client_index,
             tuple(
-                RunningCore(config, link.directory, link.process_id)
+                RunningCore(config, link.directory)
                 for config, link in zip(self._core.configs, self._core.links, strict=True)
             ),
             self._tallies.path,

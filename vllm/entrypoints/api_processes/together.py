@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.async_client import AsyncMPClient
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
 from vllm.v1.metrics.prometheus import REGISTRY

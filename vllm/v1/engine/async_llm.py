@@ -15,8 +15,8 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
+from vllm.v1.engine.async_client import AsyncClient, AsyncMPClient, AttachedClient
 from vllm.v1.engine.async_rest import AsyncRest
-from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_handler import OutputHandler
 from vllm.v1.engine.output_stream import OutputStream, TakeText
@@ -69,8 +69,9 @@ class AsyncLLM:
         meanwhile: Callable[[], None] | None = None,
         client: AttachedClient | None = None,
     ) -> None:
-        self.engine_core: AsyncMPClient | AttachedClient
-        self.engine_core = client or AsyncMPClient(vllm_config, executor_class, log_stats)
+        self.engine_core: AsyncClient = client or AsyncMPClient(
+            vllm_config, executor_class, log_stats
+        )
         try:
             # While the core starts.
             with startup_phases.startup_phase("import front end"):

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
+from vllm.v1.engine.async_client import AsyncClient
 from vllm.v1.engine.output_handler import OutputHandler
 from vllm.v1.engine.placements import PlacementChange, PlacementGate, busy
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
@@ -27,10 +27,7 @@ class AsyncRest:
     """Waits for a front end's requests, or ends them, before the core is told."""
 
     def __init__(
-        self,
-        engine_core: AsyncMPClient | AttachedClient,
-        front_end: FrontEnd,
-        handler: OutputHandler,
+        self, engine_core: AsyncClient, front_end: FrontEnd, handler: OutputHandler
     ) -> None:
         self._engine_core = engine_core
         self._front_end = front_end

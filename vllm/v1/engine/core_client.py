@@ -1,34 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a front end talks to an engine core: in this process, or in one of its own."""
+"""How `LLM` talks to an engine core: in this process, or in one of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import shutil
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
-from vllm.v1.engine.core_link import (
-    AttachedLink,
-    ClientLink,
-    CoreLink,
-    Sink,
-    StartedCore,
-    await_ready,
-    new_directory,
-)
+from vllm.v1.engine.client_link import ClientLink, Sink, client_addresses
+from vllm.v1.engine.core_link import CoreLink, await_ready
+from vllm.v1.engine.core_process import CoreProcess
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.replica_board import BoardShare
@@ -184,7 +176,7 @@ class InprocClient(EngineCoreClient):
             self._finalizer()
 
 
-class _MPClient:
+class MPClient:
     """Cores in processes of their own, one per replica. Sending never blocks."""
 
     def __init__(
@@ -205,7 +197,9 @@ class _MPClient:
 
     @property
     def process_id(self) -> int | None:
-        return self.links[0].process_id
+        """The first core's process, if it is the client's own."""
+        core = self.links[0].core
+        return None if core is None else core.process.pid
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -283,46 +277,35 @@ def start_replicas(
     log_stats: bool,
     sink: Sink,
 ) -> tuple[list[VllmConfig], list[CoreLink]]:
-    """Start the core of every replica of this server; each has devices of its own."""
+    """Start the core of every replica of this server; each has devices of its own. Processes start
+    before any socket or thread exists, so that forking is safe."""
     configs = replica_configs(vllm_config)
-    meeting = None
-    if vllm_config.parallel_config.replicas_share_experts:
-        meeting = new_directory()
-        for config in configs:
-            config.parallel_config.meeting_directory = meeting
-    started: list[StartedCore] = []
+    directories = [mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH) for _ in configs]
+    started: list[CoreProcess] = []
     try:
-        for index, config in enumerate(configs):
+        for index, (config, directory) in enumerate(zip(configs, directories, strict=True)):
+            if config.parallel_config.replicas_share_experts:
+                config.parallel_config.meeting_directory = directories[0]
             environment = device_environment(config, index) if index else None
-            started.append(StartedCore(config, executor_class, log_stats, environment))
+            addresses = client_addresses(directory, 0)
+            with config.decisions.current():
+                core = CoreProcess(config, executor_class, log_stats, addresses, environment)
+            started.append(core)
     except BaseException:
         for core in started:
-            core.stop()
-        if meeting is not None:
-            shutil.rmtree(meeting)
+            core.stop(0.0)
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
         raise
-    if meeting is not None:
-        started[0].directories.append(meeting)
     links: list[CoreLink] = []
-    for core in started:
-        rank = core.vllm_config.parallel_config.data_parallel_rank
-        name = f"replica {rank}: " if len(started) > 1 else ""
-        links.append(CoreLink(core, _from(rank, sink), name, reports_start=not links))
+    for config, core, directory in zip(configs, started, directories, strict=True):
+        rank = config.parallel_config.data_parallel_rank
+        name = f"replica {rank}: " if len(configs) > 1 else ""
+        links.append(CoreLink(config, core, directory, sink, name, reports_start=not links))
     return configs, links
 
 
-def _from(rank: int, sink: Sink) -> Sink:
-    """Says of outputs on their way to `sink` which replica they come from."""
-
-    def put(item: EngineCoreOutputs | EngineDeadError) -> None:
-        if isinstance(item, EngineCoreOutputs):
-            item.engine_index = rank
-        sink(item)
-
-    return put
-
-
-class SyncMPClient(_MPClient, EngineCoreClient):
+class SyncMPClient(MPClient, EngineCoreClient):
     """For `LLM`."""
 
     def __init__(
@@ -347,7 +330,7 @@ class SyncMPClient(_MPClient, EngineCoreClient):
         futures = self._call(method, args)
         if len(futures) == 1:
             return futures[0].result()
-        answers = [_outcome(future) for future in futures]
+        answers = [future.exception() or future.result() for future in futures]
         replicas, call = undo(method, answers)
         for future in [self.links[i].call(*call) for i in replicas]:
             future.result()
@@ -355,135 +338,3 @@ class SyncMPClient(_MPClient, EngineCoreClient):
 
     def flush(self) -> None:
         """The core's own loop goes on as long as there is anything to wait for."""
-
-
-class _Mailbox:
-    """Hands outputs from the reader's thread to an event loop, chosen when first awaited."""
-
-    def __init__(self) -> None:
-        self._items: deque[EngineCoreOutputs | EngineDeadError] = deque()
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: EngineCoreOutputs | EngineDeadError) -> None:
-        with self._lock:
-            self._items.append(item)
-            loop, waiting = self._loop, self._waiter is not None
-        if loop is not None and waiting and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        with self._lock:
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def get(self) -> list[EngineCoreOutputs | EngineDeadError]:
-        """All there are, at least one."""
-        while True:
-            with self._lock:
-                if self._items:
-                    items = list(self._items)
-                    self._items.clear()
-                    return items
-                self._loop = asyncio.get_running_loop()
-                self._waiter = self._loop.create_future()
-                waiter = self._waiter
-            await waiter
-
-
-class _AsyncClient(_MPClient):
-    """Outputs for an event loop."""
-
-    #: whether requests of other processes run in the cores, too
-    shares_core: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        configs: Sequence[VllmConfig],
-        links: Sequence[ClientLink],
-        mailbox: _Mailbox,
-        share: BoardShare | None = None,
-    ) -> None:
-        self._mailbox = mailbox
-        super().__init__(vllm_config, configs, links, share)
-
-    async def get_outputs(self) -> list[EngineCoreOutputs | EngineDeadError]:
-        """All outputs that wait, at least one, in order; when the engine is dead, its error is the
-        last one."""
-        waiting = await self._mailbox.get()
-        if self.router is not None:
-            for outputs in waiting:
-                if isinstance(outputs, EngineCoreOutputs):
-                    self.router.observe(outputs)
-        return waiting
-
-    async def call_utility(self, method: str, *args: Any) -> Any:
-        calls = [asyncio.wrap_future(future) for future in self._call(method, args)]
-        if len(calls) == 1:
-            return await calls[0]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        replicas, call = undo(method, answers)
-        await asyncio.gather(*(asyncio.wrap_future(self.links[i].call(*call)) for i in replicas))
-        return combined(method, self._ranks, answers)
-
-
-class AsyncMPClient(_AsyncClient):
-    """For `AsyncLLM`, with cores of its own; further clients may be attached to those."""
-
-    links: Sequence[CoreLink]
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        executor_class: type[Executor] | None,
-        log_stats: bool,
-        share: BoardShare | None = None,
-    ) -> None:
-        mailbox = _Mailbox()
-        configs, links = start_replicas(vllm_config, executor_class, log_stats, mailbox.put)
-        super().__init__(vllm_config, configs, links, mailbox, share)
-
-
-@dataclass(frozen=True)
-class RunningCore:
-    """A core that another process has started: its configuration, and where to reach it."""
-
-    vllm_config: VllmConfig
-    directory: str
-    process_id: int | None
-
-
-class AttachedClient(_AsyncClient):
-    """For `AsyncLLM`, with cores that another process has started (see `AttachedLink`)."""
-
-    shares_core = True
-    links: Sequence[AttachedLink]
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        cores: Sequence[RunningCore],
-        client_index: int,
-        share: BoardShare | None = None,
-    ) -> None:
-        mailbox = _Mailbox()
-        links = [
-            AttachedLink(
-                core.directory,
-                client_index,
-                core.process_id,
-                _from(core.vllm_config.parallel_config.data_parallel_rank, mailbox.put),
-            )
-            for core in cores
-        ]
-        super().__init__(vllm_config, [c.vllm_config for c in cores], links, mailbox, share)
-
-
-def _outcome(future: Future[Any]) -> Any:
-    try:
-        return future.result()
-    except Exception as error:
-        return error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient, AttachedClient
+from vllm.v1.engine.async_client import AsyncClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_stream import OutputStream, Wakes
 from vllm.v1.metrics.stats import IterationStats
@@ -50,7 +50,7 @@ class OutputHandler:
 
     def __init__(
         self,
-        engine_core: AsyncMPClient | AttachedClient,
+        engine_core: AsyncClient,
         output_processor: OutputProcessor,
         loggers: StatLoggerManager | None,
     ) -> None:
