@@ -125,16 +125,16 @@ class CommandedEngine:
 
     async def slept(self, level: int) -> None:
         """The core sleeps."""
-        self._engine.rest.note_sleep(level)
+        self._engine.front_end.note_sleep(level)
         await self.go_on()
 
     async def call_off(self) -> None:
         """Whoever waits to sleep need not any more."""
-        self._engine.rest.call_off()
+        self._engine.front_end.sleep.call_off()
 
     async def woke_up(self, tags: tuple[str, ...]) -> None:
         """These parts of the core are awake."""
-        self._engine.rest.note_wake_up(tags)
+        self._engine.front_end.note_wake_up(tags)
 
     async def lose_core(self, cause: str) -> None:
         """The core has died."""
@@ -180,7 +180,7 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
         client = AttachedClient(setup.vllm_config, setup.cores, setup.client_index, share)
         engine = AsyncLLM(setup.vllm_config, log_stats=setup.log_stats, client=client)
         if setup.sleep_level:
-            engine.rest.note_sleep(setup.sleep_level)
+            engine.front_end.note_sleep(setup.sleep_level)
         commands.append(CommandedEngine(engine, client))
         made.append(ControlPort(pipe, commands[0].handlers()))
         return engine

@@ -76,7 +76,7 @@ class AsyncLLM:
             # While the core starts.
             with startup_phases.startup_phase("import front end"):
                 from vllm.v1.engine.front_end import FrontEnd
-            self._front_end = FrontEnd(vllm_config, log_stats)
+            self.front_end = FrontEnd(vllm_config, log_stats)
             if meanwhile is not None:
                 meanwhile()
             self.engine_core.wait_ready()
@@ -84,18 +84,18 @@ class AsyncLLM:
             self.engine_core.shutdown(timeout=0)
             raise
         self.vllm_config = vllm_config
-        self.model_config = self._front_end.model_config
-        self.tokenizer = self._front_end.tokenizer
+        self.model_config = self.front_end.model_config
+        self.tokenizer = self.front_end.tokenizer
         self.log_stats = log_stats
-        self.input_processor = self._front_end.input_processor
-        self.output_processor = self._front_end.output_processor
-        self._loggers = self._front_end.make_stat_loggers(
+        self.input_processor = self.front_end.input_processor
+        self.output_processor = self.front_end.output_processor
+        self._loggers = self.front_end.make_stat_loggers(
             self.engine_core.configs,
             self.engine_core.router,
             alone=not self.engine_core.shares_core,
         )
         self._handler = OutputHandler(self.engine_core, self.output_processor, self._loggers)
-        self.rest = AsyncRest(self.engine_core, self._front_end, self._handler)
+        self.rest = AsyncRest(self.engine_core, self.front_end, self._handler)
         startup_phases.log_ledger()
         # One thread: a call with its own truncation changes the tokenizer for all others.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -225,7 +225,7 @@ class AsyncLLM:
     ) -> OutputStream:
         if self.errored:
             raise self.dead_error
-        self._front_end.require_awake()
+        self.front_end.require_awake()
         self._handler.start()
         kind = processed.request.sampling_params.output_kind
         stream = OutputStream(kind, self._handler.wakes, take_text)
@@ -311,19 +311,19 @@ class AsyncLLM:
         await self.rest.wake_up(tags)
 
     async def is_sleeping(self) -> bool:
-        return self._front_end.sleep.is_sleeping
+        return self.front_end.sleep.is_sleeping
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of this engine's metrics; `ValueError` when statistics are off."""
-        return self._front_end.get_metrics()
+        return self.front_end.get_metrics()
 
     def metrics_snapshot(self) -> list[PrometheusMetric]:
         """This engine's metrics and those of its process, for `metrics.merge`."""
-        return snapshot([REGISTRY, self._front_end.metrics])
+        return snapshot([REGISTRY, self.front_end.metrics])
 
     def metrics_text(self) -> bytes:
         """This engine's metrics and those of its process, as `/metrics` shows them."""
-        return metrics_text(self._front_end.metrics)
+        return metrics_text(self.front_end.metrics)
 
     async def do_log_stats(self) -> None:
         """Log throughput now."""

@@ -66,6 +66,16 @@ class AsyncRest:
                 await self._engine_core.call_utility("sleep", level)
             self._front_end.note_sleep(level)
 
+    @contextlib.asynccontextmanager
+    async def resting(self, mode: str) -> AsyncGenerator[None, None]:
+        """One process's part of a sleep that another one commands: no request of this front end
+        runs, and new ones are refused, while the block lasts. A wake-up calls it off."""
+        with self._front_end.sleep.waiting() as check:
+            await self._requests_end(mode, check)
+            # The order comes by another way than the aborts: this answer comes after them.
+            await self._engine_core.call_utility("check_health")
+            yield
+
     async def wake_up(self, tags: Iterable[str] | None) -> None:
         """See `AsyncLLM.wake_up`."""
         chosen = check_tags(tags)
@@ -76,30 +86,6 @@ class AsyncRest:
         async with self._sleep_lock:
             await self._engine_core.call_utility("wake_up", tags)
             self._front_end.note_wake_up(tags)
-
-    # ---- a sleep that another process commands -------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def resting(self, mode: str) -> AsyncGenerator[None, None]:
-        """No request of this front end runs, and new ones are refused, while the block lasts.
-        A wake-up calls it off."""
-        with self._front_end.sleep.waiting() as check:
-            await self._requests_end(mode, check)
-            # The order comes by another way than the aborts: this answer comes after them.
-            await self._engine_core.call_utility("check_health")
-            yield
-
-    def call_off(self) -> None:
-        """The core is to be woken up: do not wait any longer to sleep."""
-        self._front_end.sleep.call_off()
-
-    def note_sleep(self, level: int) -> None:
-        """The core has been put to sleep."""
-        self._front_end.note_sleep(level)
-
-    def note_wake_up(self, tags: Iterable[str]) -> None:
-        """These parts of the core have been woken up."""
-        self._front_end.note_wake_up(tags)
 
     # ---- placement -----------------------------------------------------------------------------
 
