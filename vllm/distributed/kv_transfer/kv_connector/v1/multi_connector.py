@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,33 +19,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    StateTier,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_children import (
+    MultiConnectorClass,
+    children_of,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     MultiKVConnectorHandshakeMetadata,
     MultiKVConnectorMetadata,
-    MultiKVConnectorPromMetrics,
     MultiKVConnectorStats,
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
     child_key,
     handshake_parts,
-    part_data,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import RequestError
-from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 P = ParamSpec("P")
-ChildClass = type[KVConnectorBase_V1]
 Finished = tuple[bool, dict[str, Any] | None]
 
 
@@ -62,34 +59,7 @@ def _by_each(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenat
     return forward
 
 
-def child_classes(
-    extra_config: dict[str, Any], **common: str
-) -> Iterator[tuple[ChildClass, KVTransferConfig]]:
-    """Each child's class and configuration; `common`: settings of those without their own.
-    ValueError when the list is missing or empty."""
-    given = extra_config.get("connectors")
-    if not isinstance(given, list | tuple) or not given:
-        raise ValueError(
-            "MultiConnector needs kv_connector_extra_config.connectors, a non-empty list of "
-            "kv_transfer_config objects"
-        )
-    for item in given:
-        own = item if isinstance(item, KVTransferConfig) else KVTransferConfig(**{**common, **item})
-        yield KVConnectorFactory.get_connector_class(own), own
-
-
-def children_of(vllm_config: VllmConfig) -> Iterator[tuple[ChildClass, VllmConfig]]:
-    """Each child's class and the engine's configuration as that child sees it."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    extra = transfer.kv_connector_extra_config
-    for child_cls, config in child_classes(extra, engine_id=transfer.engine_id):
-        child_config = copy.copy(vllm_config)
-        child_config.kv_transfer_config = config
-        yield child_cls, child_config
-
-
-class MultiConnector(KVConnectorBase_V1, SupportsHMA):
+class MultiConnector(MultiConnectorClass, SupportsHMA):
     """Forwards every call to its children; see the module docstring for who loads."""
 
     def __init__(
@@ -113,113 +83,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- capabilities --------------------------------------------------------------------------
 
-    @classmethod
-    def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        children = child_classes(kv_transfer_config.kv_connector_extra_config)
-        return all(child.supports_hma_config(config) for child, config in children)
-
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         return all(child.prefer_cross_layer_blocks for child in self._children)
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The children's common demand; ValueError when they disagree."""
-        demands: dict[str, str] = {}
-        for child_cls, child_config in children_of(vllm_config):
-            layout = child_cls.get_required_kvcache_layout(child_config)
-            if layout is not None:
-                demands[layout] = child_cls.__name__
-        if len(demands) > 1:
-            raise ValueError(f"connectors need different cache layouts: {demands}")
-        return next(iter(demands), None)
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
-            for child, config in child_classes(extra_config)
-        )
-
-    @classmethod
-    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child.acts_on_every_layer(config.kv_connector_extra_config)
-            for child, config in child_classes(extra_config)
-        )
-
-    @classmethod
-    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        return any(
-            child.reads_recurrent_state(config.kv_connector_extra_config)
-            for child, config in child_classes(extra_config)
-        )
-
-    @classmethod
-    def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        children = child_classes(kv_transfer_config.kv_connector_extra_config)
-        return all(child.supports_pipeline_stages(config) for child, config in children)
-
-    @classmethod
-    def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        children = child_classes(kv_transfer_config.kv_connector_extra_config)
-        return all(child.supports_several_hosts(config) for child, config in children)
-
-    @classmethod
-    def state_tiers(
-        cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
-    ) -> list[StateTier]:
-        return [
-            tier
-            for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config)
-            for tier in child_cls.state_tiers(child, plan, num_ranks)
-        ]
-
-    @classmethod
-    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
-        return sum(
-            child_cls.device_bytes(child, device_type)
-            for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config)
-        )
-
-    # ---- front end -----------------------------------------------------------------------------
-
-    @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> MultiKVConnectorStats | None:
-        """Children are found by the class names in the keys, so those must be registered names."""
-        built: dict[str, KVConnectorStats] = {}
-        for key, part in (data or {}).items():
-            child_cls = KVConnectorFactory.get_connector_class_by_name(key.partition(":")[2])
-            stats = child_cls.build_kv_connector_stats(part_data(part))
-            if stats is not None:
-                built[key] = stats
-        return MultiKVConnectorStats(built)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> MultiKVConnectorPromMetrics | None:
-        children: dict[str, KVConnectorPromMetrics] = {}
-        for index, (child_cls, child_config) in enumerate(children_of(vllm_config)):
-            made = child_cls.build_prom_metrics(
-                child_config, metric_types, labelnames, per_engine_labelvalues
-            )
-            if made is not None:
-                children[child_key(index, child_cls)] = made
-        return MultiKVConnectorPromMetrics(children) if children else None
-
-    @classmethod
-    def check_request(
-        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
-    ) -> None:
-        for child_cls, child in child_classes(kv_transfer_config.kv_connector_extra_config):
-            child_cls.check_request(child, params, num_completions)
 
     # ---- worker side ---------------------------------------------------------------------------
 
