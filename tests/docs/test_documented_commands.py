@@ -56,6 +56,7 @@ SMOKE: dict[str, list[str]] = {
     "python benchmarks/arena_allocator.py": ["--seconds", "0.01"],
     "python benchmarks/cpu_kernels.py": ["--batch", "1", "--context", "16", "--prompt", "16"]
     + ["--seconds", "0.001", "--experts", "1"],
+    "python -m benchmarks.expert_placement": ["--layers", "1"],
     "python docs/generate_cli.py": ["--check"],
     "python examples/": ["--help"],
     "vllm bench latency": ["--batch-size", "2", "--output-len", "4", "--num-iters", "1"]

@@ -14,7 +14,13 @@ import torch
 
 from tests.config.checkpoints import write_config
 from vllm import decisions
-from vllm.config import CompilationConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CompilationConfig,
+    EPLBConfig,
+    KVTransferConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.engine.arg_utils import FLAG_SPECS, AsyncEngineArgs, EngineArgs
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS
@@ -121,6 +127,11 @@ SHARED_EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
 P2P = {"kv_role": "kv_both"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"enable_eplb": True, "tensor_parallel_size": 2}, "--enable-eplb .* needs --enable-expert-p"),
+    ({"enable_eplb": True, "enable_expert_parallel": True}, "-data-parallel-size above 1"),
+    ({"eplb_config": {"step_interval": 9000}}, "--eplb-config has no effect without --enable-epl"),
+    ({"eplb_config": {"use_async": True}}, "--eplb-config: unknown key 'use_async'; .*window_size"),
+    ({"eplb_config": {"window_size": 4000}}, "window_size 4000 is more than step_interval 3000"),
     ({"distributed_executor_backend": "slurm"}, "--distributed-executor-backend slurm.*use mp"),
     ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
     ({**TWO_HOSTS, "ready_in": 5.0}, "--ready-in with --nnodes 2"),
@@ -208,6 +219,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refused(llama: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         EngineArgs(**{"model": llama, **given}).create_engine_config()
+
+
+def test_experts_that_follow_the_traffic_are_counted(llama: str) -> None:
+    line = ["-tp", "2", "-ep", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 2}']
+    config = parse("--model", llama, *line).create_engine_config()
+    assert config.observability_config.expert_counts
+    assert config.parallel_config.eplb_config == EPLBConfig(num_redundant_experts=2)
+    (one,) = [one for one in config.decisions.decisions() if one.what == "expert counts"]
+    assert one.chosen == "on" and "--enable-eplb" in one.why
+    assert not parse("--model", llama).create_engine_config().observability_config.expert_counts
 
 
 def test_unsupported_flags_are_accepted_at_their_default() -> None:

@@ -18,6 +18,7 @@ from vllm.config.current import (
     get_layers_from_vllm_config,
     set_current_vllm_config,
 )
+from vllm.config.eplb import EPLBConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
@@ -32,6 +33,7 @@ __all__ = [
     "CompilationConfig",
     "CompilationMode",
     "DeviceConfig",
+    "EPLBConfig",
     "KVEventsConfig",
     "KVTransferConfig",
     "LoRAConfig",

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from vllm.config.eplb import EPLBConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option
+from vllm.utils.options import FlagKind, config, option
 
 #: sizes that only 1 is supported of: field -> (flag, what to do instead)
 _SIZES: dict[str, tuple[str, str]] = {
@@ -158,6 +159,18 @@ class ParallelConfig:
         help="Give each worker, of all replicas, whole experts of a mixture instead of a part of "
         "each expert of its replica. Replicas then take their steps together (docs/parallel.md).",
     )
+    enable_eplb: bool = option(
+        default=False,
+        help="With --enable-expert-parallel: move experts between workers as the traffic asks for, "
+        "and copy the busiest (docs/parallel.md).",
+    )
+    eplb_config: EPLBConfig = option(
+        default_factory=EPLBConfig,
+        resolved=True,
+        kind=FlagKind.JSON,
+        help='Settings of --enable-eplb, a JSON object: {"num_redundant_experts": 8}; also '
+        "window_size (1000), step_interval (3000), log_balancedness.",
+    )
     distributed_executor_backend: str | None = option(
         default=None,
         help="How workers run: `uni` is one worker in the engine's process, `mp` a process per "
@@ -215,6 +228,7 @@ class ParallelConfig:
         _ = self.local_ranks  # checks its flags
         if self.replicas_share_experts:
             self._check_shared_experts()
+        self._check_eplb()
         self._check_nodes()
         backend = self.distributed_executor_backend
         if backend not in (None, "uni", "mp", "ray"):
@@ -260,6 +274,21 @@ class ParallelConfig:
                 f"{flags}: replicas that share experts are processes of one host; for several "
                 "hosts, or Ray, use --tensor-parallel-size instead of --data-parallel-size",
                 "enable_expert_parallel",
+            )
+
+    def _check_eplb(self) -> None:
+        """Experts move between ranks that have whole ones."""
+        if not self.enable_eplb and self.eplb_config != EPLBConfig():
+            raise VLLMValidationError(
+                "--eplb-config has no effect without --enable-eplb; add it", "eplb_config"
+            )
+        ranks = self.tensor_parallel_size * self.data_parallel_size
+        if self.enable_eplb and (ranks == 1 or not self.enable_expert_parallel):
+            raise VLLMValidationError(
+                "--enable-eplb moves experts between ranks that have whole ones: it needs "
+                "--enable-expert-parallel, and --tensor-parallel-size or --data-parallel-size "
+                "above 1; add them, or leave it out",
+                "enable_eplb",
             )
 
     def _check_nodes(self) -> None:

@@ -6,7 +6,7 @@ outside an engine is an unsharded layer.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -135,6 +135,18 @@ class GroupCoordinator:
         work = dist.irecv(x, self.ranks[source], group=self.device_group)
         assert work is not None, "this process is in the group"
         return work
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Send contiguous tensors to the group's processes and fill others from them, all at once;
+        what two processes send each other arrives in the order in which it is sent. When this has
+        returned, or on a GPU on the stream that called it, all is there."""
+        group = self.device_group
+        works = [dist.P2POp(dist.isend, x, self.ranks[rank], group) for x, rank in sends]
+        works += [dist.P2POp(dist.irecv, x, self.ranks[rank], group) for x, rank in receives]
+        for work in dist.batch_isend_irecv(works) if works else ():
+            work.wait()
 
     def barrier(self) -> None:
         """Wait until every process of the group is here."""
@@ -347,6 +359,12 @@ def get_dp_group() -> GroupCoordinator:
     """The ranks of the same place in replicas that share experts; this process alone where
     replicas are independent."""
     return _groups.dp
+
+
+def get_ep_group() -> GroupCoordinator:
+    """The ranks that whole experts are spread over, replica after replica: those that share layers,
+    of all replicas that share experts."""
+    return _groups.tp if _groups.dp.world_size == 1 else _groups.world
 
 
 def get_pp_back_group() -> GroupCoordinator:

@@ -15,6 +15,7 @@ from vllm.config import (
     CacheConfig,
     CompilationConfig,
     DeviceConfig,
+    EPLBConfig,
     KVEventsConfig,
     KVTransferConfig,
     LoadConfig,
@@ -63,6 +64,7 @@ FLAG_SPECS: tuple[FlagSpec, ...] = tuple(s for cls in FLAG_CLASSES for s in flag
 #: arguments that are objects of these classes, or JSON
 _OBJECTS: dict[str, type[Any]] = {
     "attention_config": AttentionConfig,
+    "eplb_config": EPLBConfig,
     "kv_events_config": KVEventsConfig,
     "kv_transfer_config": KVTransferConfig,
     "structured_outputs_config": StructuredOutputsConfig,
@@ -163,9 +165,6 @@ class EngineArgs(_Fields):
         model = self.create_model_config()
         parallel = self._make(ParallelConfig)
         values = self._values(VllmConfig)
-        for name, cls in _OBJECTS.items():
-            if name in values:
-                values[name] = build(cls, values[name], flag_name(name))
         cache = self._cache_config(model)
         # A connector first: later choices depend on what it can do.
         transfer = offload_connector(cache, values.get("kv_transfer_config"))
@@ -191,7 +190,11 @@ class EngineArgs(_Fields):
         """The given values for the fields of `cls`; None leaves a field at its default."""
         mine = [spec for spec in FLAG_SPECS if spec.config is cls]
         values = {spec.field: getattr(self, spec.name) for spec in mine}
-        return {field: value for field, value in values.items() if value is not None}
+        return {
+            field: build(_OBJECTS[field], value, flag_name(field)) if field in _OBJECTS else value
+            for field, value in values.items()
+            if value is not None
+        }
 
     def _make(self, cls: type[C]) -> C:
         return cls(**self._values(cls))

@@ -68,6 +68,7 @@ def _resolve(config: VllmConfig) -> None:
         _check_pipeline(config)
         _check_hosts(config)
         _check_shared_experts(config)
+        _resolve_expert_counts(config)
         _resolve_quantization(config)
         recurrent = _recurrent_model(config)
         if recurrent is not None:
@@ -225,6 +226,13 @@ def _check_shared_experts(config: VllmConfig) -> None:
             "captured before the start; leave it out",
             parameter="ready_in",
         )
+
+
+def _resolve_expert_counts(config: VllmConfig) -> None:
+    """Experts follow the traffic by their counts."""
+    if config.parallel_config.enable_eplb and not config.observability_config.expert_counts:
+        config.observability_config.expert_counts = True
+        decisions.record("expert counts", "on", "--enable-eplb places experts by them", "off")
 
 
 def _resolve_quantization(config: VllmConfig) -> None:

@@ -74,8 +74,6 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     ),
     "prefill_context_parallel_size": UnsupportedFlag(1, *_CP, aliases=("-pcp",)),
     "all2all_backend": UnsupportedFlag(None, *_EP),
-    "enable_eplb": UnsupportedFlag(False, *_EP),
-    "eplb_config": UnsupportedFlag({}, *_EP),
     "enable_dbo": UnsupportedFlag(False, *_DBO),
     "enable_elastic_ep": UnsupportedFlag(False, *_EP),
     "expert_placement_strategy": UnsupportedFlag("linear", *_EP),

@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 #: kernels of a mixture beside its router's product: routing, sorting, two products, their sum
 _MIXTURE_LAUNCHES = 5
+#: of the choice among copies of experts
+_CHOICE_LAUNCHES = 8
 #: of an exchange among replicas, which begins with two copies and ends with a sum of their parts
 _EXCHANGE_LAUNCHES = 4
 
@@ -115,12 +117,15 @@ class _Part:
         routed = stacked - shape.stacks_shared
         expert_bytes = sum(p.numel() * p.element_size() for p in tensors) // stacked
         elements = (experts.gate_up_proj.numel() + experts.down_proj.numel()) // stacked
-        chosen = shape.rule.top_k * routed / shape.num_experts
+        slots = shape.num_experts
+        if module.copies is not None:
+            slots = len(module.copies.placement.slots)
+        chosen = shape.rule.top_k * routed / slots
         replicas = module.replicas.world_size
         self.experts.append(ExpertsWork(routed, chosen, expert_bytes, replicas))
         self.weight_bytes += expert_bytes * shape.stacks_shared
         self.flops += round(2 * elements * (chosen * replicas + shape.stacks_shared))
-        self.launches += _MIXTURE_LAUNCHES
+        self.launches += _MIXTURE_LAUNCHES + (module.copies is not None) * _CHOICE_LAUNCHES
         if replicas > 1:
             self.launches += _EXCHANGE_LAUNCHES + replicas
 

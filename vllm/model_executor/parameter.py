@@ -25,15 +25,19 @@ WeightLoader = Callable[..., None]
 SHARED_EXPERT = "shared"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertStack:
-    """Which matrices lie in this process's stack: those of `count` of the `num_experts` routed
-    experts, from number `first` on, and then, if `shared`, that of the shared one."""
+    """Which matrices lie in this process's stack: those of some of the `num_experts` routed
+    `experts`, by number, and then, if `shared`, that of the shared one. Experts may change, not how
+    many they are; what is loaded later are the new ones'."""
 
     num_experts: int
-    first: int
-    count: int
+    experts: tuple[int, ...]
     shared: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.experts)
 
     @property
     def size(self) -> int:
@@ -48,8 +52,7 @@ class ExpertStack:
         """Where an expert's matrix lies, None in another process."""
         if expert == SHARED_EXPERT:
             return self.count
-        place = int(expert) - self.first
-        return place if 0 <= place < self.count else None
+        return self.experts.index(int(expert)) if int(expert) in self.experts else None
 
     def part(self, loaded: Tensor) -> Tensor:
         """Of all routed experts' `loaded [experts, ...]`, those in this process.
@@ -58,7 +61,10 @@ class ExpertStack:
         """
         if len(loaded) != self.num_experts:
             raise WeightShapeError((self.num_experts, *loaded.shape[1:]), loaded.shape)
-        return loaded[self.first : self.first + self.count]
+        first = self.experts[0]
+        if self.experts == tuple(range(first, first + self.count)):
+            return loaded[first : first + self.count]
+        return loaded[list(self.experts)]
 
 
 class WeightShapeError(ValueError):

@@ -83,3 +83,10 @@ def test_an_entry_needs_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_entry_covers_one_hazard_of_one_place(function: str, hazard: int, covered: bool) -> None:
     finding = Finding("m.py", 3, 1, 1, "read", "m.f", "x.item()")
     assert Allowance(function, hazard, "because").covers(finding) == covered
+
+
+def test_the_choice_among_copies_of_experts_is_walked() -> None:
+    spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    report = check_model(EngineArgs(str(tiny_model("mixtral")), **spread).create_engine_config())
+    assert "vllm.model_executor.layers.expert_copies.ExpertCopies.choose" in report.functions
+    assert report.is_clean, "\n" + as_table([report])

@@ -178,6 +178,24 @@ def test_the_configured_layout_must_be_possible() -> None:
         explain(config, Budget(arena_bytes=MIB), what_ifs=False)
 
 
+def test_copies_of_experts_take_memory() -> None:
+    options: dict[str, Any] = {"max_model_len": 256, "dtype": "bfloat16", "enable_eplb": True}
+    options |= {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    plain, copied = (
+        reported("mixtral", "tp2ep", eplb_config={"num_redundant_experts": size}, **options)
+        for size in (0, 4)
+    )
+    config = config_of(tiny_model("mixtral"), dtype="bfloat16").model_config.hf_config
+    expert = 3 * config.hidden_size * config.intermediate_size * 2
+    more = plain.stages[0].weight_bytes + config.num_hidden_layers * 2 * expert
+    assert copied.stages[0].weight_bytes == more
+    # A token goes through as many as before.
+    assert plain.one is not None and copied.one is not None
+    assert copied.one.seconds == pytest.approx(plain.one.seconds)
+    alone = reported("mixtral", "tp1ep", **options)
+    assert alone.refused is not None and "--enable-eplb moves experts" in alone.refused
+
+
 # ---- the best layout -----------------------------------------------------------------------------
 
 

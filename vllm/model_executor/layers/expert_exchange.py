@@ -20,14 +20,14 @@ from vllm.kernels.moe import Routing
 
 class ExpertExchange:
     """`replicas`: the ranks that have the same place in each replica. `first`: number of the first
-    expert that this rank has; places in its stack count from there."""
+    expert, or slot, that this rank has; places in its stack count from there."""
 
     def __init__(self, replicas: GroupCoordinator, first: int) -> None:
         self._replicas = replicas
         self._first = first
 
     def gather(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """`x [tokens, width]` and the choices, by expert number, of all replicas, one after the
+        """`x [tokens, width]` and the choices, by number, of all replicas, one after the
         other: `[replicas * exchange_rows, ...]`. Rows past a replica's tokens choose no expert."""
         missing = get_forward_context().exchange_rows - len(x)
         weights, experts = routing.weights.view(torch.int32), routing.experts

@@ -22,6 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, Routing, RoutingProblem, RoutingRule
 from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_exchange import ExpertExchange
 from vllm.model_executor.layers.linear import ReplicatedLinear, linear
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
@@ -146,8 +147,8 @@ class Experts(nn.Module):
     Gate and up projections `[experts, 2 * intermediate, hidden]`, the gate's rows first, and
     down projections `[experts, hidden, intermediate]`, both sharded along the intermediate size,
     or with `expert_parallel` whole, but those of the rank's own experts alone: equal runs, as far
-    as the ranks divide the experts; `rank` is then one of all that share them. Without gate the
-    first are the up projections alone.
+    as the ranks divide the experts, or what `copies` place there; `rank` is then one of all that
+    share them. Without gate the first are the up projections alone.
 
     A checkpoint has them stacked like this, or expert by expert. Biases, if the shape has them, are
     `gate_up_proj_bias [experts, 2 * intermediate]`, sharded like the products' results, and
@@ -181,13 +182,20 @@ class Experts(nn.Module):
         rank: int,
         num_ranks: int,
         expert_parallel: bool,
+        copies: ExpertCopies | None = None,
     ) -> None:
         super().__init__()
         first, end = 0, shape.num_experts
         if expert_parallel:
             first, end = (shape.num_experts * (rank + i) // num_ranks for i in range(2))
+        held = tuple(range(first, end))
+        if copies is not None:
+            held = copies.placement.experts_of(rank)
+            first = rank * len(held)
+        if expert_parallel:
             rank, num_ranks = 0, 1
-        stack = ExpertStack(shape.num_experts, first, end - first, shape.stacks_shared)
+        self.stack = stack = ExpertStack(shape.num_experts, held, shape.stacks_shared)
+        #: number of the first expert, or slot
         self.first = first
         inner = per_rank("rows of an expert", shape.intermediate_size, num_ranks)
         sections = tuple(
@@ -325,7 +333,12 @@ class MixtureOfExperts(nn.Module, Communicates):
         self.expert_ranks = expert_ranks if expert_parallel else 1
         self.shape = shape
         self.layer_name = prefix
+        self.copies: ExpertCopies | None = None
+        if config is not None and expert_parallel and config.parallel_config.enable_eplb:
+            num_redundant = config.parallel_config.eplb_config.num_redundant_experts
+            self.copies = ExpertCopies(shape.num_experts, num_redundant, expert_ranks)
         counted = config is not None and config.observability_config.expert_counts
+        counted = counted or self.copies is not None
         #: `[experts]` int64: tokens that each got, where the configuration asks for it; no buffer,
         #: for it is read while the others sleep
         self.counts = torch.zeros(shape.num_experts, dtype=torch.int64) if counted else None
@@ -333,7 +346,7 @@ class MixtureOfExperts(nn.Module, Communicates):
         place, places = group.rank_in_group, self.tp_size
         if expert_parallel:
             place, places = self.replicas.rank_in_group * self.tp_size + place, expert_ranks
-        self.experts = Experts(shape, method, place, places, expert_parallel)
+        self.experts = Experts(shape, method, place, places, expert_parallel, self.copies)
         self.exchange: ExpertExchange | None = None
         if self.replicas.world_size > 1:
             self.exchange = ExpertExchange(self.replicas, self.experts.first)
@@ -371,6 +384,7 @@ class MixtureOfExperts(nn.Module, Communicates):
             # Those of any layer that has some tell tokens from padding.
             slots = next(iter(get_forward_context().slot_mapping.values()), None)
         added = None if shape.latent_size else shape.shared
+        first = self.experts.first if self.exchange is None else 0
         routing = kernels.route_experts(
             RoutingProblem(
                 logits,
@@ -380,9 +394,11 @@ class MixtureOfExperts(nn.Module, Communicates):
                 added,
                 self.counts,
                 slots,
-                self.experts.first if self.exchange is None else 0,
+                first if self.copies is None else 0,
             )
         )
+        if self.copies is not None:
+            routing = self.copies.choose(routing, logits, first)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)[0]
         weighted = None if shape.latent_size else shared

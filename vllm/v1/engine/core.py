@@ -33,6 +33,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core_memory import CoreMemory
 from vllm.v1.engine.core_placements import CorePlacements
+from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
@@ -100,6 +101,7 @@ class EngineCore:
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
         self.late_captures = LateCaptures(vllm_config, self.executor)
+        self._experts = ExpertRearrangement(vllm_config.parallel_config, self.executor)
         self._placements = CorePlacements(
             vllm_config, self.scheduler, self.executor, self._drain, memory, kv_cache_config
         )
@@ -202,7 +204,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
-        return bool(self._in_flight) or self._has_next_step()
+        return bool(self._in_flight) or self._experts.is_due or self._has_next_step()
 
     def _has_next_step(self) -> bool:
         """Whether there is something to schedule here, or a step of another replica to join."""
@@ -230,7 +232,10 @@ class EngineCore:
         self.late_captures.between_steps()
         if self._placements.any_waits:
             self._placements.bring_in()
-        if len(self._in_flight) < self._depth and self._has_next_step():
+        if not self._in_flight:
+            self._experts.run()
+        room = len(self._in_flight) < self._depth and not self._experts.is_due
+        if room and self._has_next_step():
             output = self.scheduler.schedule()
             if self.joint is not None:
                 output.joint = self.joint.join(output.shape(self._width))
@@ -239,8 +244,10 @@ class EngineCore:
             self._last_step_computed = (
                 output.total_num_scheduled_tokens > 0 or output.joint is not None
             )
-            if self._last_step_computed and len(self._in_flight) < self._depth:
-                return {}
+            if self._last_step_computed:
+                self._experts.count_step()
+                if len(self._in_flight) < self._depth:
+                    return {}
         if not self._in_flight or self._is_called_before_result():
             return {}
         step = self._in_flight.popleft()
@@ -359,6 +366,7 @@ class EngineCore:
             raise VLLMValidationError(f"{method}: the weights sleep; wake them up first", "method")
         if replaces and self.joint is not None:
             # No step is of one replica's old experts and another one's new ones.
+            self._experts.run()
             self.joint.meet(self._join_with_padding)
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
         if replaces and not self.scheduler.reset_prefix_cache(True, True):
@@ -374,6 +382,9 @@ class EngineCore:
         output = SchedulerOutput.make_empty()
         output.joint = self.joint.join(output.shape(self._width))
         self.executor.execute_model(output).result(self._step_timeout_s)
+        if output.joint is not None:
+            self._experts.count_step()
+            self._experts.run()
 
     def shutdown(self) -> None:
         """Stop scheduler, connector and workers; safe to call twice."""

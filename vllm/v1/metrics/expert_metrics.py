@@ -32,11 +32,29 @@ def total_counts(
     return total
 
 
-class _ExpertImbalance(Collector):
-    """One gauge per layer that had tokens."""
+def mean_balancedness(
+    of_workers: Iterable[Mapping[str, list[float]]],
+) -> tuple[float, float] | None:
+    """The mean of all layers, before and after the last rearrangement of experts; None before the
+    first. `of_workers`: each one's layers."""
+    layers = {name: pair for worker in of_workers for name, pair in worker.items()}
+    if not layers:
+        return None
+    before, after = (sum(column) / len(layers) for column in zip(*layers.values(), strict=True))
+    return before, after
 
-    def __init__(self, counts: Mapping[str, list[int]], model_name: str) -> None:
+
+class _ExpertLoads(Collector):
+    """One gauge per layer that had tokens, and one per side of a rearrangement."""
+
+    def __init__(
+        self,
+        counts: Mapping[str, list[int]],
+        model_name: str,
+        balancedness: tuple[float, float] | None,
+    ) -> None:
         self._counts, self._model_name = counts, model_name
+        self._balancedness = balancedness
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Of the counts given."""
@@ -50,10 +68,25 @@ class _ExpertImbalance(Collector):
             if value is not None:
                 gauge.add_metric((self._model_name, layer), value)
         yield gauge
+        if self._balancedness is None:
+            return
+        gauge = GaugeMetricFamily(
+            "vllm:expert_balancedness",
+            "Mean load of a rank over the largest, before and after experts were rearranged.",
+            labels=("model_name", "when"),
+        )
+        for when, value in zip(("before", "after"), self._balancedness, strict=True):
+            gauge.add_metric((self._model_name, when), value)
+        yield gauge
 
 
-def expert_metrics_text(counts: Mapping[str, list[int]], model_name: str) -> bytes:
-    """Prometheus text of `counts`: layer -> tokens of every expert."""
+def expert_metrics_text(
+    counts: Mapping[str, list[int]],
+    model_name: str,
+    balancedness: tuple[float, float] | None = None,
+) -> bytes:
+    """Prometheus text of `counts`: layer -> tokens of every expert; `balancedness`: see
+    `mean_balancedness`."""
     registry = CollectorRegistry()
-    registry.register(_ExpertImbalance(counts, model_name))
+    registry.register(_ExpertLoads(counts, model_name, balancedness))
     return generate_latest(registry)

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     get_dp_group,
+    get_ep_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tp_group,
@@ -45,6 +46,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
+from vllm.v1.worker.expert_balancer import ExpertBalancer
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.sleep import Sleeper
 from vllm.v1.worker.warm_up import find_kernels, profile_peak_bytes, warm_up
@@ -160,6 +162,7 @@ class Worker:
                 self.model_runner.build_model()
             model, *beside = self.model_runner.models
             check_expert_parallel(model, beside, self.parallel_config)
+            self.expert_balancer = ExpertBalancer(self.model_runner.models, get_ep_group())
             self.compilation = self._compile_ahead()
             if self.vllm_config.quant_config is not None:
                 # Quantising weights launches kernels, which must not be half loaded by a thread.
@@ -295,6 +298,19 @@ class Worker:
     def expert_counts(self) -> dict[str, list[int]]:
         """See `layers.moe.expert_counts`."""
         return expert_counts(self.model_runner.model)
+
+    def begin_expert_window(self) -> None:
+        """See `ExpertBalancer.begin_window`."""
+        self.expert_balancer.begin_window()
+
+    def rearrange_experts(self) -> dict[str, list[float]]:
+        """See `ExpertBalancer`; the layers' balancedness before and after."""
+        self.expert_balancer.rearrange()
+        return self.expert_balancer.balancedness
+
+    def expert_balancedness(self) -> dict[str, list[float]]:
+        """See `ExpertBalancer.balancedness`."""
+        return self.expert_balancer.balancedness
 
     def num_pending_graphs(self) -> int:
         """Sizes that start-up left to be captured."""

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm.entrypoints.openai.state import server_of
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.expert_metrics import expert_metrics_text, total_counts
+from vllm.v1.metrics.expert_metrics import expert_metrics_text, mean_balancedness, total_counts
 from vllm.version import __version__
 
 router = APIRouter()
@@ -54,5 +54,9 @@ async def metrics(request: Request) -> Response:
     if config.observability_config.expert_counts:
         counted = await server.engine.collective_rpc("expert_counts")
         counts = total_counts(counted, config.parallel_config.world_size)
-        text += expert_metrics_text(counts, config.model_config.served_names[0])
+        balancedness = None
+        if config.parallel_config.enable_eplb:
+            found = await server.engine.collective_rpc("expert_balancedness")
+            balancedness = mean_balancedness(found)
+        text += expert_metrics_text(counts, config.model_config.served_names[0], balancedness)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.protocol.base import RequestModel
 from vllm.entrypoints.openai.routes.common import body_schema, parse_body
 from vllm.entrypoints.openai.serving_models import ModelCard, ModelList
 from vllm.entrypoints.openai.state import server_of
-from vllm.v1.metrics.expert_metrics import imbalance, total_counts
+from vllm.v1.metrics.expert_metrics import imbalance, mean_balancedness, total_counts
 
 router = APIRouter()
 
@@ -66,10 +66,19 @@ class ExpertLoad(BaseModel):
     imbalance: float | None
 
 
+class Balancedness(BaseModel):
+    """The mean load of a rank over the largest, the mean of all layers, with the tokens that
+    decided the last rearrangement of experts, before and after it."""
+
+    before: float
+    after: float
+
+
 class ExpertLoads(BaseModel):
-    """In the order of the layers."""
+    """In the order of the layers. `balancedness`: null before experts are rearranged."""
 
     layers: list[ExpertLoad]
+    balancedness: Balancedness | None
 
 
 @router.get("/experts")
@@ -86,9 +95,15 @@ async def experts(request: Request) -> ExpertLoads:
             "NotFoundError",
             "no experts are counted: serve a mixture of experts with --expert-counts",
         )
+    balancedness = None
+    if engine.vllm_config.parallel_config.enable_eplb:
+        found = mean_balancedness(await engine.collective_rpc("expert_balancedness"))
+        if found is not None:
+            balancedness = Balancedness(before=found[0], after=found[1])
     return ExpertLoads(
         layers=[
             ExpertLoad(layer=layer, tokens=tokens, imbalance=imbalance(tokens))
             for layer, tokens in counts.items()
-        ]
+        ],
+        balancedness=balancedness,
     )
