@@ -59,6 +59,8 @@ def test_replicas_of_ranks_that_share_experts(asked: "_Torch") -> None:
     tp, dp = parallel_state.get_tp_group(), parallel_state.get_dp_group()
     assert (tp.ranks, tp.rank_in_group) == ((2, 3), 1)
     assert (dp.ranks, dp.rank_in_group) == ((1, 3), 1)
+    experts = parallel_state.get_ep_group()
+    assert (experts.ranks, experts.rank_in_group) == ((0, 1, 2, 3), 3)
 
 
 def test_a_run_without_communication_has_the_right_shapes() -> None:
@@ -154,6 +156,34 @@ def test_sums_are_scattered(tmp_path: Path) -> None:
         assert torch.equal(wide, plain.expand(2, 2))
         assert order.tolist() == [[1.0]] and halves.dtype is torch.bfloat16
         assert halves.tolist() == [[1.0 + 2.0**-7]]
+
+
+def _exchange(rank: int, folder: Path) -> None:
+    parallel_state.init_distributed_environment(3, rank, f"file://{folder}/store", backend="gloo")
+    parallel_state.initialize_model_parallel(3)
+    assert parallel_state.get_ep_group() is parallel_state.get_tp_group()
+    sent = torch.arange(4, dtype=torch.uint8).expand(2, 4) + torch.tensor([[10], [20]]) * rank
+    got = torch.zeros(2, 4, dtype=torch.uint8)
+    # The first gives both rows to the last, which gives one to the second.
+    sends = {0: [(sent.byte()[0], 2), (sent.byte()[1], 2)], 2: [(sent.byte()[1], 1)]}
+    receives = {1: [(got[0], 2)], 2: [(got[1], 0), (got[0], 0)]}
+    parallel_state.get_ep_group().exchange(sends.get(rank, []), receives.get(rank, []))
+    torch.save((sent, got), folder / f"{rank}.pt")
+    parallel_state.destroy_distributed_environment()
+
+
+def test_tensors_are_exchanged(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_exchange, args=(rank, tmp_path)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    (first, none), (_, second), (last, both) = (torch.load(tmp_path / f"{r}.pt") for r in range(3))
+    assert not none.any() and not second[1].any()
+    assert torch.equal(second[0], last[1].byte())
+    assert torch.equal(both.flip(0), first.byte())
 
 
 def _vote(rank: int, folder: Path) -> None:

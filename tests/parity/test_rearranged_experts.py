@@ -155,6 +155,19 @@ def test_experts_of_a_drafter_move_too(engine: Callable[..., LLM], tmp_path: Pat
     assert len(layers) == 4 + 3 and all(before < after for before, after in layers.values())
 
 
+def test_bits_do_not_depend_on_the_batch(engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """While experts stay where they are; all of them have a copy."""
+    still = {"num_redundant_experts": 8, "step_interval": 10**6}
+    model = skewed("qwen3_moe", tmp_path)
+    llm = engine(model, tensor_parallel_size=2, eplb_config=still, enable_prefix_caching=False)
+    asked = prompts((5, 40, 63, 130))
+    together = generate(llm, asked, 16)
+    for ids, beside in zip(asked, together, strict=True):
+        (alone,) = generate(llm, [ids], 16)
+        assert [one.logprobs for one in alone.outputs] == [one.logprobs for one in beside.outputs]
+        assert alone.outputs[0].token_ids == beside.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "data_parallel_size"])
 def test_balancedness_rises(layout: str, engine: Callable[..., LLM], tmp_path: Path) -> None:
     """The first window finds most tokens on one rank."""

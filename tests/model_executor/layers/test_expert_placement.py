@@ -87,6 +87,13 @@ def test_a_new_placement_is_better_or_none(
         assert after.slots[one.target] not in before.experts_of(rank)
 
 
+def test_copies_that_need_not_differ_are_equal() -> None:
+    """So that a change of one expert's tokens reaches its ranks alike."""
+    placement = place([100, 100, 100, 100, 10, 10, 10, 10], 2, 6)
+    assert placement.columns == (*[32] * 4, 64, 64) * 2
+    assert placement.balancedness([900, 3, 70, 1, 10, 10, 10, 10]) == 1.0
+
+
 def test_a_hot_expert_is_spread_over_all_ranks() -> None:
     counts = [700, *[10] * 7]
     assert place(counts, 4, 2).balancedness(counts) == pytest.approx(770 / (4 * 710))
@@ -104,7 +111,8 @@ def test_without_tokens_all_ranks_are_alike() -> None:
 
 def test_tokens_go_to_other_copies_before_experts_move() -> None:
     before = place([100, 100, 100, 100, 10, 10, 10, 10], 2, 6)
-    counts = [130, 60, 100, 80, 10, 10, 10, 10]
+    assert set(before.experts_of(0)) & {4, 5, 6, 7} == {4, 6}
+    counts = [100, 100, 100, 100, 80, 10, 80, 10]
     after = improved(before, counts)
     assert after.slots == before.slots and after.columns != before.columns
     assert before.balancedness(counts) < 0.95 < 0.99 < after.balancedness(counts)

@@ -162,11 +162,15 @@ class Meeting:
     """In the place of other replicas: they need two more steps before they meet this one."""
 
     def __init__(self, executor: Experts) -> None:
-        self._executor, self._num_joined = executor, 0
-        self.is_called = False
+        self._executor = executor
+        self.num_calls = 0
+
+    @property
+    def is_called(self) -> bool:
+        return self.num_calls > 0
 
     def join(self, own: StepShape) -> StepShape:
-        self._num_joined += 1
+        self.num_calls -= 1
         return StepShape(max(1, own.num_tokens), 1, 0, True)
 
     def wait(self, result: Future[Any], timeout_s: float, for_calls: bool = False) -> bool:
@@ -180,6 +184,21 @@ class Meeting:
 
     def close(self) -> None:
         pass
+
+
+def test_a_replica_without_requests_takes_part() -> None:
+    config = make_vllm_config()
+    config.parallel_config = parallel(window_size=2, step_interval=2)
+    core = EngineCore(config, Experts)
+    executor: Any = core.executor
+    meeting = Meeting(executor)
+    joint: Any = meeting
+    core.joint = joint
+    meeting.num_calls = 2
+    while core.has_work():
+        core.step()
+    assert executor.called == [(REARRANGE, 2, 0), (BEGIN, 2, 0)]
+    core.shutdown()
 
 
 def test_other_replicas_are_not_left_waiting() -> None:

@@ -66,15 +66,23 @@ def place(counts: Sequence[int], num_ranks: int, slots_per_rank: int) -> Placeme
     as many, and at most one per rank and expert.
 
     Each expert, the heaviest first, goes to the least loaded rank, as many to each. Then, until all
-    slots are taken, the most loaded rank's heaviest expert gets a copy on the least loaded rank,
-    and its tokens are spread anew so that the largest load of its ranks is as small as can be. So
-    no copy makes the largest load larger.
+    slots are taken, the most loaded rank's expert with the most tokens per copy gets one more, on
+    the least loaded rank, and its tokens are spread anew so that the largest load of its ranks is
+    as small as can be. So no copy makes the largest load larger. Where equal parts for all copies
+    do as well, they get these, for other tokens may come.
     """
     ranks = _Ranks(counts, num_ranks, slots_per_rank)
     ranks.give_homes()
     while ranks.have_room():
         ranks.add_copy()
-    return ranks.placement()
+    planned = ranks.placement()
+    copies, seen, columns = Counter(planned.slots), Counter[int](), []
+    for expert in planned.slots:
+        ends = [COLUMNS * (seen[expert] + i) // copies[expert] for i in range(2)]
+        columns.append(ends[1] - ends[0])
+        seen[expert] += 1
+    equal = replace(planned, columns=tuple(columns))
+    return equal if max(equal.loads(counts)) <= max(planned.loads(counts)) else planned
 
 
 class _Ranks:
@@ -104,16 +112,18 @@ class _Ranks:
 
     def _candidates(self) -> Iterator[tuple[int, int]]:
         """Experts to copy and the ranks to copy them to, the best first."""
-        for rank in sorted(range(len(self.loads)), key=lambda r: (-self.loads[r], r)):
-            held = self.columns[rank]
-            for expert in sorted(held, key=lambda e: (-held[e] * self.weights[e], e)):
+        copies = Counter(expert for held in self.columns for expert in held)
+        copied = [sum(copies[expert] for expert in held) for held in self.columns]
+        for rank in sorted(range(len(copied)), key=lambda r: (-self.loads[r], copied[r], r)):
+            per_copy = {e: COLUMNS * self.weights[e] // copies[e] for e in self.columns[rank]}
+            for expert in sorted(per_copy, key=lambda e: (-per_copy[e], e)):
                 targets = [
                     r
-                    for r, other in enumerate(self.columns)
-                    if len(other) < self.size and expert not in other
+                    for r, held in enumerate(self.columns)
+                    if len(held) < self.size and expert not in held
                 ]
                 if targets:
-                    yield expert, min(targets, key=lambda r: (self.loads[r], r))
+                    yield expert, min(targets, key=lambda r: (self.loads[r], -copied[r], r))
 
     def share(self, expert: int) -> None:
         """Its parts, one by one, to whichever of its ranks is the least loaded then."""
