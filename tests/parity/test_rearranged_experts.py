@@ -156,16 +156,42 @@ def test_experts_of_a_drafter_move_too(engine: Callable[..., LLM], tmp_path: Pat
 
 
 def test_bits_do_not_depend_on_the_batch(engine: Callable[..., LLM], tmp_path: Path) -> None:
-    """While experts stay where they are; all of them have a copy."""
-    still = {"num_redundant_experts": 8, "step_interval": 10**6}
+    """While experts stay where they are; half of them have a copy. A token's four experts are added
+    up rank by rank, so other copies would give other bits."""
+    still = {"num_redundant_experts": 4, "step_interval": 10**6}
     model = skewed("qwen3_moe", tmp_path)
-    llm = engine(model, tensor_parallel_size=2, eplb_config=still, enable_prefix_caching=False)
+    llm = engine(
+        model,
+        tensor_parallel_size=2,
+        eplb_config=still,
+        enable_prefix_caching=False,
+        hf_overrides={"num_experts_per_tok": 4},
+    )
     asked = prompts((5, 40, 63, 130))
     together = generate(llm, asked, 16)
     for ids, beside in zip(asked, together, strict=True):
         (alone,) = generate(llm, [ids], 16)
         assert [one.logprobs for one in alone.outputs] == [one.logprobs for one in beside.outputs]
         assert alone.outputs[0].token_ids == beside.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data_parallel_size": 2}, *nightly({"pipeline_parallel_size": 2})]
+)
+def test_ranks_of_ranks(sizes: dict[str, int], engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """Of two replicas, all have the experts; of two stages, each has its own."""
+    model = skewed("mixtral", tmp_path)
+    settings = {**OFTEN, "num_redundant_experts": 4}
+    llm = engine(model, tensor_parallel_size=2, eplb_config=settings, **sizes)
+    began = llm.collective_rpc(held)
+    for output in generate(llm, prompts((1, 17, 63, 300, 20)), 24):
+        assert_equals_reference(output, model, 24)
+    assert llm.collective_rpc(held) != began
+    found: dict[str, list[float]] = {}
+    for rank in llm.collective_rpc("expert_balancedness"):
+        assert all(found.get(name, pair) == pair for name, pair in rank.items())
+        found |= rank
+    assert len(found) == 4 and all(before <= after for before, after in found.values())
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "data_parallel_size"])
