@@ -24,6 +24,7 @@ from torch import Tensor
 from vllm.kernels.activation import naive as activation
 from vllm.kernels.attention import naive as attention
 from vllm.kernels.cache import naive as cache
+from vllm.kernels.compressed_attention import naive as compressed
 from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
 from vllm.kernels.latent_attention import naive as latents
@@ -39,6 +40,9 @@ from vllm.model_executor.layers.fla.ops.kda import naive as kda
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import naive as conv
 from vllm.model_executor.layers.mamba.ops.mamba1 import naive as mamba1
 from vllm.model_executor.layers.mamba.ops.mamba2 import naive as mamba2
+
+#: the reference, and a decision that says so
+_SLOW = ("reference",)
 
 
 class Kernels(Registry):
@@ -57,6 +61,11 @@ class Kernels(Registry):
     write_rows = Op(cache.write_rows)
     paged_attention = Op(attention.paged_attention, cuda=("hopper", "hopper_prefill", "triton"))
     latent_attention = Op(latents.latent_attention, cuda=("expanded", "triton"))
+    compress = Op(compressed.compress, cpu=_SLOW, cuda=_SLOW)
+    choose_entries = Op(compressed.choose_entries, cpu=_SLOW, cuda=_SLOW)
+    compressed_attention = Op(
+        compressed.compressed_attention, cpu=("reference",), cuda=("reference",)
+    )
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_specs.attention import HiddenStateCacheSpec as HiddenState
 from vllm.v1.kv_cache_specs.attention import KeysAndValuesSpec as KeysAndValuesSpec
 from vllm.v1.kv_cache_specs.attention import KVQuantMode as KVQuantMode
 from vllm.v1.kv_cache_specs.attention import MLAAttentionSpec as MLAAttentionSpec
+from vllm.v1.kv_cache_specs.attention import SlidingWindowMLASpec as SlidingWindowMLASpec
 from vllm.v1.kv_cache_specs.attention import SlidingWindowSpec as SlidingWindowSpec
 from vllm.v1.kv_cache_specs.base import KVCacheSpec as KVCacheSpec
 from vllm.v1.kv_cache_specs.base import StateView as StateView

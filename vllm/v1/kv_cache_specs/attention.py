@@ -264,6 +264,35 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """A window of rows that all heads share, keys and values at once: one tensor `[block_size,
+    num_kv_heads * head_size]`, no values."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def contents(self) -> str:
+        return f"{self.num_kv_heads} rows x {self.head_size} {dtype_name(self.dtype)}"
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        shape = (self.block_size, self.num_kv_heads * self.head_size)
+        return (StateView(shape, self.dtype, token_dim=0),)
+
+    def keeping_every_token(self) -> KVCacheSpec:
+        return MLAAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            page_size_padded=self.page_size_padded,
+            lookahead=self.lookahead,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class HiddenStateCacheSpec(MLAAttentionSpec):
     """Marks the layer that keeps captured hidden states, `[block_size, num_kv_heads, head_size]`.
 
