@@ -58,7 +58,7 @@ def _entries(p: CompressProblem, seq: Tensor, entry: Tensor) -> Tensor:
         value = torch.cat([value[:, :ratio].chunk(2, -1)[0], value[:, ratio:].chunk(2, -1)[1]], 1)
         score = torch.cat([score[:, :ratio].chunk(2, -1)[0], score[:, ratio:].chunk(2, -1)[1]], 1)
     weight = score.masked_fill(token[..., None] < 0, float("-inf")).softmax(1)
-    made = normalise((weight * value).sum(1), p.eps) * p.norm_weight.to(weight.dtype)
+    made = normalise((weight * value).sum(1), p.eps) * p.norm_weight
     return rotate_pairs(made, p.cos_sin[start])
 
 

@@ -288,9 +288,9 @@ class CompressedAttention(nn.Module):
 
     def _project(self, out: Tensor) -> Tensor:
         """`out [tokens, heads, head_dim] -> [tokens, hidden]`."""
-        groups = out.view(len(out), self.num_groups, -1).unbind(1)
+        grouped = out.view(len(out), self.num_groups, -1)
         weights = self.wo_a.weight.unflatten(0, (self.num_groups, -1))
-        low = [linear(group, weight) for group, weight in zip(groups, weights, strict=True)]
+        low = [linear(grouped[:, group], weights[group]) for group in range(self.num_groups)]
         return self.wo_b(torch.cat(low, dim=-1))[0]
 
     def extra_repr(self) -> str:
