@@ -72,8 +72,10 @@ MULTI: dict[str, Any] = {
     },
 }
 CASES = {
-    "offloading": ConnectorCase(OFFLOADING, ("window", "hybrid_rows"), damage_host_memory),
-    "files": ConnectorCase(FILES, ("hybrid",)),
+    "offloading": ConnectorCase(
+        OFFLOADING, ("window", "compressed", "hybrid_rows"), damage_host_memory
+    ),
+    "files": ConnectorCase(FILES, ("hybrid", "compressed")),
     "example": ConnectorCase(EXAMPLE, ("attention",)),
     "multi": ConnectorCase(MULTI, ("attention",)),
     "rows": ConnectorCase(

@@ -36,7 +36,7 @@ from vllm.v1.engine import FinishReason
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("attention", "window", "hybrid_rows")
+KINDS = ("attention", "window", "compressed", "hybrid_rows")
 
 
 def loopback(**extra: Any) -> ConnectorCase:

@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -35,11 +37,19 @@ _WINDOW: dict[str, KVCacheSpec] = {
 _ROWS: dict[str, KVCacheSpec] = {
     "rows": HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=4, dtype=_FP32),
 }
+_ROW: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": _FP32}
+_COMPRESSED: dict[str, KVCacheSpec] = {
+    "layers.0.tokens": SlidingWindowMLASpec(**_ROW, block_size=16, sliding_window=24),
+    "layers.0.entries": MLAAttentionSpec(**_ROW, block_size=16, compress_ratio=4),
+    "layers.1.tokens": SlidingWindowMLASpec(**_ROW, block_size=16, sliding_window=24),
+    "layers.1.entries": MLAAttentionSpec(**_ROW, block_size=32, compress_ratio=32),
+}
 
 #: kind of model -> what its layers keep
 LAYOUTS: dict[str, dict[str, KVCacheSpec]] = {
     "attention": _ATTENTION,
     "window": {**_ATTENTION, **_WINDOW},
+    "compressed": _COMPRESSED,
     "hybrid": {**_ATTENTION, **_RECURRENT},
     "hybrid_rows": {**_ATTENTION, **_RECURRENT, **_ROWS},
 }

@@ -2,9 +2,9 @@
 """A model whose state is known: every value in it says which tokens it was computed from.
 
 Token `p` of a sequence has a mark, a number that follows from tokens `0..p`. Paged layers keep the
-mark of every token in all elements of its slot, recurrent ones the mark of the newest token. The
-next token follows from the newest mark. So any byte that was not computed for exactly these tokens
-is found, and by name.
+mark of every token that completes a row in all elements of the row, recurrent ones the mark of the
+newest token. The next token follows from the newest mark. So any byte that was not computed for
+exactly these tokens is found, and by name.
 """
 
 from __future__ import annotations
@@ -49,12 +49,9 @@ class GroupState:
             for layer, tensor in self._states():
                 tensor[blocks[0]] = float(marks[-1] + layer)
             return
-        size, token_dim = self.spec.block_size, self._token_dim()
         for position, mark in enumerate(marks, start):
-            block = blocks[position // size]
-            for layer, cache in enumerate(self._caches):
-                assert isinstance(cache, Tensor)
-                cache[block].select(token_dim, position % size).fill_(float(mark + layer))
+            for layer, row in enumerate(self._rows(blocks, position)):
+                row.fill_(float(mark + layer))
 
     def first_wrong(
         self, blocks: Sequence[int], marks: Sequence[int], num_tokens: int
@@ -71,19 +68,21 @@ class GroupState:
             return num_tokens - 1 if wrong else None
         window = self.spec.window
         first = 0 if window is None else max(0, num_tokens - window + 1)
-        size, token_dim = self.spec.block_size, self._token_dim()
         for position in range(first, num_tokens):
-            for layer, cache in enumerate(self._caches):
-                assert isinstance(cache, Tensor)
-                slot = cache[blocks[position // size]].select(token_dim, position % size)
-                if bool((slot != float(marks[position] + layer)).any()):
+            for layer, row in enumerate(self._rows(blocks, position)):
+                if bool((row != float(marks[position] + layer)).any()):
                     return position
         return None
 
-    def _token_dim(self) -> int:
+    def _rows(self, blocks: Sequence[int], position: int) -> list[Tensor]:
+        """The row that a token completes, of every layer; none if it completes none."""
+        size, per_row = self.spec.block_size, self.spec.tokens_per_row
+        if (position + 1) % per_row:
+            return []
         token_dim = self.spec.views[0].token_dim
         assert token_dim is not None
-        return token_dim
+        block, row = blocks[position // size], position % size // per_row
+        return [cache[block].select(token_dim, row) for cache in self.tensors()]
 
     def _states(self) -> list[tuple[int, Tensor]]:
         return [

@@ -59,6 +59,12 @@ class KVCacheSpec(ABC):
         return self.block_size
 
     @property
+    def tokens_per_row(self) -> int:
+        """`n`: row `i` of a block stands for its tokens `i * n` to `(i + 1) * n - 1`, and is there
+        once the last of them is."""
+        return self.block_size // self.storage_block_size
+
+    @property
     def window(self) -> int | None:
         """Tokens at the end that the layer keeps; None: all."""
         return None

@@ -21,13 +21,14 @@ _FILL = -1
 class GroupProbe:
     """One group's blocks: as raw words, and as what its layers keep.
 
-    `parts`: `[num_blocks, block_size, layers, ...]`, or for recurrent layers one
+    `parts`: `[num_blocks, rows, layers, ...]`, or for recurrent layers one
     `[num_blocks, layers, ...]` per state tensor.
     """
 
     def __init__(self, arena: Arena, group: KVCacheGroupSpec, plan: GroupPlan) -> None:
         self.layer_names = group.layer_names
         self.recurrent = group.kv_cache_spec.is_recurrent
+        self._tokens_per_row = group.kv_cache_spec.tokens_per_row
         stride = arena.plan.page_bytes // plan.blocks_per_page
         num_blocks = arena.plan.num_pages * plan.blocks_per_page
         self._words = arena.buffer.view(torch.int64).view(num_blocks, stride // 8)
@@ -63,17 +64,21 @@ class GroupProbe:
     # ---- searching -----------------------------------------------------------------------------
 
     def nan_tokens(self, block_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Which of these slots (`block_ids, offsets [n]`) hold NaN in any layer, `[n]` bool."""
+        """Which of these tokens (`block_ids, offsets [n]`) complete a row that holds NaN in any
+        layer, `[n]` bool."""
+        result = np.zeros(len(block_ids), dtype=bool)
         if not self.parts:
-            return np.zeros(len(block_ids), dtype=bool)
+            return result
         (part,) = self.parts
         width = part[0, 0].numel() * part.element_size()
         size = max(1, _CHUNK_BYTES // width)
-        found = [
-            _has_nan(part[self._index(block_ids[i : i + size]), self._index(offsets[i : i + size])])
-            for i in range(0, len(block_ids), size)
-        ]
-        return torch.cat(found).cpu().numpy() if found else np.zeros(0, dtype=bool)
+        complete = np.flatnonzero((offsets + 1) % self._tokens_per_row == 0)
+        for start in range(0, len(complete), size):
+            tokens = complete[start : start + size]
+            rows = offsets[tokens] // self._tokens_per_row
+            found = _has_nan(part[self._index(block_ids[tokens]), self._index(rows)])
+            result[tokens] = found.cpu().numpy()
+        return result
 
     def nan_states(self, block_ids: np.ndarray) -> np.ndarray:
         """Which of these recurrent states hold NaN, `[n]` bool."""
@@ -84,8 +89,9 @@ class GroupProbe:
         return found.cpu().numpy()
 
     def first_nan(self, block_id: int, offset: int) -> tuple[str, bool]:
-        """`(layer, whether it was never written)` of the first NaN in a slot or state."""
-        kept = [p[block_id] if self.recurrent else p[block_id, offset] for p in self.parts]
+        """`(layer, whether it was never written)` of the first NaN in a token's row or a state."""
+        row = offset // self._tokens_per_row
+        kept = [p[block_id] if self.recurrent else p[block_id, row] for p in self.parts]
         layers = torch.stack([_has_nan(values) for values in kept]).any(0)
         layer = int(layers.to(torch.int8).argmax())
         unwritten = False
