@@ -5,7 +5,7 @@ The modules say it: parameters by their sizes, layers with state by their specs.
 `meta` device will do.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -138,7 +138,10 @@ class _Part:
         interval = vllm_config.cache_config.commit_interval
         element_bytes = max(view.dtype.itemsize for view in spec.views)
         flops = layer.decode_flops_per_element / element_bytes
-        self.states.append(StateWork.of(spec, flops, interval, journal_bytes))
+        work = StateWork.of(spec, flops, interval, journal_bytes)
+        if layer.decode_tokens is not None:
+            work = replace(work, window=layer.decode_tokens)
+        self.states.append(work)
         self.labels.append(spec.label)
         self.launches += layer.decode_launches
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.model_executor.harness import BLOCK_SIZE, make_config
 from tests.model_executor.layers.compressed_steps import (
@@ -26,6 +26,7 @@ from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.decode_work import decode_work
 from vllm.platforms import current_platform
 from vllm.testing.graph_safety import assert_graph_safe, assert_replays
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
@@ -182,6 +183,21 @@ def test_what_it_keeps(config: VllmConfig) -> None:
         "attn.compressor.tokens": SlidingWindowMLASpec(**rows, head_size=32, sliding_window=128),
         "attn.compressor.entries": entries,
     }
+
+
+def test_what_a_decode_is_said_to_read(config: VllmConfig) -> None:
+    """Of entries the chosen ones, of their keys all, and each token's row by one entry, or two."""
+    layer = make_layer(SHAPES[4])
+    parts = decode_work(config, nn.ModuleList([nn.ModuleDict({"attn": layer})]))
+    (work,) = (part for part in parts if part.states)
+    row, long = 4 * 16, 1000
+    own, entries = (10 + 1) * row, (4 * 7 + 1) * row / 4
+    keys = (long + 1) * 4 * 12 / 4
+    left_behind = (2 + 1) * 4 * (4 * 16 + 4 * 12)
+    assert sum(state.cost(long)[0] for state in work.states) == own + entries + keys + left_behind
+    flops = sum(state.cost(long)[1] for state in work.states)
+    products = 2 * 4 * (10 * 16 + 7 * 16) + 32 * 250 * 12 + 2 * (64 + 48)
+    assert flops == pytest.approx(2 * products)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

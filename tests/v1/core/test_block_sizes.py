@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from state_cases import BLOCK, done, full, generate, manager_of, recurrent, request, step, window
 
 from vllm.config import CacheConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_cache import GroupPrefix
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
 
 def hit(manager: KVCacheManager, tokens: Any) -> int:
@@ -27,6 +29,24 @@ def test_whole_blocks_of_every_group(sizes: tuple[int, int], num_same: int, expe
     manager = manager_of([full(block_size=size) for size in sizes], 50)
     done(manager, "a", range(100))
     assert hit(manager, [*range(num_same), *range(500, 540)]) == expected
+
+
+def test_layers_of_several_compress_ratios() -> None:
+    """One entry of 128 tokens is the least that all can share; a window shares its end alone."""
+    row: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [
+        SlidingWindowMLASpec(**row, block_size=16, sliding_window=20),
+        MLAAttentionSpec(**row, block_size=16, compress_ratio=4),
+        MLAAttentionSpec(**row, block_size=128, compress_ratio=128),
+    ]
+    manager = manager_of(specs, 80)
+    done(manager, "a", range(300))
+    assert hit(manager, [*range(290), 1]) == 256
+    second = request("b", [*range(290), 1])
+    step(manager, second)
+    window, sparse, dense = manager.get_block_ids("b")
+    assert [bool(block) for block in window[:16]] == [False] * 14 + [True] * 2
+    assert (len(sparse), len(dense)) == (19, 3)
 
 
 def test_a_state_is_continued_inside_a_large_block() -> None:

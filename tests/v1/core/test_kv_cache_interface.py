@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -117,6 +118,17 @@ def test_hidden_states_merge_only_with_their_like():
     assert not full().is_uniform_with_collection({"a": full(), "b": hidden()})
 
 
+def test_a_window_of_rows_that_keeps_every_token():
+    """One tensor either way, so a page holds as many tokens."""
+    spec = window_rows(9)
+    kept = spec.keeping_every_token()
+    assert kept == MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, sliding_window=9
+    )
+    assert kept.page_size_bytes == spec.page_size_bytes == 16 * 1024
+    assert kept.window is None and spec.window == 9
+
+
 def test_mla_merge_compares_every_field():
     with pytest.raises(ValueError, match="equal specs"):
         MLAAttentionSpec.merge([mla(), mla(head_size=64)])
@@ -149,6 +161,11 @@ def test_uniform_collections():
 # ---- specs answer for their kind ---------------------------------------------------------------
 
 
+def window_rows(sliding_window, **changes):
+    fields = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.bfloat16, **changes}
+    return SlidingWindowMLASpec(block_size=16, sliding_window=sliding_window, **fields)
+
+
 def chunked(**changes):
     fields = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16, **changes}
     return ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=128, **fields)
@@ -160,6 +177,13 @@ def chunked(**changes):
         (full(), "full_attention", "attention", "4 heads x 256 bfloat16"),
         (window(9), "sliding_window", "sliding window 9", "4 heads x 256 bfloat16"),
         (mla(), "mla_attention", "latent attention", "1 rows x 576 bfloat16"),
+        (
+            mla(compress_ratio=4),
+            "mla_attention",
+            "entries of 4 tokens",
+            "1 rows x 576 bfloat16",
+        ),
+        (window_rows(9), "sliding_window", "sliding window 9", "1 rows x 512 bfloat16"),
         (hidden(), "hidden_states", "hidden states", "3 rows x 2560 bfloat16"),
         (
             MambaSpec(16, ((3, 5),), (torch.float32,)),
@@ -189,11 +213,12 @@ def test_capabilities():
 
 def test_views_fill_a_block_exactly():
     """In bytes, up to the alignment of recurrent parts; the token dimension counts the rows."""
-    for spec in (full(), window(9), mla(), mla(compress_ratio=4), hidden()):
+    for spec in (full(), window(9), mla(), mla(compress_ratio=4), hidden(), window_rows(9)):
         (view,) = spec.views
         assert prod(view.shape) * view.dtype.itemsize == spec.real_page_size_bytes
         assert view.token_dim is not None
         assert view.shape[view.token_dim] == spec.storage_block_size
+        assert spec.tokens_per_row == (4 if spec == mla(compress_ratio=4) else 1)
     for spec in (full(head_size_v=4), window(9, head_size_v=64)):
         keys, values = spec.views
         size = spec.dtype.itemsize

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouping: one group per distinct spec, hidden states last."""
 
+from typing import Any
+
 import pytest
 import torch
 from state_cases import full, hidden, recurrent, vllm_config, window
@@ -14,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 
@@ -101,3 +105,30 @@ def test_kinds_of_state_with_larger_blocks():
     config = vllm_config(block_sizes=sizes, disable_hybrid_kv_cache_manager=True)
     with pytest.raises(ValueError, match="no layer keeps .'sliding_window'"):
         get_kv_cache_groups(config, {"a": full(), "b": window(20), "d": hidden()})
+
+
+def compressed() -> dict[str, KVCacheSpec]:
+    row: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32, "block_size": 128}
+    return {
+        "a": SlidingWindowMLASpec(**row, sliding_window=20),
+        "b": MLAAttentionSpec(**row, compress_ratio=4),
+        "c": MLAAttentionSpec(**row, compress_ratio=128),
+        "d": SlidingWindowMLASpec(**row, sliding_window=20),
+    }
+
+
+def test_compress_ratios_are_different_groups():
+    groups = get_kv_cache_groups(vllm_config(), compressed())
+    assert [g.layer_names for g in groups] == [["a", "d"], ["b"], ["c"]]
+    larger = get_kv_cache_groups(vllm_config(block_sizes={"mla_attention": 256}), compressed())
+    assert [g.kv_cache_spec.block_size for g in larger] == [128, 256, 256]
+    with pytest.raises(ValueError, match="64 is no multiple of compress_ratio 128.*choose"):
+        get_kv_cache_groups(vllm_config(block_sizes={"mla_attention": 64}), compressed())
+    with pytest.raises(ValueError, match="cannot share one group"):
+        get_kv_cache_groups(vllm_config(disable_hybrid_kv_cache_manager=True), compressed())
+
+
+def test_a_window_of_rows_alone_can_keep_every_token():
+    specs = {name: spec for name, spec in compressed().items() if spec.window}
+    (group,) = get_kv_cache_groups(vllm_config(disable_hybrid_kv_cache_manager=True), specs)
+    assert type(group.kv_cache_spec) is MLAAttentionSpec and group.layer_names == ["a", "d"]

@@ -35,6 +35,8 @@ class AttentionLayerBase(ABC):
     reads_fixed_addresses: ClassVar[bool] = False
     #: kernels of a decode beside projections, about: for predictions, as `decode_flops_per_element`
     decode_launches: ClassVar[int] = 1
+    #: of how many tokens, the newest or others, a decode reads what is kept; None: of all
+    decode_tokens: int | None = None
 
     @property
     def decode_flops_per_element(self) -> float:

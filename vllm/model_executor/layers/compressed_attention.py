@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -101,15 +102,16 @@ class Indexer(nn.Module):
         self.weights_proj = ReplicatedLinear(
             shape.hidden_size, shape.index_heads, bias=False, prefix=f"{prefix}.weights_proj"
         )
-        self.compressor = Compressor(
-            shape.hidden_size,
+        prefix = f"{prefix}.compressor"
+        keys = RowCache(
+            f"{prefix}.entries",
             shape.index_dim,
-            shape.ratio,
-            rope,
             dtype,
-            f"{prefix}.compressor",
-            overlap=True,
-            eps=shape.eps,
+            ratio=shape.ratio,
+            products=shape.index_heads,
+        )
+        self.compressor = Compressor(
+            shape.hidden_size, keys, rope, prefix, overlap=True, eps=shape.eps
         )
 
     def forward(self, hidden_states: Tensor, latent: Tensor, angles: Tensor) -> IndexQuery:
@@ -188,21 +190,25 @@ class CompressedAttention(nn.Module):
             prefix=f"{prefix}.wo_b",
             quant_config=quant_config,
         )
-        self.tokens = RowCache(f"{prefix}.tokens", shape.head_dim, dtype, window=shape.window)
+        # Each row is multiplied twice, as key and as value.
+        row_cache = partial(
+            RowCache, width=shape.head_dim, dtype=dtype, products=2 * self.num_heads
+        )
+        self.tokens = row_cache(f"{prefix}.tokens", window=shape.window)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
+        is_sparse = shape.ratio == SPARSE_RATIO
         if shape.ratio:
-            self.compressor = Compressor(
-                shape.hidden_size,
-                shape.head_dim,
-                shape.ratio,
-                rope,
-                dtype,
-                f"{prefix}.compressor",
-                overlap=shape.ratio == SPARSE_RATIO,
-                eps=shape.eps,
+            where = f"{prefix}.compressor"
+            entries = row_cache(
+                f"{where}.entries",
+                ratio=shape.ratio,
+                decode_tokens=shape.index_topk * shape.ratio if is_sparse else None,
             )
-        if shape.ratio == SPARSE_RATIO:
+            self.compressor = Compressor(
+                shape.hidden_size, entries, rope, where, overlap=is_sparse, eps=shape.eps
+            )
+        if is_sparse:
             self.indexer = Indexer(shape, rope, dtype, f"{prefix}.indexer", quant_config)
 
     head_norm: Tensor

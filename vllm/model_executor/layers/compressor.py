@@ -22,7 +22,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWin
 
 
 class RowCache(nn.Module, AttentionLayerBase):
-    """Rows of `width` elements, one per `ratio` tokens; with a `window` those of so many tokens."""
+    """Rows of `width` elements, one per `ratio` tokens; with a `window` those of so many tokens.
+
+    `products`: of a decode with each element that it reads, which are of `decode_tokens` tokens.
+    """
 
     kv_cache: Tensor
 
@@ -34,10 +37,17 @@ class RowCache(nn.Module, AttentionLayerBase):
         *,
         window: int | None = None,
         ratio: int = 1,
+        decode_tokens: int | None = None,
+        products: int = 1,
     ) -> None:
         super().__init__()
         self.layer_name, self.width, self.dtype = layer_name, width, dtype
         self.window, self.ratio = window, ratio
+        self.decode_tokens, self.products = decode_tokens, products
+
+    @property
+    def decode_flops_per_element(self) -> float:
+        return 2.0 * self.products
 
     def write(self, rows: Tensor) -> None:
         """Put the step's `rows [tokens, width]` into their slots, which lie at a fixed address."""
@@ -74,7 +84,7 @@ class RowCache(nn.Module, AttentionLayerBase):
 
 
 class Compressor(nn.Module):
-    """Makes an entry of `width` elements of every `ratio` tokens, with `overlap` of twice as many.
+    """Makes the rows of `entries`; with `overlap` each of twice as many tokens as it stands for.
 
     Each token leaves a row of values and scores in fp32; `ape` is what a score has for its place in
     the window. Every rank computes and keeps all of it. The weights are small: never quantised.
@@ -83,29 +93,31 @@ class Compressor(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        width: int,
-        ratio: int,
+        entries: RowCache,
         rope: RotaryEmbedding,
-        dtype: torch.dtype,
         prefix: str,
         *,
         overlap: bool,
         eps: float,
     ) -> None:
         super().__init__()
-        self.ratio, self.rope, self.overlap = ratio, rope, overlap
-        columns = width * (1 + overlap)
+        self.ratio, self.rope, self.overlap = entries.ratio, rope, overlap
+        columns = entries.width * (1 + overlap)
         self.wkv = ReplicatedLinear(hidden_size, columns, bias=False, prefix=f"{prefix}.wkv")
         self.wgate = ReplicatedLinear(hidden_size, columns, bias=False, prefix=f"{prefix}.wgate")
-        self.ape = empty_parameter(ratio, columns, dtype=torch.float32)
+        self.ape = empty_parameter(self.ratio, columns, dtype=torch.float32)
         set_weight_attrs(
             self.ape, {"weight_loader": default_weight_loader, "dummy_range": (-1.0, 1.0)}
         )
-        self.norm = RMSNorm(width, eps)
+        self.norm = RMSNorm(entries.width, eps)
         self.tokens = RowCache(
-            f"{prefix}.tokens", 2 * columns, torch.float32, window=(1 + overlap) * ratio
+            f"{prefix}.tokens",
+            2 * columns,
+            torch.float32,
+            window=(1 + overlap) * self.ratio,
+            decode_tokens=1 + overlap,
         )
-        self.entries = RowCache(f"{prefix}.entries", width, dtype, ratio=ratio)
+        self.entries = entries
 
     @property
     def caches(self) -> list[RowCache]:

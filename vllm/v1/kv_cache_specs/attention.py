@@ -231,8 +231,8 @@ class MLAAttentionSpec(FullAttentionSpec):
         super().__post_init__()
         if self.block_size % self.compress_ratio:
             raise ValueError(
-                f"block_size {self.block_size} is no multiple of "
-                f"compress_ratio {self.compress_ratio}"
+                f"block_size {self.block_size} is no multiple of compress_ratio "
+                f"{self.compress_ratio}, and a block keeps whole rows; choose a multiple"
             )
 
     @property
@@ -246,6 +246,8 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     @property
     def label(self) -> str:
+        if self.compress_ratio > 1:
+            return f"entries of {self.compress_ratio} tokens"
         return "latent attention"
 
     @property
@@ -289,6 +291,7 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
             dtype=self.dtype,
             page_size_padded=self.page_size_padded,
             lookahead=self.lookahead,
+            sliding_window=self.sliding_window,
         )
 
 
