@@ -127,6 +127,69 @@ struct AttentionArgs {
   const float* sinks = nullptr;  // [heads], what a softmax has besides the keys' scores
 };
 
+// Row i of a sequence lies in block i / rows of its table, at place i % rows; blocks that are not
+// positive are nobody's. `vllm.kernels.compressed_attention`.
+struct PagedRows {
+  void* data = nullptr;
+  int64_t block_stride;
+  int64_t rows, width;
+  const int32_t* table;
+  int64_t table_stride, columns;
+};
+
+// Tokens that an entry is made of at most.
+constexpr int64_t kMostRows = 256;
+
+struct CompressArgs {
+  DType dtype;       // of the entries
+  PagedRows tokens;  // fp32: values, then scores
+  PagedRows entries;
+  int64_t num_tokens, tokens_per_seq;
+  const int64_t* positions;
+  const int64_t* slots;
+  int64_t ratio;
+  bool overlap;
+  Param weight;
+  float eps;
+  const float* cos_sin;
+  int64_t cos_sin_stride;
+  int64_t rot;
+};
+
+struct ChooseArgs {
+  DType dtype;
+  const void* query;
+  int64_t query_strides[2];
+  int64_t heads;
+  const float* head_weights;
+  int64_t weights_stride;
+  PagedRows keys;
+  int64_t num_tokens, tokens_per_seq;
+  const int64_t* positions;
+  int64_t ratio;
+  int32_t* chosen;  // dense [tokens, topk]
+  int64_t topk;
+};
+
+struct AttendArgs {
+  DType dtype;
+  const void* query;
+  int64_t query_strides[2];
+  void* out;
+  int64_t out_strides[2];
+  int64_t heads;
+  PagedRows tokens;
+  int64_t window;
+  PagedRows entries;  // without data: there are none
+  int64_t ratio;
+  const int32_t* chosen = nullptr;  // dense [tokens, topk]; null: all that are visible
+  int64_t topk = 0;
+  const float* sinks;
+  float scale;
+  int64_t num_tokens, tokens_per_seq;
+  const int64_t* positions;
+};
+
 // Digests of `count` parts of `data`, each longer than 240 bytes.
 struct DigestArgs {
   const uint8_t* data;

@@ -35,6 +35,17 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       " Tensor query_start_loc, float scale, int? sliding_window, Tensor? sinks,"
       " Tensor(a!) out, int rows=0) -> ()");
   m.def(
+      "compress(Tensor tokens, Tensor tokens_table, Tensor(a!) entries, Tensor entries_table,"
+      " Tensor positions, Tensor slot_mapping, int ratio, bool overlap, Tensor norm_weight,"
+      " float eps, Tensor cos_sin) -> ()");
+  m.def(
+      "choose_entries(Tensor query, Tensor head_weights, Tensor keys, Tensor table,"
+      " Tensor positions, int ratio, Tensor(a!) chosen) -> ()");
+  m.def(
+      "compressed_attention(Tensor query, Tensor tokens, Tensor tokens_table, int window,"
+      " Tensor sinks, float scale, Tensor positions, Tensor(a!) out, Tensor? entries,"
+      " Tensor? entries_table, int ratio, Tensor? chosen) -> ()");
+  m.def(
       "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state,"
       " Tensor state_indices, Tensor has_initial_state, Tensor query_start_loc, Tensor(b!) out)"
       " -> ()");
@@ -74,6 +85,9 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("write_kv_cache", TORCH_BOX(&vllm_cpu::write_kv_cache));
   m.impl("write_rows", TORCH_BOX(&vllm_cpu::write_rows));
   m.impl("paged_attention", TORCH_BOX(&vllm_cpu::paged_attention));
+  m.impl("compress", TORCH_BOX(&vllm_cpu::compress));
+  m.impl("choose_entries", TORCH_BOX(&vllm_cpu::choose_entries));
+  m.impl("compressed_attention", TORCH_BOX(&vllm_cpu::compressed_attention));
   m.impl("causal_conv1d", TORCH_BOX(&vllm_cpu::causal_conv1d));
   m.impl("gdn_prefill", TORCH_BOX(&vllm_cpu::gdn_prefill));
   m.impl("gdn_decode", TORCH_BOX(&vllm_cpu::gdn_decode));

@@ -39,6 +39,18 @@ void paged_attention(
     const Tensor& query_start_loc, double scale, std::optional<int64_t> sliding_window,
     OptTensor sinks, const Tensor& out, int64_t rows);
 
+void compress(
+    const Tensor& tokens, const Tensor& tokens_table, const Tensor& entries,
+    const Tensor& entries_table, const Tensor& positions, const Tensor& slot_mapping, int64_t ratio,
+    bool overlap, const Tensor& norm_weight, double eps, const Tensor& cos_sin);
+void choose_entries(
+    const Tensor& query, const Tensor& head_weights, const Tensor& keys, const Tensor& table,
+    const Tensor& positions, int64_t ratio, const Tensor& chosen);
+void compressed_attention(
+    const Tensor& query, const Tensor& tokens, const Tensor& tokens_table, int64_t window,
+    const Tensor& sinks, double scale, const Tensor& positions, const Tensor& out,
+    OptTensor entries, OptTensor entries_table, int64_t ratio, OptTensor chosen);
+
 void causal_conv1d(
     const Tensor& x, const Tensor& weight, OptTensor bias, const Tensor& conv_state,
     const Tensor& state_indices, const Tensor& has_initial_state, const Tensor& query_start_loc,

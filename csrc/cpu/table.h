@@ -14,6 +14,9 @@
   X(clamped_swiglu, GateUpArgs)        \
   X(qk_norm_rope_cache, RopeCacheArgs) \
   X(paged_attention, AttentionArgs)    \
+  X(compress, CompressArgs)            \
+  X(choose_entries, ChooseArgs)        \
+  X(compressed_attention, AttendArgs)  \
   X(causal_conv1d, ConvArgs)           \
   X(gdn_prefill, GdnArgs)              \
   X(gdn_decode, GdnArgs)               \

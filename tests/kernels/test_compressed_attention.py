@@ -20,13 +20,13 @@ from tests.kernels.compressed_cases import (
     read,
     widened,
 )
-from vllm import decisions
-from vllm.kernels.compressed_attention import PagedRows, naive
+from vllm.kernels.compressed_attention import PagedRows, naive, triton_choose
 from vllm.kernels.compressed_attention.rotation import rotate_pairs
 from vllm.kernels.cpu import CpuKernels
+from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.naive import NaiveKernels
 
-CPU, NAIVE = CpuKernels(), NaiveKernels()
+CPU, NAIVE, TRITON = CpuKernels(), NaiveKernels(), CudaKernels()
 RATIOS = [(4, True), (128, False), (6, False)]
 #: starts of sequences, and tokens of each in the step
 STEPS = [([0, 3, 7, 130], 1), ([1, 5, 252], 4), ([0], 300), ([37], 260), ([254], 2)]
@@ -151,6 +151,73 @@ def test_cpu(dtype: torch.dtype, starts: list[int], query_len: int) -> None:
         assert error_ratio(attention.out, wide.out) < tolerance
 
 
+@pytest.mark.parametrize(("starts", "query_len"), STEPS[:2] + [([0], 70), ([37], 100)])
+@pytest.mark.parametrize(("ratio", "overlap"), RATIOS)
+def test_triton_entries(
+    ratio: int, overlap: bool, starts: list[int], query_len: int, dtype: torch.dtype, device: str
+) -> None:
+    problem = compress_problem([*starts, -1], query_len, ratio, overlap, dtype=dtype, device=device)
+    wide = widened(problem)
+    TRITON.compress(problem)
+    NAIVE.compress(wide)
+    made, expected = problem.entries.cache, wide.entries.cache
+    assert torch.equal(made.isnan(), expected.isnan())
+    if not expected.isnan().all():
+        assert error_ratio(made, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("starts", "query_len"), STEPS[:2] + [([0], 70), ([300], 1)])
+@pytest.mark.parametrize("topk", [5, 200])
+def test_triton_choice(
+    topk: int,
+    starts: list[int],
+    query_len: int,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few tokens at once, too."""
+    problem = choose_problem(starts, query_len, topk, dtype=dtype, device=device)
+    wide = widened(problem)
+    NAIVE.choose_entries(wide)
+    for piece in (1 << 24, 300):
+        monkeypatch.setattr(triton_choose, "_PIECE", piece)
+        problem.chosen.fill_(-7)
+        TRITON.choose_entries(problem)
+        assert torch.equal(problem.chosen, wide.chosen)
+
+
+def test_triton_equal_scores_go_to_the_earlier_entry(device: str) -> None:
+    """Scores of 0, -0 and below."""
+    problem = choose_problem([60], 2, 6, heads=1, device=device)
+    problem.head_weights[0], problem.head_weights[1] = 0, -1
+    wide = widened(problem)
+    TRITON.choose_entries(problem)
+    NAIVE.choose_entries(wide)
+    assert torch.equal(problem.chosen, wide.chosen)
+    assert problem.chosen[0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("starts", "query_len"), STEPS[:2] + [([0], 40), ([300], 1)])
+@pytest.mark.parametrize(("ratio", "topk"), [(0, None), (4, 3), (4, 90), (128, None)])
+def test_triton_attention(
+    ratio: int,
+    topk: int | None,
+    starts: list[int],
+    query_len: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    problem = attention_problem(
+        [*starts, -1], query_len, ratio, topk, heads=18, dtype=dtype, device=device
+    )
+    wide = widened(problem)
+    TRITON.compressed_attention(problem)
+    NAIVE.compressed_attention(wide)
+    real = len(starts) * query_len
+    assert error_ratio(problem.out[:real], wide.out[:real]) < TOLERANCE[dtype]
+
+
 def test_rotation() -> None:
     """Neighbours are pairs, only the last dimensions turn, and the inverse turns back."""
     x = torch.randn(5, 3, 10, dtype=torch.float64)
@@ -164,6 +231,60 @@ def test_rotation() -> None:
     torch.testing.assert_close(back, x)
 
 
-def test_it_says_that_it_is_slow() -> None:
-    CPU.choose_entries(choose_problem([7], 1, 3))
-    assert "compressed attention" in [one.what for one in decisions.decisions()]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_cpu_bits_do_not_depend_on_the_cut_or_the_batch(size: int, dtype: torch.dtype) -> None:
+    """A prompt at once, or in pieces."""
+    total = 192
+    compress = compress_problem([0], total, 4, True, dtype=dtype)
+    choose = choose_problem([0], total, 6, dtype=dtype)
+    attend = attention_problem([0], total, 4, 6, dtype=dtype)
+    pieces = [slice(start, start + size) for start in range(0, total, size)]
+    entries = replace(compress.entries, cache=compress.entries.cache.clone())
+    CPU.compress(compress)
+    for piece in pieces:
+        CPU.compress(
+            replace(
+                compress,
+                entries=entries,
+                positions=compress.positions[piece],
+                slot_mapping=compress.slot_mapping[piece],
+            )
+        )
+    assert torch.equal(entries.cache.nan_to_num(), compress.entries.cache.nan_to_num())
+    CPU.choose_entries(choose)
+    CPU.compressed_attention(attend)
+    for piece in pieces:
+        part = replace(
+            choose,
+            query=choose.query[piece],
+            head_weights=choose.head_weights[piece],
+            positions=choose.positions[piece],
+            chosen=torch.empty_like(choose.chosen[piece]),
+        )
+        CPU.choose_entries(part)
+        assert torch.equal(part.chosen, choose.chosen[piece])
+        assert attend.chosen is not None
+        half = replace(
+            attend,
+            query=attend.query[piece],
+            positions=attend.positions[piece],
+            chosen=attend.chosen[piece],
+            out=torch.empty_like(attend.out[piece]),
+        )
+        CPU.compressed_attention(half)
+        assert torch.equal(half.out, attend.out[piece])
+
+
+def test_cpu_refuses_what_it_cannot_read() -> None:
+    choose = choose_problem([7], 1, 3)
+    with pytest.raises(RuntimeError, match="choose_entries: head_weights must"):
+        CPU.choose_entries(replace(choose, head_weights=choose.head_weights.double()))
+    attend = attention_problem([7], 1, 4)
+    with pytest.raises(RuntimeError, match="compressed_attention: out must"):
+        CPU.compressed_attention(replace(attend, out=attend.out[:0]))
+    compress = compress_problem([7], 1, 4, True)
+    with pytest.raises(RuntimeError, match="compress: tokens must have values and scores"):
+        CPU.compress(replace(compress, overlap=False))
+    with pytest.raises(RuntimeError, match="positions must have equally many tokens"):
+        CPU.compress(replace(compress_problem([7, 9], 1, 4, True), positions=torch.tensor([7])))

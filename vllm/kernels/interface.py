@@ -41,9 +41,6 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import naive as conv
 from vllm.model_executor.layers.mamba.ops.mamba1 import naive as mamba1
 from vllm.model_executor.layers.mamba.ops.mamba2 import naive as mamba2
 
-#: the reference, and a decision that says so
-_SLOW = ("reference",)
-
 
 class Kernels(Registry):
     """Operations used by the layers; see the module docstring for the conventions."""
@@ -61,11 +58,9 @@ class Kernels(Registry):
     write_rows = Op(cache.write_rows)
     paged_attention = Op(attention.paged_attention, cuda=("hopper", "hopper_prefill", "triton"))
     latent_attention = Op(latents.latent_attention, cuda=("expanded", "triton"))
-    compress = Op(compressed.compress, cpu=_SLOW, cuda=_SLOW)
-    choose_entries = Op(compressed.choose_entries, cpu=_SLOW, cuda=_SLOW)
-    compressed_attention = Op(
-        compressed.compressed_attention, cpu=("reference",), cuda=("reference",)
-    )
+    compress = Op(compressed.compress)
+    choose_entries = Op(compressed.choose_entries)
+    compressed_attention = Op(compressed.compressed_attention)
     linear = Op(matmul.linear, cuda=("skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
