@@ -226,3 +226,15 @@ def test_cached_prefixes_end_where_the_largest_block_does(
         (output,) = generate(llm, [shared + tail], max_tokens=20)
         assert_equals(output, reference)
     assert output.num_cached_tokens == 256
+
+
+def test_its_drafts_for_itself_are_all_accepted(
+    checkpoint: Path, reference: PreTrainedModel, make_engine: MakeEngine
+) -> None:
+    """As a draft model it computes what it drafted again, entries included."""
+    speculation = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    llm = make_engine("qwen3", model=str(checkpoint), speculative_config=speculation)
+    run = Run(llm)
+    (output,) = run.generate(prompts((120,)), [1 + 4 * 6])
+    assert_equals(output, reference)
+    assert run.drafts() == (3 * 6, 0)

@@ -26,6 +26,7 @@ from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import set_forward_context
+from vllm.kernels.cpu import CpuKernels
 from vllm.model_executor.decode_work import decode_work
 from vllm.platforms import current_platform
 from vllm.testing.graph_safety import assert_graph_safe, assert_replays
@@ -76,6 +77,24 @@ def test_random_chunks_and_batches(ratio: int, seed: int, config: VllmConfig) ->
             done[seq] += length
     for seq, stream in enumerate(streams):
         close(torch.cat(outs[seq]), expected(layer, stream))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bits_depend_neither_on_the_cut_nor_on_the_batch(
+    ratio: int, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the CPU's kernels, in steps of so few tokens that one of them does all products."""
+    monkeypatch.setitem(vars(current_platform), "kernels", CpuKernels())
+    layer, x = make_layer(SHAPES[ratio]), hidden(160, SHAPES[ratio])
+    steps = LayerSteps(layer, config)
+    single = torch.cat([steps.step([(0, t, 1)], [x]) for t in range(len(x))])
+    steps = LayerSteps(layer, config)
+    cut = [(0, 64), (64, 5), (69, 60), (129, 31)]
+    assert torch.equal(torch.cat([steps.step([(0, *c)], [x]) for c in cut]), single)
+    for seq, end in ((1, 40), (2, 25)):
+        steps.step([(seq, 0, end)], [x] * 3)
+    both = steps.step([(1, 40, 1), (2, 25, 1), (0, 0, 30)], [x] * 3)
+    assert torch.equal(both, single[[40, 25, *range(30)]])
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
