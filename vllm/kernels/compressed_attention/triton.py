@@ -13,7 +13,7 @@ from vllm.kernels.compressed_attention.triton_attend import (
     compressed_attention as compressed_attention,
 )
 from vllm.kernels.compressed_attention.triton_choose import choose_entries as choose_entries
-from vllm.kernels.compressed_attention.triton_rows import block_of
+from vllm.kernels.compressed_attention.triton_rows import VARYING_NUMBERS, block_of
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
@@ -31,7 +31,7 @@ def _blend(value, score, peak, total, acc):
     return new_peak, total * fade + tl.sum(weight, axis=0), acc * fade + tl.sum(weight * value, 0)
 
 
-_VARIES = ["query_len", "columns", "entry_columns", "stride_table", "stride_entry_table"]
+_VARIES = ["table_ptr", "entry_table_ptr", "positions_ptr", "slots_ptr", *VARYING_NUMBERS]
 
 
 @triton.jit(do_not_specialize=_VARIES)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm.kernels.attention.triton_tile import LOG2_E, first_scores, fold
 from vllm.kernels.compressed_attention import CompressedAttentionProblem, PagedRows
-from vllm.kernels.compressed_attention.triton_rows import load_rows
+from vllm.kernels.compressed_attention.triton_rows import VARYING_NUMBERS, load_rows
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.tile_files import Tile
 from vllm.utils.math_utils import cdiv, next_power_of_2
@@ -32,7 +32,7 @@ def _fold_rows(q, rows, held, scale, peak, total, acc):
     return fold(score, rows, new_peak, peak, total, acc, True)
 
 
-_VARIES = ["query_len", "columns", "entry_columns", "stride_table", "stride_entry_table"]
+_VARIES = ["table_ptr", "entry_table_ptr", "positions_ptr", *VARYING_NUMBERS]
 
 
 @triton.jit(do_not_specialize=_VARIES)

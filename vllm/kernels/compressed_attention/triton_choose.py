@@ -25,7 +25,10 @@ _LAST = (1 << 31) - 1
 _NONE = -(1 << 63)
 
 
-@triton.jit(do_not_specialize=["first", "query_len", "most", "columns", "stride_table"])
+_VARIES = ["table_ptr", "positions_ptr", "first", "query_len", "most", "columns", "stride_table"]
+
+
+@triton.jit(do_not_specialize=_VARIES)
 def _rank_kernel(
     query_ptr,
     weights_ptr,

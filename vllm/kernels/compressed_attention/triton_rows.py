@@ -5,6 +5,10 @@
 import triton
 import triton.language as tl
 
+#: arguments of kernels that follow from a step's batch. So do the addresses of tables and
+#: positions, which are slices that begin at any request or token.
+VARYING_NUMBERS = ("query_len", "columns", "entry_columns", "stride_table", "stride_entry_table")
+
 
 @triton.jit
 def block_of(table, index, columns, BLOCK_SIZE: tl.constexpr):
