@@ -57,7 +57,7 @@ struct GateUpArgs {
   int64_t tokens;
   int64_t n;
   void* out;
-  float alpha = 1, limit = 0;  // clamped_swiglu only
+  float alpha = 1, limit = 0, offset = 0;  // clamped_swiglu only
 };
 
 // [num_blocks, 2, block_size, num_kv_heads, head_dim], dense but for the block stride.
@@ -295,7 +295,7 @@ struct ExpertsArgs {
   int64_t x_stride;
   int64_t tokens, slots, hidden, inner;
   ExpertActivation activation;
-  float alpha, limit;           // kClampedSwiglu only
+  float alpha, limit, offset;   // kClampedSwiglu only
   const void* gate_up;          // dense [num_experts, inner or 2 inner, hidden]
   const void* down;             // dense [num_experts, hidden, inner]
   const void* gate_up_bias;     // dense [num_experts, inner or 2 inner], or null

@@ -16,13 +16,13 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
   m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
   m.def("silu_and_mul(Tensor gate_up) -> Tensor");
   m.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor");
-  m.def("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor");
+  m.def("clamped_swiglu(Tensor gate_up, float alpha, float limit, float offset) -> Tensor");
   m.def("mul_sigmoid(Tensor x, Tensor gate) -> Tensor");
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "run_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts,"
       " Tensor? shared, Tensor? gate_up_bias, Tensor? down_bias, bool gated, float? alpha,"
-      " float? limit) -> Tensor");
+      " float? limit, float? offset) -> Tensor");
   m.def(
       "qk_norm_rope_cache(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm_weight,"
       " Tensor? k_norm_weight, Tensor(a!) kv_cache, Tensor slot_mapping, int num_heads,"

@@ -18,14 +18,15 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps);
 Tensor silu_and_mul(const Tensor& gate_up);
 Tensor gelu_tanh_and_mul(const Tensor& gate_up);
-Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit);
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit, double offset);
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
 Tensor run_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
     const Tensor& experts, OptTensor shared, OptTensor gate_up_bias, OptTensor down_bias,
-    bool gated, std::optional<double> alpha, std::optional<double> limit);
+    bool gated, std::optional<double> alpha, std::optional<double> limit,
+    std::optional<double> offset);
 
 Tensor qk_norm_rope_cache(
     const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, OptTensor q_norm_weight,

@@ -53,7 +53,8 @@ struct SortedPairs {
 Tensor run_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
     const Tensor& experts, OptTensor shared, OptTensor gate_up_bias, OptTensor down_bias,
-    bool gated, std::optional<double> alpha, std::optional<double> limit) {
+    bool gated, std::optional<double> alpha, std::optional<double> limit,
+    std::optional<double> offset) {
   ExpertsArgs args{};
   args.dtype = float_dtype(x, {kOp, "x"});
   check_shape(x, {-1, -1}, 1, {kOp, "x"});
@@ -76,13 +77,15 @@ Tensor run_experts(
     args.down_bias = stack_of(*down_bias, {args.num_experts, args.hidden}, args.dtype, "down_bias");
   }
   STD_TORCH_CHECK(
-      alpha.has_value() == limit.has_value() && (gated || !alpha), kOp,
-      ": alpha and limit must be given both or neither, and with a gate only");
+      alpha.has_value() == limit.has_value() && alpha.has_value() == offset.has_value() &&
+          (gated || !alpha),
+      kOp, ": alpha, limit and offset must be given all or none, and with a gate only");
   args.activation = !gated ? ExpertActivation::kReluSquared
                     : alpha ? ExpertActivation::kClampedSwiglu
                             : ExpertActivation::kSwiglu;
   args.alpha = static_cast<float>(alpha.value_or(0));
   args.limit = static_cast<float>(limit.value_or(0));
+  args.offset = static_cast<float>(offset.value_or(0));
 
   check_int32(experts, {kOp, "experts"});
   check_shape(experts, {args.tokens, -1}, 1, {kOp, "experts"});

@@ -117,10 +117,11 @@ Tensor gelu_tanh_and_mul(const Tensor& gate_up) {
   return out;
 }
 
-Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit, double offset) {
   GateUpArgs args = gate_up_args("clamped_swiglu", gate_up);
   args.alpha = static_cast<float>(alpha);
   args.limit = static_cast<float>(limit);
+  args.offset = static_cast<float>(offset);
   Tensor out = empty({args.tokens, args.n}, gate_up);
   args.out = out.data_ptr();
   kernels().clamped_swiglu(args);

@@ -20,7 +20,7 @@ from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, Routing, cpu, naive,
 
 KERNELS = CpuKernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CLAMP = ClampedSwiglu(1.702, 1.5)
+CLAMP = ClampedSwiglu(1.702, 1.5, 1.0)
 #: fields of a problem; "biased" and "shared" are made with it
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -165,7 +165,7 @@ def test_wrong_arguments_are_named() -> None:
             "routing": Routing(torch.rand(2, 2), routing.experts),
             "shared": problem.x[:, 1:],
         },
-        "alpha and limit must be given both or neither": {
+        "alpha, limit and offset must be given all or none": {
             "gated": False,
             "gate_up": gate_up[:, :41].contiguous(),
             "gate_up_bias": None,

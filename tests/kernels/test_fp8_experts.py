@@ -149,7 +149,7 @@ def test_biases_and_clamps(kernels: Kernels, device: str) -> None:
         device,
         gate_up_bias=randn(EXPERTS, 2 * INNER, dtype=torch.float32, device=device),
         down_bias=randn(EXPERTS, HIDDEN, dtype=torch.float32, device=device),
-        clamp=ClampedSwiglu(1.7, 2.0),
+        clamp=ClampedSwiglu(1.7, 2.0, 1.0),
     )
     found = kernels.run_experts(problem)
     assert error_ratio(found, naive.run_experts(problem).double()) < ROUNDED_AGAIN

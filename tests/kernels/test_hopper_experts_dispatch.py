@@ -72,7 +72,7 @@ def test_taken(problem: ExpertsProblem) -> None:
         pytest.param(
             problem_of(gated=False, gate_up=zeros(EXPERTS, INNER, HIDDEN)), id="without gate"
         ),
-        pytest.param(problem_of(clamp=ClampedSwiglu(1.7, 7.0)), id="clamped"),
+        pytest.param(problem_of(clamp=ClampedSwiglu(1.7, 7.0, 1.0)), id="clamped"),
         pytest.param(
             problem_of(gate_up_bias=zeros(EXPERTS, 2 * INNER), down_bias=zeros(EXPERTS, HIDDEN)),
             id="biases",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, DeepseekV4Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -34,6 +35,7 @@ RULES = {
     "best pairs": RoutingRule(
         4, "sigmoid", epsilon=1e-20, num_groups=4, top_groups=2, group_score="top2", scale=2.5
     ),
+    "softplus": RoutingRule(3, "sqrtsoftplus", epsilon=1e-20, scale=1.5),
 }
 
 
@@ -99,6 +101,14 @@ def test_rules_are_those_of_transformers() -> None:
     bias = torch.rand(12)
     router.e_score_correction_bias.copy_(bias)
     same(RULES["best pairs"], *router(x)[1:], bias)
+    router = DeepseekV4TopKRouter(
+        DeepseekV4Config(
+            hidden_size=16, n_routed_experts=12, num_experts_per_tok=3, num_hidden_layers=1
+        )
+    )
+    router.weight.data = weight
+    router.e_score_correction_bias.copy_(bias)
+    same(RULES["softplus"], *router(x)[1:], bias)
 
 
 def routing_problem(
@@ -114,7 +124,7 @@ def routing_problem(
 def test_routing_agrees_with_fp64(
     kernels: Kernels, rule: RoutingRule, shared: Any, tokens: int, device: str, dtype: torch.dtype
 ) -> None:
-    bias = randn(12, dtype=torch.float32, device=device) if rule.scores == "sigmoid" else None
+    bias = randn(12, dtype=torch.float32, device=device) if rule.scores != "softmax" else None
     problem = routing_problem(rule, tokens, device, dtype, shared=shared, bias=bias)
     found, expected = kernels.route_experts(problem), naive.route_experts(wide(problem))
     assert found.experts.dtype == torch.int32 and found.weights.dtype == torch.float32
@@ -122,6 +132,31 @@ def test_routing_agrees_with_fp64(
     assert torch.equal(found.experts, expected.experts)
     if tokens:
         assert error_ratio(found.weights, expected.weights) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_chosen_experts_are_weighed_by_their_scores(
+    kernels: Kernels, scale: float, device: str
+) -> None:
+    """In the given order, the same expert twice, too; scores so small that `1 + exp(x)` is 1."""
+    chosen = torch.tensor([[3, 0, 11], [5, 5, 1]], dtype=torch.int32, device=device)
+    problem = routing_problem(RULES["softplus"], 2, device, shared="added", chosen=chosen)
+    problem = replace(problem, logits=problem.logits * scale)
+    found, expected = kernels.route_experts(problem), naive.route_experts(wide(problem))
+    assert torch.equal(found.experts[:, :3], chosen) and (found.experts[:, 3] == 12).all()
+    assert error_ratio(found.weights, expected.weights) < 1e-5
+    scores = torch.nn.functional.softplus(problem.logits.double()).sqrt().gather(1, chosen.long())
+    by_hand = 1.5 * scores / scores.sum(1, keepdim=True)
+    assert error_ratio(expected.weights[:, :3], by_hand) < 1e-6
+
+
+def test_small_softplus_is_exact(kernels: Kernels, device: str) -> None:
+    """Both experts' `1 + exp(x)` is 1 in fp32; their scores still differ by e."""
+    logits = torch.tensor([[-40.0, -42.0, -44.0]], device=device)
+    rule = RoutingRule(2, "sqrtsoftplus")
+    found = kernels.route_experts(RoutingProblem(logits, 3, rule))
+    assert found.experts.tolist() == [[0, 1]]
+    assert float(found.weights[0, 0] / found.weights[0, 1]) == pytest.approx(2.718281828, rel=1e-5)
 
 
 def test_equal_scores_go_to_the_first_experts(kernels: Kernels, device: str) -> None:

@@ -158,8 +158,8 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "no temperature": _no_temperature,
         "a truncated ramp": _truncated_ramp,
         "no biases of experts": _experts(gate_up_bias=None, down_bias=None),
-        "no clamp": _experts(clamp=ClampedSwiglu(1.702, 1e9)),
-        "another slope": _experts(clamp=ClampedSwiglu(1.0, 7.0)),
+        "no clamp": _experts(clamp=ClampedSwiglu(1.702, 1e9, 1.0)),
+        "another slope": _experts(clamp=ClampedSwiglu(1.0, 7.0, 1.0)),
     },
 }
 

@@ -44,7 +44,7 @@ __attribute__((always_inline)) inline vf activate(const ExpertsArgs& args, vf ga
     case ExpertActivation::kSwiglu:
       return swiglu(gate, up);
     case ExpertActivation::kClampedSwiglu:
-      return clamped_swiglu(gate, up, args.alpha, args.limit);
+      return clamped_swiglu(gate, up, args.alpha, args.limit, args.offset);
     case ExpertActivation::kReluSquared:
       return relu_squared(gate);
   }

@@ -122,10 +122,10 @@ void gelu_tanh_and_mul(const GateUpArgs& args) {
 }
 
 void clamped_swiglu(const GateUpArgs& args) {
-  const float alpha = args.alpha, limit = args.limit;
+  const float alpha = args.alpha, limit = args.limit, offset = args.offset;
   with_dtype(args.dtype, [&](auto t) {
     activate_rows<decltype(t)>(
-        args, [=](vf gate, vf up) { return clamped_swiglu(gate, up, alpha, limit); });
+        args, [=](vf gate, vf up) { return clamped_swiglu(gate, up, alpha, limit, offset); });
   });
 }
 

@@ -42,12 +42,12 @@ inline vf gelu_tanh(vf x) {
 
 inline vf swiglu(vf gate, vf up) { return silu(gate) * up; }
 // `Kernels.clamped_swiglu`.
-inline vf clamped_swiglu(vf gate, vf up, float alpha, float limit) {
+inline vf clamped_swiglu(vf gate, vf up, float alpha, float limit, float offset) {
   const vf high = set1(limit), low = set1(-limit);
   gate = gate > high ? high : gate;
   up = up > high ? high : up;
   up = up < low ? low : up;
-  return gate * sigmoid(gate * alpha) * (up + 1.0f);
+  return gate * sigmoid(gate * alpha) * (up + offset);
 }
 // max(x, 0)^2. NaN passes through.
 inline vf relu_squared(vf x) {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.fp8 import FP8, GROUP
-from vllm.kernels.moe import RoutingRule
+from vllm.kernels.moe import ClampedSwiglu, RoutingRule
 from vllm.model_executor.layers import moe
 from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
@@ -25,7 +26,7 @@ from vllm.model_executor.model_loader.base import initialize_dummy_weights
 from vllm.model_executor.parameter import SHARED_EXPERT, WeightDtypeError, WeightShapeError
 from vllm.model_executor.utils import get_weight_attr
 
-HIDDEN, INNER, EXPERTS = 16, 12, 5
+HIDDEN, INNER, EXPERTS, VOCAB = 16, 12, 5, 7
 PLAIN = MixtureShape(HIDDEN, INNER, EXPERTS, RoutingRule(2))
 SHAPES = {
     "routed alone": PLAIN,
@@ -37,8 +38,26 @@ SHAPES = {
         PLAIN, rule=RoutingRule(2, "sigmoid", epsilon=1e-20, scale=2.5), correction_bias=True
     ),
     "no gate": replace(PLAIN, gated=False, hidden_act="relu2", shared_intermediate_size=INNER),
+    "by token": replace(PLAIN, rule=RoutingRule(2, "sqrtsoftplus", scale=1.5), hashed_vocab=VOCAB),
+    "bounded": replace(
+        PLAIN,
+        clamp=ClampedSwiglu(1.0, 0.5, 0.0),
+        shared_intermediate_size=INNER,
+        hashed_vocab=VOCAB,
+    ),
+    "bounded, apart": replace(
+        PLAIN, clamp=ClampedSwiglu(1.0, 0.5, 0.0), shared_intermediate_size=24
+    ),
     "latent": replace(PLAIN, gated=False, hidden_act="relu2", latent_size=8, wide_router=True),
 }
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: x.exp().log1p().sqrt(),
+}
+IDS = torch.tensor([0, 6, 3, 3, 1, 5, 2, 4, 6])
 
 
 def checkpoint(shape: MixtureShape) -> dict[str, Tensor]:
@@ -56,6 +75,7 @@ def checkpoint(shape: MixtureShape) -> dict[str, Tensor]:
         "shared_down": torch.randn(HIDDEN, shared) / 4,
         "to_latent": torch.randn(width, HIDDEN) / 4,
         "from_latent": torch.randn(HIDDEN, width) / 4,
+        "tid2eid": torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(VOCAB)]),
     }
 
 
@@ -73,6 +93,8 @@ def make(shape: MixtureShape, rank: int = 0, size: int = 1) -> MixtureOfExperts:
         load(layer.router.weight, tensors["shared_gate"], 1)
     if layer.router.e_score_correction_bias is not None:
         load(layer.router.e_score_correction_bias, tensors["bias"], 0)
+    if layer.router.tid2eid is not None:
+        load(layer.router.tid2eid, tensors["tid2eid"], 0)
     load(layer.experts.gate_up_proj, tensors["gate_up"])
     load(layer.experts.down_proj, tensors["down"])
     halves = tensors["shared_gate_up"].chunk(1 + shape.gated)
@@ -95,6 +117,11 @@ def ffn(shape: MixtureShape, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor
     if not shape.gated:
         return (x @ gate_up.t()).relu().square() @ down.t()
     gate, up = (x @ gate_up.t()).chunk(2, -1)
+    if shape.clamp is not None:
+        gate, up = (
+            gate.clamp(max=shape.clamp.limit),
+            up.clamp(-shape.clamp.limit, shape.clamp.limit),
+        )
     return (nn.functional.silu(gate) * up) @ down.t()
 
 
@@ -103,9 +130,11 @@ def expected(shape: MixtureShape, x: Tensor) -> Tensor:
     tensors = {name: tensor.double() for name, tensor in checkpoint(shape).items()}
     x = x.double()
     logits = x @ tensors["gate"].t()
-    scores = logits.sigmoid() if shape.rule.scores == "sigmoid" else logits.softmax(-1)
+    scores = SCORES[shape.rule.scores](logits)
     choice = scores + tensors["bias"] if shape.correction_bias else scores
     chosen = choice.topk(shape.rule.top_k).indices
+    if shape.hashed_vocab:
+        chosen = tensors["tid2eid"].long()[IDS]
     weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
     weights = weights / weights.sum(-1, keepdim=True) * shape.rule.scale
     read = x @ tensors["to_latent"].t() if shape.latent_size else x
@@ -125,7 +154,9 @@ def expected(shape: MixtureShape, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_layer_is_the_sum_of_its_experts(shape: MixtureShape) -> None:
     x = torch.randn(9, HIDDEN)
-    torch.testing.assert_close(make(shape)(x).double(), expected(shape, x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        make(shape)(x, IDS).double(), expected(shape, x), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -137,10 +168,10 @@ def test_ranks_add_up_to_the_whole(shape: MixtureShape, monkeypatch: pytest.Monk
     width, rows = shape.expert_width, (1 + shape.gated) * INNER // 2
     assert ranks[0].experts.gate_up_proj.shape[1:] == (rows, width)
     assert ranks[0].experts.down_proj.shape[1:] == (width, INNER // 2)
-    halves = [rank(x) for rank in ranks]
+    halves = [rank(x, IDS) for rank in ranks]
     if shape.shared is None:
         assert not torch.allclose(halves[0], halves[1], atol=1e-2)
-    torch.testing.assert_close(sum(halves), make(shape)(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum(halves), make(shape)(x, IDS), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -162,8 +193,8 @@ def test_ranks_with_whole_experts_add_up(
             shape.expert_width,
         )
         assert (rank.shared_expert is None) == (shape.shared is None)
-    total = sum(rank(x) for rank in ranks)
-    torch.testing.assert_close(total, make(shape)(x), rtol=1e-4, atol=1e-5)
+    total = sum(rank(x, IDS) for rank in ranks)
+    torch.testing.assert_close(total, make(shape)(x, IDS), rtol=1e-4, atol=1e-5)
 
 
 class Replicas:
@@ -213,7 +244,7 @@ def test_replicas_share_experts(shape: MixtureShape, monkeypatch: pytest.MonkeyP
 
     def run(rank: int) -> None:
         with set_forward_context(ForwardContext({}, {}, exchange_rows=rows)):
-            outputs[rank] = layers[rank](inputs[rank])
+            outputs[rank] = layers[rank](inputs[rank], IDS[: counts[rank]])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -222,7 +253,20 @@ def test_replicas_share_experts(shape: MixtureShape, monkeypatch: pytest.MonkeyP
         thread.join()
     alone = make(shape)
     for rank, x in enumerate(inputs):
-        torch.testing.assert_close(outputs[rank], alone(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs[rank], alone(x, IDS[: len(x)]), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_by_token_need_tokens_and_a_table_of_experts() -> None:
+    layer = make(SHAPES["by token"])
+    with pytest.raises(ValueError, match="needs token ids, not embeddings"):
+        layer(torch.randn(2, HIDDEN))
+    table = checkpoint(PLAIN)["tid2eid"]
+    for wrong in (EXPERTS, -1):
+        table[3, 1] = wrong
+        with pytest.raises(ValueError, match="tid2eid names experts outside 0..4"):
+            load(layer.router.tid2eid, table, 0)
+    initialize_dummy_weights(layer)
+    assert set(layer.router.tid2eid.unique().tolist()) == set(range(EXPERTS))
 
 
 def test_experts_one_by_one_are_experts_stacked() -> None:

@@ -26,12 +26,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """`g * sigmoid(alpha * g) * (u + 1)`, rounded once: `[tokens, 2n] -> [tokens, n]`, where `g` is
-    the first half up to `limit` and `u` the second between `-limit` and `limit` (gpt-oss)."""
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float) -> Tensor:
+    """`g * sigmoid(alpha * g) * (u + offset)`, rounded once: `[tokens, 2n] -> [tokens, n]`, where
+    `g` is the first half up to `limit` and `u` the second between `-limit` and `limit`."""
     gate, up = gate_up.to(accumulation_dtype(gate_up)).chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+    return (gate * torch.sigmoid(alpha * gate) * (up + offset)).to(gate_up.dtype)
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:

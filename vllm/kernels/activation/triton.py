@@ -19,17 +19,19 @@ _SILU, _GELU_TANH, _CLAMPED, _RELU_SQUARED = (tl.constexpr(kind) for kind in ran
 
 
 @triton.jit
-def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def clamped_gate(
+    gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
     """`clamped_swiglu` of fp32 tiles."""
     gate = tl.minimum(gate, LIMIT)
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET)
 
 
 @triton.jit
 def _activation_kernel(
     in_ptr, out_ptr, stride_in, KIND: tl.constexpr, N: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, columns). The gate, or all there is, comes first in a row."""
     start_next(PDL)
@@ -45,7 +47,7 @@ def _activation_kernel(
     else:
         up = tl.load(in_ptr + row * stride_in + N + col, mask=mask, other=0.0).to(tl.float32)
         if KIND == _CLAMPED:
-            y = clamped_gate(gate, up, ALPHA, LIMIT)
+            y = clamped_gate(gate, up, ALPHA, LIMIT, OFFSET)
         elif KIND == _GELU_TANH:
             # GELU's `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
             twice = gate * (1.59576912160573 + 0.0713548162726 * gate * gate)
@@ -59,14 +61,19 @@ _activation = Launcher(_activation_kernel)
 
 
 def _activate(
-    x: Tensor, kind: tl.constexpr, n: int, alpha: float = 0.0, limit: float = 0.0
+    x: Tensor,
+    kind: tl.constexpr,
+    n: int,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    offset: float = 0.0,
 ) -> Tensor:
     """`[tokens, n]` from `x [tokens, n or 2n]`."""
     out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     if len(x):
         _activation[(len(x), cdiv(n, COLUMNS))](
             x, out, x.stride(0),
-            KIND=kind.value, N=n, ALPHA=alpha, LIMIT=limit, BLOCK=COLUMNS,
+            KIND=kind.value, N=n, ALPHA=alpha, LIMIT=limit, OFFSET=offset, BLOCK=COLUMNS,
             **dependent_launch(x.device),
         )  # fmt: skip
     return out
@@ -80,8 +87,8 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _activate(gate_up, _GELU_TANH, gate_up.shape[1] // 2)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    return _activate(gate_up, _CLAMPED, gate_up.shape[1] // 2, alpha, limit)
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float) -> Tensor:
+    return _activate(gate_up, _CLAMPED, gate_up.shape[1] // 2, alpha, limit, offset)
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor
 class RoutingRule:
     """How a family turns router logits into experts and their weights.
 
-    Scores are the softmax over all experts or a sigmoid, in fp32. The `top_k` experts of the
-    largest score, plus a correction bias where the family has one (DeepSeek-V3, arXiv 2412.19437,
-    equation 16), are chosen; of `num_groups` equal runs of experts only the `top_groups` best are
-    looked at, a group being as good as its best expert ("max") or its best two together ("top2").
+    Scores are the softmax over all experts, a sigmoid, or the square root of the softplus
+    ("sqrtsoftplus", DeepSeek-V4), in fp32. The `top_k` experts of the largest score, plus a
+    correction bias where the family has one (DeepSeek-V3, arXiv 2412.19437, equation 16), are
+    chosen; of `num_groups` equal runs of experts only the `top_groups` best are looked at, a group
+    being as good as its best expert ("max") or its best two together ("top2").
     Weights are the scores without bias, divided by their sum plus `epsilon` if `renormalize`, times
     `scale`. A softmax over the chosen logits alone (Mixtral, gpt-oss) is "softmax", renormalised.
 
@@ -28,7 +29,7 @@ class RoutingRule:
     """
 
     top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     renormalize: bool = True
     epsilon: float = 0.0
     num_groups: int = 1
@@ -59,7 +60,8 @@ class RoutingProblem:
     the sigmoid of its logit. `counts [experts]` int64 is incremented for every routed slot of every
     token, but for those with a negative one of `cache_slots [tokens]` int64, which are padding;
     None: nothing is counted. The result counts experts from `first` on: these are their places in
-    the stack of a rank that has those from there.
+    the stack of a rank that has those from there. `chosen [tokens, top_k]` int32, contiguous: the
+    experts where something else than the scores chooses; these still make the weights.
     """
 
     logits: Tensor
@@ -70,6 +72,7 @@ class RoutingProblem:
     counts: Tensor | None = None
     cache_slots: Tensor | None = None
     first: int = 0
+    chosen: Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -79,7 +82,7 @@ class RoutingProblem:
 @dataclass(frozen=True)
 class Routing:
     """`weights [tokens, slots]` fp32 and `experts [tokens, slots]` int32, routed slots in
-    descending order of what they were chosen by."""
+    descending order of what they were chosen by, or as `RoutingProblem.chosen` has them."""
 
     weights: Tensor
     experts: Tensor
@@ -87,10 +90,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """The arguments of `Kernels.clamped_swiglu`."""
+    """The arguments of `Kernels.clamped_swiglu`: gpt-oss has an offset of 1, DeepSeek-V4 none."""
 
     alpha: float
     limit: float
+    offset: float
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def _run_experts(problem: ExpertsProblem) -> Tensor:
         problem.gated,
         None if clamp is None else clamp.alpha,
         None if clamp is None else clamp.limit,
+        None if clamp is None else clamp.offset,
     )
     return out
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in plain torch: what every platform computes."""
 
+from collections.abc import Callable
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
@@ -9,21 +12,24 @@ from vllm.kernels.fp8.naive import linear_fp8, linear_fp8_block
 from vllm.kernels.moe import ExpertMatrix, ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+
 
 def route_experts(problem: RoutingProblem) -> Routing:
-    """The experts of every token by `problem.rule`; of equal ones the first. Never synchronises.
+    """The experts of every token by `problem.rule`, of equal ones the first, or those of
+    `problem.chosen`. Never synchronises.
 
     A logit that is no number counts as a score of 0, so padding is routed somewhere, too.
     """
     rule, tokens = problem.rule, len(problem.logits)
     wide = problem.logits.to(accumulation_dtype(problem.logits))
     logits = wide[:, : problem.num_experts]
-    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
-    scores = scores.nan_to_num(0.0)
-    choice = scores if problem.bias is None else scores + problem.bias
-    if rule.top_groups < rule.num_groups:
-        choice = _in_best_groups(choice, problem)
-    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    scores = _SCORES[rule.scores](logits).nan_to_num(0.0)
+    chosen = _best(scores, problem) if problem.chosen is None else problem.chosen.long()
     weights = scores.gather(1, chosen)
     if rule.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
@@ -38,6 +44,15 @@ def route_experts(problem: RoutingProblem) -> Routing:
         number = chosen.new_full((tokens, 1), problem.num_experts)
         chosen = torch.cat([chosen, number], 1)
     return Routing(weights, (chosen - problem.first).int())
+
+
+def _best(scores: Tensor, problem: RoutingProblem) -> Tensor:
+    """`[tokens, top_k]`, the best first."""
+    rule = problem.rule
+    choice = scores if problem.bias is None else scores + problem.bias
+    if rule.top_groups < rule.num_groups:
+        choice = _in_best_groups(choice, problem)
+    return choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
 
 
 def _in_best_groups(choice: Tensor, problem: RoutingProblem) -> Tensor:
@@ -77,7 +92,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         elif problem.clamp is None:
             active = silu_and_mul(hidden)
         else:
-            active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+            active = clamped_swiglu(hidden, *astuple(problem.clamp))
         outputs[token, slot] = _product(active, outer)
     return add_slots(problem, outputs)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts on the CPU: the experts that are hit, one after another."""
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         elif problem.clamp is None:
             active = silu_and_mul(hidden)
         else:
-            active = clamped_swiglu(hidden, problem.clamp.alpha, problem.clamp.limit)
+            active = clamped_swiglu(hidden, *astuple(problem.clamp))
         rows[pair] = _product(active, outer)
     return add_slots(problem, outputs)
 

@@ -64,7 +64,7 @@ def _gate_up_kernel(
     stride_x, stride_xs_row, stride_xs_group,
     K: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SCALED: tl.constexpr, GROUP_K: tl.constexpr,
+    OFFSET: tl.constexpr, SCALED: tl.constexpr, GROUP_K: tl.constexpr,
     SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def _gate_up_kernel(
     if GATED:
         gate = gate.to(dtype).to(tl.float32)
         if CLAMPED:
-            active = clamped_gate(gate, active, ALPHA, LIMIT)
+            active = clamped_gate(gate, active, ALPHA, LIMIT, OFFSET)
         else:
             active = gate * tl.sigmoid(gate) * active
     else:

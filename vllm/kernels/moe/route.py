@@ -28,13 +28,23 @@ def _in_best_groups(choice, member, GROUPS: tl.constexpr, TOP: tl.constexpr, TOP
     return tl.where(kept[:, None], choice, float("-inf"))
 
 
+@triton.jit
+def _softplus(x):
+    """`log(1 + exp(x))`, exact to the last bits for very negative `x`, too."""
+    e = tl.exp(-tl.abs(x))
+    one_plus = 1.0 + e
+    small = one_plus == 1.0
+    log = tl.log(one_plus) * (e / tl.where(small, 1.0, one_plus - 1.0))
+    return tl.maximum(x, 0.0) + tl.where(small, e, log)
+
+
 @triton.jit(do_not_specialize=["stride_logits"])
 def _route_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, counts_ptr, cache_slots_ptr, stride_logits,
-    epsilon, scale,
+    logits_ptr, bias_ptr, chosen_ptr, weights_ptr, experts_ptr, counts_ptr, cache_slots_ptr,
+    stride_logits, epsilon, scale,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SOFTMAX: tl.constexpr, SOFTPLUS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, GATED: tl.constexpr,
     COUNT: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +61,8 @@ def _route_kernel(
     if SOFTMAX:
         score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
         score = score / tl.sum(tl.sum(score, 1), 0)
+    elif SOFTPLUS:
+        score = tl.sqrt(_softplus(logit))
     else:
         score = tl.sigmoid(logit)
     score = tl.where(score == score, score, 0.0)
@@ -64,9 +76,12 @@ def _route_kernel(
     weights = tl.zeros((BLOCK_S,), tl.float32)
     experts = tl.zeros((BLOCK_S,), tl.int32)
     for k in tl.static_range(TOP_K):
-        largest = tl.max(tl.max(choice, 1), 0)
-        candidates = tl.where((choice == largest) & inside, expert, GROUPS * MEMBERS - 1)
-        first = tl.min(tl.min(candidates, 1), 0)
+        if CHOSEN:
+            first = tl.load(chosen_ptr + token * TOP_K + k)
+        else:
+            largest = tl.max(tl.max(choice, 1), 0)
+            candidates = tl.where((choice == largest) & inside, expert, GROUPS * MEMBERS - 1)
+            first = tl.min(tl.min(candidates, 1), 0)
         chosen = (expert == first) & inside
         weight = tl.sum(tl.sum(tl.where(chosen, score, 0.0), 1), 0)
         weights = tl.where(slot == k, weight, weights)
@@ -104,8 +119,8 @@ def route_experts(problem: RoutingProblem) -> Routing:
     members = problem.num_experts // rule.num_groups
     columns = next_power_of_2(members)
     _route[(tokens,)](
-        logits, problem.bias, weights, experts, problem.counts, problem.cache_slots,
-        logits.stride(0), rule.epsilon, rule.scale,
+        logits, problem.bias, problem.chosen, weights, experts, problem.counts,
+        problem.cache_slots, logits.stride(0), rule.epsilon, rule.scale,
         TOP_K=rule.top_k,
         SLOTS=slots,
         GROUPS=rule.num_groups,
@@ -113,8 +128,10 @@ def route_experts(problem: RoutingProblem) -> Routing:
         TOP_GROUPS=rule.top_groups,
         TOP2=rule.group_score == "top2",
         SOFTMAX=rule.scores == "softmax",
+        SOFTPLUS=rule.scores == "sqrtsoftplus",
         RENORMALIZE=rule.renormalize,
         BIAS=problem.bias is not None,
+        CHOSEN=problem.chosen is not None,
         GATED=problem.shared == "gated",
         COUNT=problem.counts is not None,
         PADDED=problem.cache_slots is not None,

@@ -127,6 +127,7 @@ def _activation(problem: ExpertsProblem) -> dict[str, bool | float]:
         "CLAMPED": clamp is not None,
         "ALPHA": 1.0 if clamp is None else clamp.alpha,
         "LIMIT": 0.0 if clamp is None else clamp.limit,
+        "OFFSET": 0.0 if clamp is None else clamp.offset,
     }
 
 

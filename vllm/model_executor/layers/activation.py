@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations of feed-forward networks."""
 
+from dataclasses import astuple
+
 from torch import Tensor, nn
 
+from vllm.kernels.moe import ClampedSwiglu
 from vllm.platforms import current_platform
 
 
@@ -12,6 +15,21 @@ class SiluAndMul(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, 2n] -> [tokens, n]`."""
         return current_platform.kernels.silu_and_mul(x)
+
+
+class ClampedSiluAndMul(nn.Module):
+    """A gate whose inputs are bounded: see `Kernels.clamped_swiglu`."""
+
+    def __init__(self, clamp: ClampedSwiglu) -> None:
+        super().__init__()
+        self.clamp = clamp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, 2n] -> [tokens, n]`."""
+        return current_platform.kernels.clamped_swiglu(x, *astuple(self.clamp))
+
+    def extra_repr(self) -> str:
+        return f"{self.clamp}"
 
 
 class SquaredReLU(nn.Module):

@@ -4,8 +4,14 @@
 from torch import Tensor, nn
 
 from vllm.kernels.fp8 import Fp8Rows
+from vllm.kernels.moe import ClampedSwiglu
 from vllm.kernels.residual_stream import ResidualStream
-from vllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn, get_act_fn
+from vllm.model_executor.layers.activation import (
+    ClampedSiluAndMul,
+    SiluAndMul,
+    get_act_and_mul_fn,
+    get_act_fn,
+)
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -21,6 +27,7 @@ class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))`; gate and up are one matmul.
 
     Without `reduce_results` the output is this rank's part of a sum over the tensor-parallel group.
+    `clamp` replaces the activation.
     """
 
     def __init__(
@@ -33,6 +40,7 @@ class GatedMLP(nn.Module):
         quant_config: QuantizationConfig | None = None,
         *,
         reduce_results: bool = True,
+        clamp: ClampedSwiglu | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -50,7 +58,7 @@ class GatedMLP(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
         )
-        self.act_fn = get_act_and_mul_fn(hidden_act)
+        self.act_fn = get_act_and_mul_fn(hidden_act) if clamp is None else ClampedSiluAndMul(clamp)
 
     @property
     def takes_fp8_rows(self) -> bool:

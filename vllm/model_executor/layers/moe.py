@@ -61,7 +61,9 @@ class MixtureShape:
     shared one too, are `down(act(up(x)))`. `latent_size`: width of what the routed experts read and
     write, between projections from and to `hidden_size`; 0 for no projections. `router_bias`:
     whether the router has a bias of its logits. `expert_biases`: whether the experts' products have
-    biases. `clamp`: of the experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
+    biases. `clamp`: of all experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
+    `hashed_vocab`: size of the vocabulary whose tokens each have experts of their own, whatever the
+    scores are; 0 where scores choose.
     `may_stack_shared`: whether the shared expert is quantised as the others are, and every rank has
     a part of each.
     """
@@ -80,6 +82,7 @@ class MixtureShape:
     router_bias: bool = False
     expert_biases: bool = False
     clamp: ClampedSwiglu | None = None
+    hashed_vocab: int = 0
     may_stack_shared: bool = True
 
     @property
@@ -103,7 +106,10 @@ class MixtureShape:
 
 class Router(nn.Module):
     """`weight [rows, hidden]`: the experts' logits, then that of the shared expert's gate (shard
-    ids 0 and 1), then padding. Every rank holds all of it; it is never quantised."""
+    ids 0 and 1), then padding. Every rank holds all of it; it is never quantised.
+
+    `tid2eid [vocab, top_k]` int32: the experts of each token where its id chooses them.
+    """
 
     #: names of what it fuses, for `fused_names`, without and with a gate
     CHECKPOINT_NAMES = (("router", "gate", 0),)
@@ -129,10 +135,39 @@ class Router(nn.Module):
             bias = empty_parameter(shape.num_experts, dtype=torch.float32)
             set_weight_attrs(bias, {"weight_loader": sections_loader(sections[:1])})
             self.e_score_correction_bias = bias
+        self.tid2eid: nn.Parameter | None = None
+        if shape.hashed_vocab:
+            table = empty_parameter(shape.hashed_vocab, shape.rule.top_k, dtype=torch.int32)
+            load_table = partial(_load_table, num_experts=shape.num_experts)
+            attrs = {"weight_loader": load_table, "dummy_range": (0, shape.num_experts)}
+            set_weight_attrs(table, attrs)
+            self.tid2eid = table
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden] -> [tokens, rows]`."""
         return linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    def chosen(self, input_ids: Tensor | None) -> Tensor | None:
+        """The experts `[tokens, top_k]` that ids choose, None where scores do.
+
+        Raises ValueError where ids would choose and there are none.
+        """
+        if self.tid2eid is None:
+            return None
+        if input_ids is None:
+            raise ValueError(
+                "experts chosen by token id: the layer needs token ids, not embeddings"
+            )
+        return self.tid2eid.index_select(0, input_ids)
+
+
+def _load_table(
+    param: Tensor, loaded: Tensor, shard_id: ShardId | None = None, *, num_experts: int
+) -> None:
+    """Raises WeightShapeError, and ValueError where an expert does not exist."""
+    if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < num_experts:
+        raise ValueError(f"tid2eid names experts outside 0..{num_experts - 1}")
+    default_weight_loader(param, loaded)
 
 
 def _load_router(
@@ -289,6 +324,15 @@ def check_expert_parallel(
         )
 
 
+def _shared_network(
+    shape: MixtureShape, prefix: str, quant_config: QuantizationConfig | None
+) -> GatedMLP | UngatedMLP:
+    sizes = (shape.hidden_size, shape.shared_intermediate_size, shape.hidden_act, False, prefix)
+    if shape.gated:
+        return GatedMLP(*sizes, quant_config, reduce_results=False, clamp=shape.clamp)
+    return UngatedMLP(*sizes, quant_config, reduce_results=False)
+
+
 class MixtureOfExperts(nn.Module, Communicates):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
@@ -365,17 +409,11 @@ class MixtureOfExperts(nn.Module, Communicates):
             )
         self.shared_expert: GatedMLP | UngatedMLP | None = None
         if shape.shared is not None and not shape.stacks_shared:
-            self.shared_expert = (GatedMLP if shape.gated else UngatedMLP)(
-                shape.hidden_size,
-                shape.shared_intermediate_size,
-                shape.hidden_act,
-                prefix=f"{prefix}.shared_expert",
-                quant_config=quant_config,
-                reduce_results=False,
-            )
+            self.shared_expert = _shared_network(shape, f"{prefix}.shared_expert", quant_config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden] -> [tokens, hidden]`."""
+    def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden] -> [tokens, hidden]`; `input_ids [tokens]` are read where they choose
+        the experts."""
         shape, kernels = self.shape, current_platform.kernels
         bias = self.router.e_score_correction_bias
         logits = self.router(x)
@@ -395,6 +433,7 @@ class MixtureOfExperts(nn.Module, Communicates):
                 self.counts,
                 slots,
                 first if self.copies is None else 0,
+                self.router.chosen(input_ids),
             )
         )
         if self.copies is not None:

@@ -101,7 +101,8 @@ _STEP = 524_309
 
 
 def dummy_range(param: Tensor) -> tuple[float, float]:
-    """Uniform range of a parameter: what its layer declares, else unit gain.
+    """Uniform range of a parameter: what its layer declares, else unit gain; integers are rounded
+    down.
 
     A matrix `[out, in]` gets `+-sqrt(3 / in)`, which keeps a signal's variance; a vector +-0.1.
     """
@@ -116,7 +117,7 @@ def initialize_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     pool = torch.rand(_POOL_SIZE, generator=generator, device="cpu")
     pools: dict[torch.device, Tensor] = {}
     for index, (_, param) in enumerate(sorted(model.named_parameters())):
-        if not param.is_floating_point():
+        if not param.is_floating_point() and get_weight_attr(param, "dummy_range", None) is None:
             raise ValueError(f"dummy weights of dtype {param.dtype} are not supported")
         if param.device not in pools:
             pools[param.device] = pool.to(param.device)

@@ -100,7 +100,9 @@ def mixture_shape(config: PretrainedConfig) -> MixtureShape:
         router_bias=True,
         expert_biases=True,
         clamp=ClampedSwiglu(
-            float(fields.get("swiglu_alpha", _ALPHA)), float(fields.get("swiglu_limit", _LIMIT))
+            float(fields.get("swiglu_alpha", _ALPHA)),
+            float(fields.get("swiglu_limit", _LIMIT)),
+            offset=1.0,
         ),
     )
 
