@@ -27,6 +27,7 @@ from vllm.kernels.cache import naive as cache
 from vllm.kernels.compressed_attention import naive as compressed
 from vllm.kernels.fp8 import Fp8Rows, as_rows
 from vllm.kernels.fp8 import naive as fp8
+from vllm.kernels.hyper_connection import naive as hyper
 from vllm.kernels.latent_attention import naive as latents
 from vllm.kernels.linear import naive as matmul
 from vllm.kernels.moe import naive as moe
@@ -67,6 +68,10 @@ class Kernels(Registry):
 
     route_experts = Op(moe.route_experts)
     run_experts = Op(moe.run_experts, cpu=("cpu", "one_by_one"), cuda=("hopper", "triton"))
+
+    connect_streams = Op(hyper.connect_streams, cuda=("naive",))
+    join_streams = Op(hyper.join_streams, cuda=("naive",))
+    collapse_streams = Op(hyper.collapse_streams, cuda=("naive",))
 
     causal_conv1d = Op(conv.causal_conv1d)
     gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))
