@@ -60,6 +60,32 @@ struct GateUpArgs {
   float alpha = 1, limit = 0, offset = 0;  // clamped_swiglu only
 };
 
+// Hyper-connections. The streams are collapsed alone, or connected with `post` and `mix`.
+struct ReadStreamsArgs {
+  DType dtype;
+  const void* streams;   // dense [tokens, num_streams, hidden]
+  int64_t tokens, num_streams, hidden;
+  const float* weight;   // dense [outputs, num_streams * hidden]
+  const float* base;     // [outputs]
+  const float* scale;    // one, or three to connect
+  float norm_eps, eps;
+  int64_t iterations = 0;  // to connect
+  void* out;               // dense [tokens, hidden]
+  float* post = nullptr;   // dense [tokens, num_streams]
+  float* mix = nullptr;    // dense [tokens, num_streams, num_streams]
+};
+
+struct JoinStreamsArgs {
+  DType dtype;
+  const void* streams;  // dense [tokens, num_streams, hidden]
+  const void* branch;
+  int64_t branch_stride;
+  const float* post;  // dense [tokens, num_streams]
+  const float* mix;   // dense [tokens, num_streams, num_streams]
+  int64_t tokens, num_streams, hidden;
+  void* out;  // as `streams`
+};
+
 // [num_blocks, 2, block_size, num_kv_heads, head_dim], dense but for the block stride.
 struct KvCache {
   char* data;

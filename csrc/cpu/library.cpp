@@ -24,6 +24,13 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       " Tensor? shared, Tensor? gate_up_bias, Tensor? down_bias, bool gated, float? alpha,"
       " float? limit, float? offset) -> Tensor");
   m.def(
+      "connect_streams(Tensor streams, Tensor weight, Tensor base, Tensor scale, float norm_eps,"
+      " float eps, int iterations) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "collapse_streams(Tensor streams, Tensor weight, Tensor base, Tensor scale, float norm_eps,"
+      " float eps) -> Tensor");
+  m.def("join_streams(Tensor streams, Tensor branch, Tensor post, Tensor mix) -> Tensor");
+  m.def(
       "qk_norm_rope_cache(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm_weight,"
       " Tensor? k_norm_weight, Tensor(a!) kv_cache, Tensor slot_mapping, int num_heads,"
       " int num_kv_heads, int head_dim, bool gated, float eps, bool one_plus) -> Tensor");
@@ -81,6 +88,9 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("mul_sigmoid", TORCH_BOX(&vllm_cpu::mul_sigmoid));
   m.impl("skinny_linear", TORCH_BOX(&vllm_cpu::skinny_linear));
   m.impl("run_experts", TORCH_BOX(&vllm_cpu::run_experts));
+  m.impl("connect_streams", TORCH_BOX(&vllm_cpu::connect_streams));
+  m.impl("collapse_streams", TORCH_BOX(&vllm_cpu::collapse_streams));
+  m.impl("join_streams", TORCH_BOX(&vllm_cpu::join_streams));
   m.impl("qk_norm_rope_cache", TORCH_BOX(&vllm_cpu::qk_norm_rope_cache));
   m.impl("write_kv_cache", TORCH_BOX(&vllm_cpu::write_kv_cache));
   m.impl("write_rows", TORCH_BOX(&vllm_cpu::write_rows));

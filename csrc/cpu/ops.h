@@ -22,6 +22,14 @@ Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit, double 
 Tensor mul_sigmoid(const Tensor& x, const Tensor& gate);
 
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, OptTensor bias);
+std::tuple<Tensor, Tensor, Tensor> connect_streams(
+    const Tensor& streams, const Tensor& weight, const Tensor& base, const Tensor& scale,
+    double norm_eps, double eps, int64_t iterations);
+Tensor collapse_streams(
+    const Tensor& streams, const Tensor& weight, const Tensor& base, const Tensor& scale,
+    double norm_eps, double eps);
+Tensor join_streams(
+    const Tensor& streams, const Tensor& branch, const Tensor& post, const Tensor& mix);
 Tensor run_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
     const Tensor& experts, OptTensor shared, OptTensor gate_up_bias, OptTensor down_bias,

@@ -23,6 +23,8 @@
   X(gdn_commit, GdnCommitArgs)         \
   X(skinny_linear, SkinnyLinearArgs)   \
   X(run_experts, ExpertsArgs)          \
+  X(read_streams, ReadStreamsArgs)     \
+  X(join_streams, JoinStreamsArgs)     \
   X(xxh3_64, DigestArgs)
 
 namespace vllm_cpu {

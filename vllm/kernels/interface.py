@@ -69,9 +69,9 @@ class Kernels(Registry):
     route_experts = Op(moe.route_experts)
     run_experts = Op(moe.run_experts, cpu=("cpu", "one_by_one"), cuda=("hopper", "triton"))
 
-    connect_streams = Op(hyper.connect_streams, cuda=("naive",))
-    join_streams = Op(hyper.join_streams, cuda=("naive",))
-    collapse_streams = Op(hyper.collapse_streams, cuda=("naive",))
+    connect_streams = Op(hyper.connect_streams, cuda=("reference",))
+    join_streams = Op(hyper.join_streams, cuda=("reference",))
+    collapse_streams = Op(hyper.collapse_streams, cuda=("reference",))
 
     causal_conv1d = Op(conv.causal_conv1d)
     gdn_prefill = Op(gdn.gdn_prefill, cuda=("hopper", "triton"))

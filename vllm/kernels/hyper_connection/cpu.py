@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-connections on the CPU: the reference around a product whose rows do not depend on how many
-there are."""
+"""Hyper-connections on the CPU: `csrc/cpu/kernels/hyper_connection.cpp`."""
 
 from torch import Tensor
 
+from vllm._extension import cpu_ops
 from vllm.kernels.hyper_connection import CollapseProblem, Connection, ConnectionProblem
-from vllm.kernels.hyper_connection.naive import collapse, connect, join_streams, normalised
-from vllm.kernels.linear.cpu import skinny_linear
 
-__all__ = ["collapse_streams", "connect_streams", "join_streams"]
+_ops = cpu_ops()
+_connect = _ops.connect_streams.default
+_collapse = _ops.collapse_streams.default
+_join = _ops.join_streams.default
 
 
 def connect_streams(problem: ConnectionProblem) -> Connection:
     """See `naive.connect_streams`."""
-    return connect(problem, skinny_linear(normalised(problem), problem.weight, None))
+    p = problem
+    return Connection(
+        *_connect(p.streams, p.weight, p.base, p.scale, p.norm_eps, p.eps, p.iterations)
+    )
 
 
 def collapse_streams(problem: CollapseProblem) -> Tensor:
     """See `naive.collapse_streams`."""
-    return collapse(problem, skinny_linear(normalised(problem), problem.weight, None))
+    p = problem
+    out: Tensor = _collapse(p.streams, p.weight, p.base, p.scale, p.norm_eps, p.eps)
+    return out
+
+
+def join_streams(streams: Tensor, branch: Tensor, connection: Connection) -> Tensor:
+    """See `naive.join_streams`."""
+    out: Tensor = _join(streams, branch, connection.post, connection.mix)
+    return out

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm import decisions
 from vllm.kernels.hyper_connection import CollapseProblem, Connection, ConnectionProblem
 from vllm.model_executor.parameter import default_weight_loader, empty_parameter
 from vllm.model_executor.utils import set_weight_attrs
@@ -52,12 +51,6 @@ class _Weights(nn.Module):
         self.fn = _parameter(outputs, shape.row_size, low=-bound, high=bound)
         self.base = _parameter(outputs, low=-1.0, high=1.0)
         self.scale = _parameter(scales, low=0.5, high=1.5)
-        decisions.record(
-            "hyper-connections",
-            "torch, op by op",
-            "no kernel of this platform fuses them",
-            instead_of="two launches per sublayer",
-        )
 
     def extra_repr(self) -> str:
         return f"{self.shape.num_streams} streams of {self.shape.hidden_size}"
