@@ -175,9 +175,7 @@ def _embedding_is_head() -> bool:
     return get_pp_group().is_last_rank and config.model_config.hf_config.tie_word_embeddings
 
 
-class DecoderForCausalLM(
-    nn.Module, SupportsEagle3, SupportsPP, LeavesOutLayers, LoadsPart, SharesVocabulary
-):
+class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
     """A `DecoderModel` with an output head; families set the class data."""
 
     #: called as `layer_class(vllm_config, prefix=...)`: the class of the layers, or a function that
@@ -295,17 +293,6 @@ class DecoderForCausalLM(
         )
         return loader.load_weights(weights, mapper=self.weights_mapper)
 
-    def stage_streams(self) -> tuple[int, int]:
-        """See `SupportsPP`: the residual stream, and those captured before this stage's layers, or
-        before the next one's."""
-        model = self.model
-        ids = model.aux_hidden_state_layers
-        before, after = (
-            1 + sum(index < layer for index in ids)
-            for layer in (model.start_layer, model.end_layer)
-        )
-        return before, after
-
     @property
     def is_part(self) -> bool:
         """See `LoadsPart`: a pipeline stage is a part."""
@@ -338,6 +325,21 @@ class DecoderForCausalLM(
             yield
         finally:
             self.model.left_out = before
+
+
+class DecoderForCausalLM(CausalLM, SupportsEagle3, SupportsPP):
+    """A `CausalLM` with one residual stream, which can be captured and handed on."""
+
+    def stage_streams(self) -> tuple[int, int]:
+        """See `SupportsPP`: the residual stream, and those captured before this stage's layers, or
+        before the next one's."""
+        model = self.model
+        ids = model.aux_hidden_state_layers
+        before, after = (
+            1 + sum(index < layer for index in ids)
+            for layer in (model.start_layer, model.end_layer)
+        )
+        return before, after
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         num_layers = self.config.num_hidden_layers

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
-from vllm.model_executor.layers.quantization.mxfp4 import METHOD, dequantised
+from vllm.model_executor.layers.quantization.mxfp4 import dequantised, record_dequantised
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral
 from vllm.model_executor.models.decoder import DecoderForCausalLM
@@ -51,12 +50,7 @@ def experts_apart(
             ]
             if pair[0] is None or pair[1] is None:
                 continue
-            decisions.record(
-                f"{METHOD} experts",
-                f"made {str(dtype).removeprefix('torch.')} while they load",
-                f"no kernel multiplies {METHOD} weights",
-                f"keeping {METHOD}, a quarter of the memory",
-            )
+            record_dequantised(dtype)
             for expert, (blocks, scales) in enumerate(zip(*pair, strict=False)):
                 yield from _of_one(layer, stack, expert, dequantised(blocks, scales, dtype))
             for each in ("blocks", "scales"):

@@ -18,6 +18,7 @@ _MODELS: dict[str, str] = {
     "Apriel2ForConditionalGeneration": "apriel2:Apriel2ForCausalLM",
     "DeepseekV2ForCausalLM": "deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
     "KimiLinearForCausalLM": "kimi_linear:KimiLinearForCausalLM",
     "BambaForCausalLM": "bamba:BambaForCausalLM",
     "FalconH1ForCausalLM": "falcon_h1:FalconH1ForCausalLM",

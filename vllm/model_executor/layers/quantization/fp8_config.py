@@ -24,6 +24,8 @@ from vllm.model_executor.layers.quantization.unquantized import (
 
 #: projections narrower than this stay as they are when a 16-bit checkpoint is quantised
 _SMALL_ROWS = 128
+#: `scale_fmt` of scales that have an exponent alone
+_POWERS_OF_TWO = "ue8m0"
 
 
 class Fp8Config(QuantizationConfig):
@@ -84,8 +86,19 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     """`quant_method` "fp8" of a `quantization_config`; ValueError for a variant not supported."""
     _require(stored, "activation_scheme", ("dynamic", "static"), "dynamic")
     _require(stored, "fmt", ("e4m3",), "e4m3")
-    _require(stored, "scale_fmt", ("float",), "float")
-    excluded = stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ()
+    _require(stored, "scale_fmt", ("float", _POWERS_OF_TWO), "float")
+    _require(stored, "expert_dtype", ("fp8", "fp4"), "fp8")
+    excluded = list(stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ())
+    if stored.get("expert_dtype") == "fp4":
+        # `mxfp4.without_packing` makes them 16-bit.
+        excluded.append("experts")
+    if stored.get("scale_fmt") == _POWERS_OF_TWO:
+        decisions.record(
+            "scales of float8 activations",
+            "the largest value over 448",
+            "kernels scale activations of all float8 checkpoints alike",
+            instead_of="the power of two above it, as the checkpoint's scale_fmt says",
+        )
     static = stored.get("activation_scheme") == "static"
     block = stored.get("weight_block_size")
     if block is None:

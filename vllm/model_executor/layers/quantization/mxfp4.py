@@ -5,9 +5,12 @@ A number is sign, two bits of exponent and one of mantissa (e2m1); a scale is a 
 bits (e8m0). Both fit into bfloat16 and fp32 without loss.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
+from vllm import decisions
 from vllm.model_executor.parameter import WeightDtypeError, WeightShapeError
 
 METHOD = "mxfp4"
@@ -32,3 +35,48 @@ def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = values[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()]
     exponents = scales.int() - _EXPONENT_BIAS
     return torch.ldexp(numbers, exponents[..., None]).flatten(-2).to(dtype)
+
+
+def record_dequantised(dtype: torch.dtype) -> None:
+    """That experts are made `dtype` while they load."""
+    decisions.record(
+        f"{METHOD} experts",
+        f"made {str(dtype).removeprefix('torch.')} while they load",
+        f"no kernel multiplies {METHOD} weights",
+        f"keeping {METHOD}, a quarter of the memory",
+    )
+
+
+_EXPERTS, _SCALE = ".experts.", "_scale_inv"
+
+
+def without_packing(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors, experts' `[..., columns / 2]` int8 made `dtype [..., columns]`
+    by their scales `[..., columns / 32]` e8m0 or uint8, which are called like them with
+    `_scale_inv` behind (DeepSeek-V4).
+
+    Other experts' tensors pass, and so does what has no partner, to be reported.
+    """
+    packed: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    passed: set[str] = set()
+    for name, tensor in weights:
+        weight = name.removesuffix(_SCALE)
+        if _EXPERTS not in name or weight in passed:
+            yield name, tensor
+            continue
+        if name == weight and tensor.dtype != torch.int8:
+            passed.add(weight)
+            yield name, tensor
+            if weight in scales:
+                yield weight + _SCALE, scales.pop(weight)
+            continue
+        (packed if name == weight else scales)[weight] = tensor
+        if weight in packed and weight in scales:
+            record_dequantised(dtype)
+            blocks = packed.pop(weight).view(torch.uint8).unflatten(-1, (-1, RUN // 2))
+            yield weight, dequantised(blocks, scales.pop(weight).view(torch.uint8), dtype)
+    yield from packed.items()
+    yield from ((weight + _SCALE, scale) for weight, scale in scales.items())
