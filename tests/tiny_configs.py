@@ -10,6 +10,7 @@ from transformers import (
     BambaConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
     FalconH1Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -189,6 +190,42 @@ _DEEPSEEK_V2: dict[str, Any] = {
 }
 
 
+def deepseek_v4_fields() -> dict[str, Any]:
+    """A config as released ones are spelled: every kind of layer, experts by token and by score.
+
+    With fewer index heads scores are equal, zero, and transformers chooses between them in another
+    order from pass to pass; with a head so small YaRN's bounds lie apart.
+    """
+    return {
+        **{name: value for name, value in _COMMON.items() if name != "intermediate_size"},
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 16,
+        "compress_ratios": [0, 0, 4, 128, 4, 0],
+        "compress_rope_theta": 160000.0,
+        "num_hash_layers": 2,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 256,
+        },
+    }
+
+
 def _wrapper_config(wrapper: Any, text_config: dict[str, Any]) -> Any:
     return wrapper(
         text_config=text_config,
@@ -323,6 +360,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN3_5_MOE),
     "deepseek_v2": lambda: DeepseekV2Config(**_DEEPSEEK_V2),
     "deepseek_v3": lambda: DeepseekV3Config(**_DEEPSEEK_V3),
+    "deepseek_v4": lambda: DeepseekV4Config(**deepseek_v4_fields()),
     "kimi_linear": lambda: KimiLinearConfig(**_KIMI_LINEAR),
     "qwen3_5_moe_wrapper": lambda: _wrapper_config(Qwen3_5MoeConfig, _QWEN3_5_MOE),
 }

@@ -138,6 +138,9 @@ _FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
 def _tune(model: PreTrainedModel) -> None:
     """See the module docstring; in place."""
     generator = torch.Generator().manual_seed(1)
+    if model.config.model_type == "deepseek_v4":
+        _tune_deepseek_v4(model, generator)
+        return
     for name, param in model.named_parameters():
         uniform = torch.rand(param.shape, generator=generator)
         if name.endswith(("A_log", "dt_bias")):
@@ -166,6 +169,27 @@ def _tune_gpt_oss(model: PreTrainedModel, generator: torch.Generator) -> None:
             param.data = 2 * uniform
         elif name.endswith("experts.gate_up_proj"):
             param.data *= 4
+
+
+def _tune_deepseek_v4(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Each mechanism is seen in the logits: biases and sinks that count, mixing that is far from
+    even, a table of different experts, gates beyond the clamp."""
+    deviations = {"sinks": 0.5, "position_bias": 0.5, "base": 0.5, "fn": 0.1}
+    deviations["e_score_correction_bias"] = 0.1
+    for name, values in (*model.named_parameters(), *model.named_buffers()):
+        noise = torch.randn(values.shape, generator=generator)
+        last = name.rpartition(".")[2].removeprefix("hc_")
+        if last in deviations:
+            values.data = noise * deviations[last]
+        elif last == "tid2eid":
+            experts = torch.rand(len(values), model.config.n_routed_experts, generator=generator)
+            values.data = experts.argsort(1)[:, : values.shape[1]]
+        elif name.endswith("norm.weight"):
+            values.data = torch.rand(values.shape, generator=generator) + 0.5
+        elif "experts" in name and name.endswith(
+            ("gate_up_proj", "gate_proj.weight", "up_proj.weight")
+        ):
+            values.data *= 60
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:
