@@ -173,7 +173,7 @@ def _tune_gpt_oss(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def _tune_deepseek_v4(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Each mechanism is seen in the logits: biases and sinks that count, mixing that is far from
-    even, a table of different experts, gates beyond the clamp."""
+    even, a table of different experts, gates beyond the clamp, attention beside them."""
     deviations = {"sinks": 0.5, "position_bias": 0.5, "base": 0.5, "fn": 0.1}
     deviations["e_score_correction_bias"] = 0.1
     for name, values in (*model.named_parameters(), *model.named_buffers()):
@@ -186,10 +186,10 @@ def _tune_deepseek_v4(model: PreTrainedModel, generator: torch.Generator) -> Non
             values.data = experts.argsort(1)[:, : values.shape[1]]
         elif name.endswith("norm.weight"):
             values.data = torch.rand(values.shape, generator=generator) + 0.5
-        elif "experts" in name and name.endswith(
-            ("gate_up_proj", "gate_proj.weight", "up_proj.weight")
-        ):
+        elif "experts" in name and "down_proj" not in name:
             values.data *= 60
+        elif "o_a_proj" in name or "o_b_proj" in name:
+            values.data *= 8
 
 
 def _is_one_plus(model: PreTrainedModel) -> bool:
