@@ -61,7 +61,7 @@ def test_compressed_tensors(weights: str, inputs: dict[str, Any], static: bool) 
         ({"weight_block_size": [64, 64]}, r"blocks of \[64, 64\].*supported: \[128, 128\]"),
         ({"weight_block_size": [128, 128], "activation_scheme": "static"}, "static activation"),
         ({"activation_scheme": "other"}, "activation_scheme 'other'; supported: dynamic, static"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2'; supported: float, ue8m0"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
     ],
 )

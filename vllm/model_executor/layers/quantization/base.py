@@ -96,8 +96,9 @@ class QuantizationConfig(ABC):
         self._fused = {}
         for module, source, _ in fused:
             self._fused.setdefault(module, []).append(source)
-        names = (n if n.startswith("re:") else mapper.map_name(n) for n in self.excluded)
-        self._excluded = tuple(name for name in names if name is not None)
+        # A mapper has parts of tensors' names, which go on behind a module's.
+        names = (n if n.startswith("re:") else mapper.map_name(f"{n}.") for n in self.excluded)
+        self._excluded = tuple(name.removesuffix(".") for name in names if name is not None)
 
     def leaves_small(self, rows: int) -> bool:
         """Whether a projection to `rows` features is left in the model's dtype for its size."""

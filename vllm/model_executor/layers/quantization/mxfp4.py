@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm import decisions
+from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.parameter import WeightDtypeError, WeightShapeError
 
 METHOD = "mxfp4"
@@ -53,11 +54,11 @@ _EXPERTS, _SCALE = ".experts.", "_scale_inv"
 def without_packing(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors, experts' `[..., columns / 2]` int8 made `dtype [..., columns]`
-    by their scales `[..., columns / 32]` e8m0 or uint8, which are called like them with
-    `_scale_inv` behind (DeepSeek-V4).
+    """A checkpoint's tensors, experts' `[..., columns / 2]` int8 made `dtype [..., columns]` by
+    their scales `[..., columns / 32]` e8m0, which are called like them with `_scale_inv` behind
+    (DeepSeek-V4). Other experts' tensors pass.
 
-    Other experts' tensors pass, and so does what has no partner, to be reported.
+    Raises WeightsError for packed experts whose scales are missing or have another shape.
     """
     packed: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
@@ -66,17 +67,30 @@ def without_packing(
         weight = name.removesuffix(_SCALE)
         if _EXPERTS not in name or weight in passed:
             yield name, tensor
-            continue
-        if name == weight and tensor.dtype != torch.int8:
+        elif name == weight and tensor.dtype != torch.int8:
             passed.add(weight)
             yield name, tensor
             if weight in scales:
                 yield weight + _SCALE, scales.pop(weight)
-            continue
-        (packed if name == weight else scales)[weight] = tensor
-        if weight in packed and weight in scales:
-            record_dequantised(dtype)
-            blocks = packed.pop(weight).view(torch.uint8).unflatten(-1, (-1, RUN // 2))
-            yield weight, dequantised(blocks, scales.pop(weight).view(torch.uint8), dtype)
-    yield from packed.items()
+        else:
+            (packed if name == weight else scales)[weight] = tensor
+            if weight in packed and weight in scales:
+                record_dequantised(dtype)
+                yield weight, _unpacked(weight, packed.pop(weight), scales.pop(weight), dtype)
+    if packed:
+        raise WeightsError([f"missing: {weight}{_SCALE}" for weight in packed])
     yield from ((weight + _SCALE, scale) for weight, scale in scales.items())
+
+
+def _unpacked(name: str, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises WeightsError; a scale's bits are its exponent, so it is never converted."""
+    expected = (*packed.shape[:-1], packed.shape[-1] * 2 // RUN)
+    if packed.shape[-1] * 2 % RUN or scale.shape != expected or scale.dtype.itemsize != 1:
+        raise WeightsError(
+            [
+                f"mis-shaped: {name}{_SCALE}: expected one byte for each {RUN} columns, "
+                f"{list(expected)}, found {scale.dtype} {list(scale.shape)}"
+            ]
+        )
+    blocks = packed.view(torch.uint8).unflatten(-1, (-1, RUN // 2))
+    return dequantised(blocks, scale.view(torch.uint8), dtype)
