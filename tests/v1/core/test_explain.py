@@ -43,6 +43,7 @@ def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
         ),
         "hybrid_wrapper": ("qwen3_5_wrapper", {"dtype": "bfloat16"}),
         "hybrid_extract": ("qwen3_5", {"dtype": "float32", **extraction(path, [0, 2, 4])}),
+        "compressed": ("deepseek_v4", {"dtype": "float32"}),
     }
     family, options = cases[case]
     limits = {"max_model_len": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
@@ -51,7 +52,7 @@ def settings_of(case: str, path: Path) -> tuple[str, dict[str, Any]]:
 
 CASES = (
     "llama", "llama_fp8", "llama_32", "qwen3_extract", "sliding", "hybrid", "hybrid_state16",
-    "hybrid_wrapper", "hybrid_extract",
+    "hybrid_wrapper", "hybrid_extract", "compressed",
 )  # fmt: skip
 
 
