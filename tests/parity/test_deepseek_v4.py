@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepseek_v4_logits import FAMILY, IDS, prompt_logits
 from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
 from parity_checks import MakeEngine, assert_equals, in_this_process, prompts
 from tiny_models import hf_model, hf_reference_logits, tiny_model
+from torch import Tensor, nn
 
 from tests.extraction_options import extraction
+from tests.model_executor.models.test_deepseek_v4 import packed, quantised, stored_as, write
+from tests.model_executor.models.test_fp8_parity import EXPLAINED, ROUNDINGS
 from vllm import SamplingParams, TokensPrompt
 
 pytestmark = [pytest.mark.parity, in_this_process]
@@ -69,3 +74,43 @@ def test_there_is_no_single_stream_to_extract(make_engine: MakeEngine, tmp_path:
 def test_stages_are_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match="DeepseekV4ForCausalLM is not made for them"):
         make_engine(FAMILY, pipeline_parallel_size=2)
+
+
+#: transformers' projections that the release multiplies in float8
+_FLOAT8 = re.compile(
+    r"self_attn\.(q_a|q_b|kv|o_b)_proj$|indexer\.q_b_proj$|shared_experts\.(gate|up|down)_proj$"
+)
+
+
+def rounded_logits(path: Path) -> Tensor:
+    """transformers' logprobs from the dequantised weights, with activations as they are rounded for
+    float8 products."""
+
+    def rounding(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        (x,) = inputs
+        return ROUNDINGS["block"](x.flatten(0, -2)).view_as(x)
+
+    modules = [module for name, module in hf_model(path).named_modules() if _FLOAT8.search(name)]
+    assert len(modules) == 5 * 7 + 2
+    handles = [module.register_forward_pre_hook(rounding) for module in modules]
+    with torch.no_grad():
+        logits: Tensor = hf_model(path)(torch.tensor([IDS])).logits[0, :-1]
+    for handle in handles:
+        handle.remove()
+    return logits.log_softmax(-1)
+
+
+def test_a_quantised_checkpoint_computes_what_it_stands_for(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """float8 around experts in four bits, under the release's names, which transformers reads, too:
+    without quantisation as exactly as ever; with it, up to the rounding of activations."""
+    stored, plain = quantised(packed)
+    reference = write(tmp_path / "plain", plain)
+    exact = hf_reference_logits(reference, IDS)[:-1].log_softmax(-1)
+    found = prompt_logits(make_engine(FAMILY, model=str(reference), max_logprobs=-1))
+    assert float((found - exact).abs().max()) < 1e-5
+    path = write(tmp_path / "stored", stored, **stored_as(expert_dtype="fp4"))
+    found = prompt_logits(make_engine(FAMILY, model=str(path), max_logprobs=-1))
+    rounded = rounded_logits(reference)
+    assert (found - rounded).norm() < (1 - EXPLAINED) * (found - exact).norm()

@@ -38,7 +38,7 @@ pytestmark = [
 
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
 HYBRIDS = ("qwen3_5_tied", "nemotron_h_moe", "granite_h")
-FAMILIES = ("llama3_rope", "qwen3_sliding", *HYBRIDS, *MIXTURES)
+FAMILIES = ("llama3_rope", "qwen3_sliding", "deepseek_v4", *HYBRIDS, *MIXTURES)
 #: others run every layer of these
 PARTS_OF_OTHERS = ("qwen3", "qwen3_5")
 
@@ -90,7 +90,7 @@ def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -
     assert preempted == 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss", "deepseek_v4"])
 def test_ranks_with_whole_experts(family: str, make_engine: MakeEngine) -> None:
     llm = make_engine(family, tensor_parallel_size=2, enable_expert_parallel=True)
     for output in generate(llm, prompts((1, 17, 63)), 24):

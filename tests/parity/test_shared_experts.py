@@ -49,8 +49,8 @@ FAMILY = "qwen3_5_moe"
 NGRAM = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 }
-#: a routed and a shared expert in one layer or apart, latent experts, biases
-FAMILIES = ("mixtral", FAMILY, "nemotron_h_moe", "gpt_oss")
+#: a routed and a shared expert in one layer or apart, latent experts, biases, experts by token
+FAMILIES = ("mixtral", FAMILY, "nemotron_h_moe", "gpt_oss", "deepseek_v4")
 
 
 step_of_padding = ModelRunner._step_of_padding
