@@ -159,6 +159,16 @@ def test_small_softplus_is_exact(kernels: Kernels, device: str) -> None:
     assert float(found.weights[0, 0] / found.weights[0, 1]) == pytest.approx(2.718281828, rel=1e-5)
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_bits_of_a_token_do_not_depend_on_the_others(rule: RoutingRule) -> None:
+    """Of a router without further columns, so that rows follow each other in memory."""
+    problem = RoutingProblem(torch.randn(40, 12) * 2, 12, rule)
+    whole = CpuKernels().route_experts(problem).weights
+    for tokens in (slice(3, end) for end in range(4, 41)):
+        part = replace(problem, logits=problem.logits[tokens].contiguous())
+        assert torch.equal(CpuKernels().route_experts(part).weights, whole[tokens])
+
+
 def test_equal_scores_go_to_the_first_experts(kernels: Kernels, device: str) -> None:
     problem = RoutingProblem(torch.zeros(2, 6, device=device), 6, RoutingRule(2))
     found = kernels.route_experts(problem)

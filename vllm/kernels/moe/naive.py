@@ -12,10 +12,16 @@ from vllm.kernels.fp8.naive import linear_fp8, linear_fp8_block
 from vllm.kernels.moe import ExpertMatrix, ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.norm.naive import accumulation_dtype
 
+
+def _softplus(x: Tensor) -> Tensor:
+    """`log(1 + exp(x))`. On a CPU torch's own rounds an element by its place in the tensor."""
+    return x.clamp(min=0) + x.abs().neg().exp().log1p()
+
+
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+    "sqrtsoftplus": lambda logits: _softplus(logits).sqrt(),
 }
 
 
