@@ -57,5 +57,8 @@ def damage_peer(
             for held in sender._held.values():
                 held.description["blocks"] = [seals[:-1] for seals in held.description["blocks"]]
         else:
-            sender._staging.buffer.bitwise_xor_(1)
+            # Sealed segments alone: nobody can tell what is spoilt before its digest is made.
+            for held in sender._held.values():
+                first, size = held.description["offset"], held.description["bytes"]
+                sender._staging.buffer[first : first + size].bitwise_xor_(1)
     return True
