@@ -75,12 +75,22 @@ class MaskedExecutor(FakeExecutor):
         self.worker = MaskedWorker(self.masks.receive)
 
 
+class OrderedExecutor(MaskedExecutor):
+    """Answers calls after the steps before them, as workers in processes of their own do."""
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        call = self._pool.submit(super().collective_rpc, method, timeout, args, kwargs)
+        return call.result(60)
+
+
 class Core:
     """An engine core, and what it has sent so far."""
 
-    def __init__(self, **options):
+    def __init__(self, executor=MaskedExecutor, num_stages=1, **options):
         options.setdefault("max_model_len", MAX_LEN)
-        self.core = EngineCore(make_vllm_config(**options), MaskedExecutor)
+        config = make_vllm_config(**options)
+        config.parallel_config.pipeline_parallel_size = num_stages
+        self.core = EngineCore(config, executor)
         self.tokens: dict[str, list[int]] = {}
         self.last = {}
 
@@ -162,6 +172,22 @@ def test_traffic(seed, budget, **options):
             assert got[: len(expected)] == expected[: len(got)]
         else:
             assert got == expected, (request_id, params)
+
+
+def test_a_call_is_answered_while_steps_wait_for_masks():
+    """A worker answers a call after the steps before it, and those that wait for masks wait for
+    what the core makes of earlier results."""
+    core = Core(OrderedExecutor, num_stages=2, async_scheduling=True)
+    params = SamplingParams(max_tokens=40, structured_outputs=CONSTRAINTS[0])
+    core.add("r", [20, 21], params)
+    most_in_flight = 0
+    while core.core.has_work():
+        core.step()
+        most_in_flight = max(most_in_flight, len(core.core._in_flight))
+        assert core.core.collective_rpc("echo", args=(1,))[0][2] == (1,)
+    core.run()
+    assert most_in_flight == 2
+    assert core.tokens["r"] == expected_tokens([20, 21], params, MAX_LEN)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

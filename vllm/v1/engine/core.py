@@ -78,6 +78,8 @@ class EngineCore:
         self.vllm_config = vllm_config
         self.executor = executor_class(vllm_config)
         self._in_flight: deque[StepInFlight] = deque()
+        #: results that a call had to have taken
+        self._taken_early: deque[dict[int, EngineCoreOutputs]] = deque()
         self._last_step_computed = False
         self._state_arrived = False
         #: with replicas that share experts
@@ -204,7 +206,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to wait for."""
-        return bool(self._in_flight) or self._experts.is_due or self._has_next_step()
+        waits = self._in_flight or self._taken_early or self._experts.is_due
+        return bool(waits) or self._has_next_step()
 
     def _has_next_step(self) -> bool:
         """Whether there is something to schedule here, or a step of another replica to join."""
@@ -229,7 +232,11 @@ class EngineCore:
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Launch the next step; once enough are in flight, take the oldest one's results."""
-        self.late_captures.between_steps()
+        if self.late_captures.is_due:
+            self._send_all_masks()
+            self.late_captures.capture_one()
+        if self._taken_early:
+            return self._taken_early.popleft()
         if self._placements.any_waits:
             self._placements.bring_in()
         if not self._in_flight:
@@ -250,6 +257,10 @@ class EngineCore:
                     return {}
         if not self._in_flight or self._is_called_before_result():
             return {}
+        return self._take_oldest()
+
+    def _take_oldest(self) -> dict[int, EngineCoreOutputs]:
+        """Wait for the oldest step in flight; what it produced, for each client."""
         step = self._in_flight.popleft()
         result = self._result(step)
         transfers = result.kv_connector_output
@@ -295,6 +306,12 @@ class EngineCore:
         if self._in_flight and (masks := self._in_flight[0].masks) is not None:
             self.executor.send_token_masks(masks.filled())
             self._in_flight[0].masks = None
+
+    def _send_all_masks(self) -> None:
+        """Take results until no step in flight waits for masks: before its own, a worker answers no
+        call."""
+        while any(step.masks is not None for step in self._in_flight):
+            self._taken_early.append(self._take_oldest())
 
     def _launch(self, output: SchedulerOutput) -> StepInFlight:
         constrained = self.scheduler.constrained_requests(output) if output.masked_req_ids else []
@@ -368,6 +385,7 @@ class EngineCore:
             # No step is of one replica's old experts and another one's new ones.
             self._experts.run()
             self.joint.meet(self._join_with_padding)
+        self._send_all_masks()
         results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
         if replaces and not self.scheduler.reset_prefix_cache(True, True):
             raise RuntimeError(

@@ -37,7 +37,7 @@ class LateCaptures:
         if not self._num_left:
             logger.info("all graphs are captured")
 
-    def between_steps(self) -> None:
-        """Under load: capture a size if the last one is a while ago."""
-        if self.pending and time.monotonic() - self._last_s >= _BUSY_INTERVAL_S:
-            self.capture_one()
+    @property
+    def is_due(self) -> bool:
+        """Whether to capture a size under load, too: the last one is a while ago."""
+        return self.pending and time.monotonic() - self._last_s >= _BUSY_INTERVAL_S
