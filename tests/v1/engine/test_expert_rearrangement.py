@@ -141,7 +141,7 @@ def core_of(**options: Any) -> tuple[EngineCore, Experts]:
     assert isinstance(core.executor, Experts)
     prompt = [5, 6, 7]
     params = SamplingParams(ignore_eos=True, max_tokens=8)
-    core.add_request(core.make_request(EngineCoreRequest("a", prompt, params, 0.0)))
+    core.add_request(core.receive(EngineCoreRequest("a", prompt, params, 0.0)))
     return core, core.executor
 
 

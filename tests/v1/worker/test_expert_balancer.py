@@ -31,7 +31,7 @@ from vllm.v1.worker.expert_balancer import ExpertBalancer
 
 HIDDEN, EXPERTS, RANKS, REDUNDANT = 128, 8, 4, 4
 PLAIN = MixtureShape(HIDDEN, 16, EXPERTS, RoutingRule(2))
-BIASED = replace(PLAIN, expert_biases=True, router_bias=True, clamp=ClampedSwiglu(1.7, 7.0))
+BIASED = replace(PLAIN, expert_biases=True, router_bias=True, clamp=ClampedSwiglu(1.7, 7.0, 1.0))
 
 
 class Wires:
