@@ -232,6 +232,8 @@ class Supervisor:
             process.port.close()
         place = process.place
         del self._processes[place]
+        if self._core.dead is not None:
+            self._exit_code = 1  # also where `_follow_core` has not heard of it yet
         if self._stopping or self._core.dead is not None:
             if not self._processes:
                 self._all_gone.set()
