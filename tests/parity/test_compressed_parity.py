@@ -5,7 +5,6 @@ whatever happens to a request and whatever drafts it verifies."""
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
+from draft_scenarios import Run, a_conversation, batches, preemptions
+from mixer_decoders import (
+    expect_equal_with_and_without_drafts,
+    expect_own_drafts_accepted,
+    make_checkpoint,
+)
 from parity_checks import MakeEngine, assert_equals, generate, in_this_process, prompts
-from safetensors.torch import load_file, save_file
-from tiny_models import hf_model, make_tiny, tiny_model
+from tiny_models import hf_model, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
@@ -180,17 +183,9 @@ def reference() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ModelRegistry.register_model("CompressedForCausalLM", CompressedForCausalLM)
-    path = make_tiny("qwen3", tmp_path_factory.mktemp("compressed"))
-    tensors = load_file(path / "model.safetensors")
-    tensors = {name: value for name, value in tensors.items() if ".self_attn." not in name}
-    for i, layer in enumerate(reference.model.layers):
-        named = layer.self_attn.tensors().items()
-        tensors |= {f"model.layers.{i}.self_attn.{name}": value for name, value in named}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["architectures"] = ["CompressedForCausalLM"]
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    layers = enumerate(reference.model.layers)
+    mixers = {i: layer.self_attn.tensors() for i, layer in layers}
+    return make_checkpoint(tmp_path_factory.mktemp("compressed"), "CompressedForCausalLM", mixers)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +198,7 @@ def test_outputs_are_those_of_transformers_with_and_without_drafts(
     make_engine: MakeEngine,
 ) -> None:
     """In chunks, from cached prefixes, after preemptions, one token or four at a time."""
-    settings: dict[str, Any] = {"model": str(checkpoint), "enable_prefix_caching": True}
-    plain = Run(engine(make_engine, 0, **settings))
-    scenario(plain)
-    for output in plain.outputs:
-        assert_equals(output, reference)
-    for method, told in (("replay", plain.tokens()), ("ngram", None)):
-        drafted = Run(engine(make_engine, 3, method=method, **settings), told)
-        scenario(drafted)
-        compare(drafted.outputs, plain.outputs)
+    expect_equal_with_and_without_drafts(scenario, checkpoint, reference, make_engine)
 
 
 def test_cached_prefixes_end_where_the_largest_block_does(
@@ -232,9 +219,4 @@ def test_its_drafts_for_itself_are_all_accepted(
     checkpoint: Path, reference: PreTrainedModel, make_engine: MakeEngine
 ) -> None:
     """As a draft model it computes what it drafted again, entries included."""
-    speculation = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
-    llm = make_engine("qwen3", model=str(checkpoint), speculative_config=speculation)
-    run = Run(llm)
-    (output,) = run.generate(prompts((120,)), [1 + 4 * 6])
-    assert_equals(output, reference)
-    assert run.drafts() == (3 * 6, 0)
+    expect_own_drafts_accepted(checkpoint, reference, make_engine, prompt_len=120, family="qwen3")

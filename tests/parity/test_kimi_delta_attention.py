@@ -5,7 +5,6 @@ whatever happens to a request and whatever drafts it verifies."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
-from parity_checks import MakeEngine, assert_equals, in_this_process, prompts
-from safetensors.torch import load_file, save_file
-from tiny_models import hf_model, make_tiny, tiny_model
+from draft_scenarios import Run, a_conversation, batches, preemptions
+from mixer_decoders import (
+    expect_equal_with_and_without_drafts,
+    expect_own_drafts_accepted,
+    make_checkpoint,
+)
+from parity_checks import MakeEngine, in_this_process
+from tiny_models import hf_model, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
@@ -111,17 +114,9 @@ def reference() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ModelRegistry.register_model("KdaForCausalLM", KdaForCausalLM)
-    path = make_tiny("qwen3", tmp_path_factory.mktemp("kda"))
-    tensors = load_file(path / "model.safetensors")
-    for i in RECURRENT:
-        prefix = f"model.layers.{i}.self_attn."
-        tensors = {k: v for k, v in tensors.items() if not k.startswith(prefix)}
-        mixer = reference.model.layers[i].self_attn
-        tensors |= {prefix + name: value.contiguous() for name, value in mixer.tensors().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["KdaForCausalLM"]}))
-    return path
+    layers = reference.model.layers
+    mixers = {i: layers[i].self_attn.tensors() for i in RECURRENT}
+    return make_checkpoint(tmp_path_factory.mktemp("kda"), "KdaForCausalLM", mixers)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +129,11 @@ def test_outputs_are_those_of_transformers_with_and_without_drafts(
     make_engine: MakeEngine,
 ) -> None:
     """In chunks, from checkpoints of the state, after preemptions, one token or four at a time."""
-    settings: dict[str, Any] = {"model": str(checkpoint), "enable_prefix_caching": True}
-    plain = Run(engine(make_engine, 0, **settings))
-    scenario(plain)
-    for output in plain.outputs:
-        assert_equals(output, reference)
-    for method, told in (("replay", plain.tokens()), ("ngram", None)):
-        drafted = Run(engine(make_engine, 3, method=method, **settings), told)
-        scenario(drafted)
-        compare(drafted.outputs, plain.outputs)
+    expect_equal_with_and_without_drafts(scenario, checkpoint, reference, make_engine)
 
 
 def test_its_drafts_for_itself_are_all_accepted(
     checkpoint: Path, reference: PreTrainedModel, make_engine: MakeEngine
 ) -> None:
     """As a draft model it takes back what it drafted, states and convolutions."""
-    speculation = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
-    llm = make_engine("qwen3_5", model=str(checkpoint), speculative_config=speculation)
-    run = Run(llm)
-    (output,) = run.generate(prompts((50,)), [1 + 4 * 6])
-    assert_equals(output, reference)
-    assert run.drafts() == (3 * 6, 0)
+    expect_own_drafts_accepted(checkpoint, reference, make_engine, prompt_len=50)

@@ -26,8 +26,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.parameter import empty_parameter, sections_loader, sharded_section
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.self_attention import attention_sinks
 from vllm.platforms import current_platform
 
 #: tokens per entry of which only the best are attended to; their windows overlap
@@ -176,7 +175,7 @@ class CompressedAttention(nn.Module):
         self.register_buffer("head_norm", torch.ones(shape.head_dim), persistent=False)
         self.wkv = replicated(shape.hidden_size, shape.head_dim, "wkv")
         self.kv_norm = RMSNorm(shape.head_dim, shape.eps)
-        self.attn_sink = _sinks(shape.num_heads)
+        self.attn_sink = attention_sinks(shape.num_heads)
         self.wo_a = ColumnParallelLinear(
             shape.num_heads * shape.head_dim // shape.output_groups,
             shape.output_groups * shape.output_low_rank,
@@ -301,13 +300,3 @@ class CompressedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, window={self.shape.window}, ratio={self.shape.ratio}"
-
-
-def _sinks(num_heads: int) -> nn.Parameter:
-    """This rank's, fp32: they are added to exponentials of scores."""
-    section = sharded_section(num_heads)
-    param = empty_parameter(section.local_size, dtype=torch.float32)
-    set_weight_attrs(
-        param, {"weight_loader": sections_loader((section,)), "dummy_range": (-1.0, 1.0)}
-    )
-    return param

@@ -47,7 +47,7 @@ class SelfAttentionShape:
     sinks: bool = False
 
 
-def _sinks(num_heads: int) -> nn.Parameter:
+def attention_sinks(num_heads: int) -> nn.Parameter:
     """This rank's, fp32: they are added to exponentials of scores."""
     section = sharded_section(num_heads)
     param = empty_parameter(section.local_size, dtype=torch.float32)
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         if shape.qk_norm is not None:
             self.q_norm = shape.qk_norm(shape.head_dim, shape.eps)
             self.k_norm = shape.qk_norm(shape.head_dim, shape.eps)
-        self.sinks = _sinks(shape.num_heads) if shape.sinks else None
+        self.sinks = attention_sinks(shape.num_heads) if shape.sinks else None
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.num_heads,
