@@ -15,7 +15,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, 
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, Router
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,

@@ -19,7 +19,8 @@ from vllm.kernels.moe import Routing, RoutingRule
 from vllm.model_executor.layers import moe
 from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_placement import COLUMNS, Placement
-from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import MixtureOfExperts
 
 
 def ranks_of(shape: MixtureShape, size: int, num_redundant: int) -> list[MixtureOfExperts]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from tests.model_executor.harness import get_model, make_config
 from tests.tiny_models import tiny_model
 from vllm.kernels.moe import RoutingRule
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
 

@@ -22,7 +22,8 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
 from vllm.model_executor.layers import moe
-from vllm.model_executor.layers.moe import MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 from vllm.model_executor.model_loader.base import initialize_dummy_weights

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,160 +19,30 @@ from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
-from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem, Routing, RoutingProblem, RoutingRule
+from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_exchange import ExpertExchange
-from vllm.model_executor.layers.linear import ReplicatedLinear, linear
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
 from vllm.model_executor.layers.quantization.base import ExpertsMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedExpertsMethod
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.parameter import (
     ExpertStack,
     Section,
-    ShardId,
     WeightLayout,
     WeightLoader,
     default_weight_loader,
     empty_parameter,
-    load_sections,
-    local_size,
     sections_loader,
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
-from vllm.utils.math_utils import cdiv
 
-#: rows of the router are filled up to a multiple of it, for cuBLAS wants aligned results
-_ROUTER_ROWS = 8
 #: an expert's number and its weight, as replicas tell each other
 _CHOICE_BYTES = 8
-
-
-@dataclass(frozen=True)
-class MixtureShape:
-    """Sizes of the whole layer before sharding, and its routing.
-
-    `shared_intermediate_size`: of an expert that every token goes through, 0 for none;
-    `shared_gate`: whether its output is multiplied by `sigmoid(shared_expert_gate(x))`.
-    `correction_bias`: whether the router has a bias that counts for the choice alone;
-    `wide_router`: whether its logits are fp32 whatever the model. Experts that are not `gated`, the
-    shared one too, are `down(act(up(x)))`. `latent_size`: width of what the routed experts read and
-    write, between projections from and to `hidden_size`; 0 for no projections. `router_bias`:
-    whether the router has a bias of its logits. `expert_biases`: whether the experts' products have
-    biases. `clamp`: of all experts' activation (`Kernels.clamped_swiglu`), None for SwiGLU.
-    `hashed_vocab`: size of the vocabulary whose tokens each have experts of their own, whatever the
-    scores are; 0 where scores choose.
-    `may_stack_shared`: whether the shared expert is quantised as the others are, and every rank has
-    a part of each.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    rule: RoutingRule
-    shared_intermediate_size: int = 0
-    shared_gate: bool = False
-    correction_bias: bool = False
-    hidden_act: str = "silu"
-    gated: bool = True
-    wide_router: bool = False
-    latent_size: int = 0
-    router_bias: bool = False
-    expert_biases: bool = False
-    clamp: ClampedSwiglu | None = None
-    hashed_vocab: int = 0
-    may_stack_shared: bool = True
-
-    @property
-    def expert_width(self) -> int:
-        """What the routed experts read and write."""
-        return self.latent_size or self.hidden_size
-
-    @property
-    def shared(self) -> Literal["added", "gated"] | None:
-        """See `RoutingProblem`."""
-        if not self.shared_intermediate_size:
-            return None
-        return "gated" if self.shared_gate else "added"
-
-    @property
-    def stacks_shared(self) -> bool:
-        """Whether the shared expert has the others' size, and so is one more of the stack."""
-        same_size = self.shared_intermediate_size == self.intermediate_size
-        return self.may_stack_shared and same_size and not self.latent_size
-
-
-class Router(nn.Module):
-    """`weight [rows, hidden]`: the experts' logits, then that of the shared expert's gate (shard
-    ids 0 and 1), then padding. Every rank holds all of it; it is never quantised.
-
-    `tid2eid [vocab, top_k]` int32: the experts of each token where its id chooses them.
-    """
-
-    #: names of what it fuses, for `fused_names`, without and with a gate
-    CHECKPOINT_NAMES = (("router", "gate", 0),)
-    GATED_CHECKPOINT_NAMES = (*CHECKPOINT_NAMES, ("router", "shared_expert_gate", 1))
-
-    def __init__(self, shape: MixtureShape) -> None:
-        super().__init__()
-        sections = [Section(0, shape.num_experts)]
-        if shape.shared == "gated":
-            sections.append(Section(1, 1))
-        rows = cdiv(local_size(sections), _ROUTER_ROWS) * _ROUTER_ROWS
-        dtype = torch.float32 if shape.wide_router else None
-        zeros = torch.zeros(rows, shape.hidden_size, dtype=dtype)
-        self.weight = nn.Parameter(zeros, requires_grad=False)
-        load = partial(_load_router, sections=tuple(sections))
-        set_weight_attrs(self.weight, {"weight_loader": load})
-        self.bias: nn.Parameter | None = None
-        if shape.router_bias:
-            self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False)
-            set_weight_attrs(self.bias, {"weight_loader": load})
-        self.e_score_correction_bias: nn.Parameter | None = None
-        if shape.correction_bias:
-            bias = empty_parameter(shape.num_experts, dtype=torch.float32)
-            set_weight_attrs(bias, {"weight_loader": sections_loader(sections[:1])})
-            self.e_score_correction_bias = bias
-        self.tid2eid: nn.Parameter | None = None
-        if shape.hashed_vocab:
-            table = empty_parameter(shape.hashed_vocab, shape.rule.top_k, dtype=torch.int32)
-            load_table = partial(_load_table, num_experts=shape.num_experts)
-            attrs = {"weight_loader": load_table, "dummy_range": (0, shape.num_experts)}
-            set_weight_attrs(table, attrs)
-            self.tid2eid = table
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden] -> [tokens, rows]`."""
-        return linear(x.to(self.weight.dtype), self.weight, self.bias)
-
-    def chosen(self, input_ids: Tensor | None) -> Tensor | None:
-        """The experts `[tokens, top_k]` that ids choose, None where scores do.
-
-        Raises ValueError where ids would choose and there are none.
-        """
-        if self.tid2eid is None:
-            return None
-        if input_ids is None:
-            raise ValueError(
-                "experts chosen by token id: the layer needs token ids, not embeddings"
-            )
-        return self.tid2eid.index_select(0, input_ids)
-
-
-def _load_table(
-    param: Tensor, loaded: Tensor, shard_id: ShardId | None = None, *, num_experts: int
-) -> None:
-    """Raises WeightShapeError, and ValueError where an expert does not exist."""
-    if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < num_experts:
-        raise ValueError(f"tid2eid names experts outside 0..{num_experts - 1}")
-    default_weight_loader(param, loaded)
-
-
-def _load_router(
-    param: Tensor, loaded: Tensor, shard_id: ShardId, *, sections: tuple[Section, ...]
-) -> None:
-    load_sections(param[: local_size(sections)], loaded, shard_id, sections=sections)
 
 
 class Experts(nn.Module):

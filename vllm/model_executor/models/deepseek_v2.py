@@ -4,7 +4,7 @@
 from transformers import PretrainedConfig
 
 from vllm.kernels.moe import RoutingRule
-from vllm.model_executor.layers.moe import MixtureShape
+from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.models.deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3ForCausalLM,

@@ -17,8 +17,10 @@ from vllm.model_executor.layers.latent_attention import (
     MultiHeadLatentAttention,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper

@@ -22,9 +22,11 @@ from vllm.model_executor.layers.hyper_connection import (
     StreamCollapse,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.quantization.mxfp4 import without_packing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import CausalLM, DecoderModel
 from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper

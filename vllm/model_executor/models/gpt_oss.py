@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.quantization.mxfp4 import dequantised, record_dequantised
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral

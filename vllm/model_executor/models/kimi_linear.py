@@ -12,7 +12,8 @@ from vllm.model_executor.layers.kimi_delta_attention import (
 )
 from vllm.model_executor.layers.latent_attention import MultiHeadLatentAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.moe import MixtureOfExperts, Router
+from vllm.model_executor.layers.moe import MixtureOfExperts
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
 from vllm.model_executor.models.hybrid import HybridForCausalLM

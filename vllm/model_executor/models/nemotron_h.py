@@ -11,9 +11,11 @@ from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
+from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.mlp import UngatedMLP
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import no_rope
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
 from vllm.model_executor.models.deepseek_v3 import routing_rule

@@ -9,7 +9,9 @@ from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,

@@ -8,7 +8,9 @@ from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.moe import Experts, MixtureOfExperts, MixtureShape, Router
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
+from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM
