@@ -81,13 +81,13 @@ def test_what_arrived_is_used_in_the_next_step(
     """While state is on its way the core pauses between steps, and not once it has come."""
     first, second = pair
     core: Any = core_of(second)
-    step, result, waits = core.step, core._result, []
+    step, take_oldest, waits = core.step, core._in_flight.take_oldest, []
 
-    def seen(launched: Any) -> Any:
-        output = result(launched)
-        report = output.kv_connector_output
+    def seen() -> Any:
+        output, result = take_oldest()
+        report = result.kv_connector_output
         waits.append([report is not None and bool(report.finished_recving)])
-        return output
+        return output, result
 
     def stepped() -> Any:
         produced = step()
@@ -95,7 +95,7 @@ def test_what_arrived_is_used_in_the_next_step(
             waits[-1].append(core.only_waits)
         return produced
 
-    monkeypatch.setattr(core, "_result", seen)
+    monkeypatch.setattr(core._in_flight, "take_oldest", seen)
     monkeypatch.setattr(core, "step", stepped)
     tokens(second, prompt(70, 70), **hand_on(first, prompt(70, 70)))
     drain(second)

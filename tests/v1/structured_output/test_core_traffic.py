@@ -297,7 +297,7 @@ def test_shutdown_frees_a_launch_that_waits_for_its_masks():
     params = SamplingParams(max_tokens=8, structured_outputs=CONSTRAINTS[0])
     core.add("r", [50, 51], params, done(CONSTRAINTS[0]))
     output = core.core.scheduler.schedule()
-    step = core.core._launch(output)
+    step = core.core._in_flight.launch(output, core.core._masks_of(output))
     core.core.shutdown()
     assert core.core.executor.is_shut_down
     with pytest.raises(CancelledError):

@@ -6,8 +6,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -37,11 +35,10 @@ from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
-from vllm.v1.engine.replica_mesh import names
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
+from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.masks import StepMasks
@@ -56,15 +53,6 @@ logger = init_logger(__name__)
 _NEW_WEIGHTS = frozenset({"reload_weights"})
 
 
-@dataclass
-class StepInFlight:
-    """A launched step; `masks` until they are sent, None where nobody follows a grammar."""
-
-    output: SchedulerOutput
-    result: Future[ModelRunnerOutput]
-    masks: StepMasks | None
-
-
 class EngineCore:
     """Runs requests until they are done.
 
@@ -77,7 +65,6 @@ class EngineCore:
     ) -> None:
         self.vllm_config = vllm_config
         self.executor = executor_class(vllm_config)
-        self._in_flight: deque[StepInFlight] = deque()
         #: results that a call had to have taken
         self._taken_early: deque[dict[int, EngineCoreOutputs]] = deque()
         self._last_step_computed = False
@@ -96,9 +83,8 @@ class EngineCore:
             if self.joint is not None:
                 self.joint.close()
             raise
-        self._depth = self.executor.max_concurrent_batches
+        self._in_flight = StepsInFlight(self.executor, self.joint)
         self._width = vllm_config.tokens_to_verify
-        self._step_timeout_s = self.executor.step_timeout_s
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
@@ -241,58 +227,33 @@ class EngineCore:
             self._placements.bring_in()
         if not self._in_flight:
             self._experts.run()
-        room = len(self._in_flight) < self._depth and not self._experts.is_due
-        if room and self._has_next_step():
+        may_launch = self._in_flight.has_room and not self._experts.is_due
+        if may_launch and self._has_next_step():
             output = self.scheduler.schedule()
             if self.joint is not None:
                 output.joint = self.joint.join(output.shape(self._width))
-            self._in_flight.append(self._launch(output))
-            self._send_token_masks()
+            self._in_flight.launch(output, self._masks_of(output))
+            self._in_flight.send_masks()
             self._last_step_computed = (
                 output.total_num_scheduled_tokens > 0 or output.joint is not None
             )
             if self._last_step_computed:
                 self._experts.count_step()
-                if len(self._in_flight) < self._depth:
+                if self._in_flight.has_room:
                     return {}
-        if not self._in_flight or self._is_called_before_result():
+        if not self._in_flight or self._in_flight.is_called_before_result():
             return {}
         return self._take_oldest()
 
     def _take_oldest(self) -> dict[int, EngineCoreOutputs]:
         """Wait for the oldest step in flight; what it produced, for each client."""
-        step = self._in_flight.popleft()
-        result = self._result(step)
+        output, result = self._in_flight.take_oldest()
         transfers = result.kv_connector_output
         self._state_arrived = transfers is not None and bool(transfers.finished_recving)
-        produced = self.scheduler.update_from_output(step.output, result)
+        produced = self.scheduler.update_from_output(output, result)
         self._publish_events()
-        self._send_token_masks()
+        self._in_flight.send_masks()
         return produced
-
-    def _is_called_before_result(self) -> bool:
-        """With room for a further step: wait for the oldest one's result, or until another replica
-        needs this one to launch the next."""
-        if self.joint is None or len(self._in_flight) == self._depth:
-            return False
-        return self.joint.wait(self._in_flight[0].result, self._step_timeout_s, for_calls=True)
-
-    def _result(self, step: StepInFlight) -> ModelRunnerOutput:
-        timeout_s = self._step_timeout_s
-        if self.joint is not None:
-            self.joint.wait(step.result, timeout_s)
-            timeout_s = 0.0
-        try:
-            return step.result.result(timeout_s)
-        except TimeoutError:
-            if step.result.done():  # the error is the step's own
-                return step.result.result()
-            raise self._overdue() from None
-
-    def _overdue(self) -> Exception:
-        error = self.executor.overdue()
-        silent = [] if self.joint is None else self.joint.silent()
-        return TimeoutError(f"{names(silent)} did not answer: {error}") if silent else error
 
     def _publish_events(self) -> None:
         if self._event_publisher is None:
@@ -301,36 +262,16 @@ class EngineCore:
         if events:
             self._event_publisher.publish(EventBatch(time.time(), events))
 
-    def _send_token_masks(self) -> None:
-        """For the oldest step in flight: all tokens before it are known, so its masks are exact."""
-        if self._in_flight and (masks := self._in_flight[0].masks) is not None:
-            self.executor.send_token_masks(masks.filled())
-            self._in_flight[0].masks = None
-
     def _send_all_masks(self) -> None:
         """Take results until no step in flight waits for masks: before its own, a worker answers no
         call."""
-        while any(step.masks is not None for step in self._in_flight):
+        while self._in_flight.any_waits_for_masks:
             self._taken_early.append(self._take_oldest())
 
-    def _launch(self, output: SchedulerOutput) -> StepInFlight:
+    def _masks_of(self, output: SchedulerOutput) -> StepMasks | None:
+        """Of a step in which requests that follow a grammar sample."""
         constrained = self.scheduler.constrained_requests(output) if output.masked_req_ids else []
-        masks = StepMasks(constrained) if constrained else None
-        return StepInFlight(output, self._execute(output), masks)
-
-    def _execute(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        if (
-            output.total_num_scheduled_tokens
-            or output.finished_req_ids
-            or output.preempted_req_ids
-            or output.kv_connector_metadata is not None
-            or output.block_log
-            or output.joint is not None
-        ):
-            return self.executor.execute_model(output)
-        nothing: Future[ModelRunnerOutput] = Future()
-        nothing.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
-        return nothing
+        return StepMasks(constrained) if constrained else None
 
     def _drain(self) -> None:
         """Before a sleep: tell the workers what ended and wait for transfers of ended requests."""
@@ -399,7 +340,7 @@ class EngineCore:
         assert self.joint is not None
         output = SchedulerOutput.make_empty()
         output.joint = self.joint.join(output.shape(self._width))
-        self.executor.execute_model(output).result(self._step_timeout_s)
+        self.executor.execute_model(output).result(self.executor.step_timeout_s)
         if output.joint is not None:
             self._experts.count_step()
             self._experts.run()
