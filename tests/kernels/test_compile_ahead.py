@@ -28,7 +28,7 @@ from vllm.kernels.triton.compile_log import begin_launcher
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-FAMILIES = ("qwen3_5", "qwen3", "llama", "qwen3_5_moe")
+FAMILIES = ("qwen3_5", "qwen3", "llama", "qwen3_5_moe", "deepseek_v4")
 PATH = (str(REPOSITORY), str(REPOSITORY / "tests"))
 
 
