@@ -24,7 +24,8 @@ OPS = CudaOps(
     what="products of experts",
     why="the weights of the experts that are hit are read at the memory's speed",
     instead_of="Triton",
-    chosen="vllm_cuda for several tokens' bfloat16 and float8 SwiGLU without bias",
+    chosen="vllm_cuda for several tokens' bfloat16 and float8 SwiGLU without bias or clamp, Triton "
+    "for others, as those of gpt-oss and DeepSeek-V4",
 )
 #: places of a block where experts get few tokens, and more
 FEW, SOME, MANY = 64, 128, 320
