@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from tests.tiny_models import tiny_model
 from vllm import LLM
+from vllm.model_executor.layers.moe import mixtures_of
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -60,4 +61,31 @@ def test_a_rehearsal_runs_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch
         return rehearsed, layers_run(worker, lambda runner: run_batch(runner, batch))
 
     assert llm.collective_rpc(both) == [([0, 1], [0, 1, 2, 3])]
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_no_experts_count_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the model's nor the drafter's."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model = str(tiny_model("qwen3_moe"))
+    drafter = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    llm = LLM(
+        model,
+        max_model_len=64,
+        kv_cache_memory_bytes=2**22,
+        expert_counts=True,
+        speculative_config=drafter,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def counts(worker: Worker) -> list[list[int]]:
+        models = worker.model_runner.models
+        mixtures = [mixture for model in models for mixture in mixtures_of(model)]
+        return [one.counts.tolist() for one in mixtures if one.counts is not None]
+
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    (before,) = llm.collective_rpc(counts)
+    assert len(before) == 6 and all(map(sum, before)), "drafters' experts count, too"
+    llm.collective_rpc(lambda worker: run_batch(worker.model_runner, DummyBatch(2, 3, 0, params)))
+    assert llm.collective_rpc(counts) == [[[0] * 8] * 6]
     llm.llm_engine.engine_core.shutdown()

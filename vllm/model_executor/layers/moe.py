@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -148,11 +148,12 @@ def expert_counts(model: nn.Module) -> dict[str, list[int]]:
     return {name: counts.tolist() for name, counts in counted.items()}
 
 
-def forget_counts(model: nn.Module) -> None:
+def forget_counts(models: Iterable[nn.Module]) -> None:
     """Count from zero again."""
-    for mixture in mixtures_of(model):
-        if mixture.counts is not None:
-            mixture.counts.zero_()
+    counted = [mixture.counts for model in models for mixture in mixtures_of(model)]
+    for counts in counted:
+        if counts is not None:
+            counts.zero_()
 
 
 def _is_kept(quant_config: QuantizationConfig | None, prefix: str) -> bool:

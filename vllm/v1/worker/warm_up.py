@@ -249,7 +249,7 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
         runner.execute_dummy(
             _step([], cached, req_ids, width, drafts), launches=not decode_known_tokens
         )
-    forget_counts(runner.model)
+    forget_counts(runner.models)
     finished = SchedulerOutput.make_empty()
     finished.finished_req_ids = set(req_ids)
     runner.forget(finished)
