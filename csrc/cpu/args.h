@@ -60,29 +60,32 @@ struct GateUpArgs {
   float alpha = 1, limit = 0, offset = 0;  // clamped_swiglu only
 };
 
-// Hyper-connections. The streams are collapsed alone, or connected with `post` and `mix`.
-struct ReadStreamsArgs {
+// Dense [tokens, count, hidden]: the residual streams of hyper-connections.
+struct Streams {
   DType dtype;
-  const void* streams;   // dense [tokens, num_streams, hidden]
-  int64_t tokens, num_streams, hidden;
-  const float* weight;   // dense [outputs, num_streams * hidden]
+  const void* data;
+  int64_t tokens, count, hidden;
+};
+
+// The streams are collapsed alone, or connected with `post` and `mix`.
+struct ReadStreamsArgs {
+  Streams streams;
+  const float* weight;   // dense [outputs, count * hidden]
   const float* base;     // [outputs]
   const float* scale;    // one, or three to connect
   float norm_eps, eps;
   int64_t iterations = 0;  // to connect
   void* out;               // dense [tokens, hidden]
-  float* post = nullptr;   // dense [tokens, num_streams]
-  float* mix = nullptr;    // dense [tokens, num_streams, num_streams]
+  float* post = nullptr;   // dense [tokens, count]
+  float* mix = nullptr;    // dense [tokens, count, count]
 };
 
 struct JoinStreamsArgs {
-  DType dtype;
-  const void* streams;  // dense [tokens, num_streams, hidden]
+  Streams streams;
   const void* branch;
   int64_t branch_stride;
-  const float* post;  // dense [tokens, num_streams]
-  const float* mix;   // dense [tokens, num_streams, num_streams]
-  int64_t tokens, num_streams, hidden;
+  const float* post;  // dense [tokens, count]
+  const float* mix;   // dense [tokens, count, count]
   void* out;  // as `streams`
 };
 
@@ -97,15 +100,21 @@ struct KvCache {
   int64_t value_offset() const { return block_size * heads * head_dim; }
 };
 
+// Cosines of `rot / 2` angles of each position, then their sines.
+struct Angles {
+  const float* cos_sin;
+  int64_t stride;
+  int64_t rot;
+  const float* of(int64_t position) const { return cos_sin + position * stride; }
+};
+
 struct RopeCacheArgs {
   DType dtype;
   const void* qkv;
   int64_t qkv_stride;
   int64_t tokens;
   const int64_t* positions;
-  const float* cos_sin;
-  int64_t cos_sin_stride;
-  int64_t rot;
+  Angles angles;
   Param q_weight;
   Param k_weight;
   KvCache cache;
@@ -166,23 +175,27 @@ struct PagedRows {
 // Tokens that an entry is made of at most.
 constexpr int64_t kMostRows = 256;
 
+// Equally many tokens of each sequence, `ratio` of which are an entry.
+struct CompressedStep {
+  int64_t num_tokens, tokens_per_seq;
+  const int64_t* positions;
+  int64_t ratio;
+};
+
 struct CompressArgs {
+  CompressedStep step;
   DType dtype;       // of the entries
   PagedRows tokens;  // fp32: values, then scores
   PagedRows entries;
-  int64_t num_tokens, tokens_per_seq;
-  const int64_t* positions;
   const int64_t* slots;
-  int64_t ratio;
   bool overlap;
   Param weight;
   float eps;
-  const float* cos_sin;
-  int64_t cos_sin_stride;
-  int64_t rot;
+  Angles angles;
 };
 
 struct ChooseArgs {
+  CompressedStep step;
   DType dtype;
   const void* query;
   int64_t query_strides[2];
@@ -190,14 +203,12 @@ struct ChooseArgs {
   const float* head_weights;
   int64_t weights_stride;
   PagedRows keys;
-  int64_t num_tokens, tokens_per_seq;
-  const int64_t* positions;
-  int64_t ratio;
   int32_t* chosen;  // dense [tokens, topk]
   int64_t topk;
 };
 
 struct AttendArgs {
+  CompressedStep step;
   DType dtype;
   const void* query;
   int64_t query_strides[2];
@@ -207,13 +218,10 @@ struct AttendArgs {
   PagedRows tokens;
   int64_t window;
   PagedRows entries;  // without data: there are none
-  int64_t ratio;
   const int32_t* chosen = nullptr;  // dense [tokens, topk]; null: all that are visible
   int64_t topk = 0;
   const float* sinks;
   float scale;
-  int64_t num_tokens, tokens_per_seq;
-  const int64_t* positions;
 };
 
 // Digests of `count` parts of `data`, each longer than 240 bytes.

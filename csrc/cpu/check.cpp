@@ -93,9 +93,29 @@ void check_shape(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg) {
   }
 }
 
+float* floats_of(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg) {
+  if (float_dtype(tensor, arg) != DType::kF32) reject(arg, tensor, "must be float32");
+  check_shape(tensor, sizes, inner, arg);
+  return static_cast<float*>(tensor.data_ptr());
+}
+int32_t* int32s_of(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg) {
+  check_int32(tensor, arg);
+  check_shape(tensor, sizes, inner, arg);
+  return static_cast<int32_t*>(tensor.data_ptr());
+}
+
 Param param(const Tensor& tensor, int64_t n, Arg arg) {
   check_shape(tensor, {n}, 1, arg);
   return {tensor.data_ptr(), float_dtype(tensor, arg)};
+}
+
+Angles angles_of(const Tensor& cos_sin, int64_t width, Arg arg) {
+  const float* data = floats_of(cos_sin, {-1, -1}, 1, arg);
+  const int64_t rot = cos_sin.size(1);
+  if (rot % 2 || rot > width) {
+    reject(arg, cos_sin, "must have an even last dimension of at most what is rotated");
+  }
+  return {data, cos_sin.stride(0), rot};
 }
 
 Rows rows_of(const Tensor& tensor, Arg arg) {
@@ -142,9 +162,7 @@ Tensor empty_dense(const Tensor& like) {
 }
 
 const int32_t* int32_vector(const Tensor& tensor, int64_t n, Arg arg) {
-  check_int32(tensor, arg);
-  check_shape(tensor, {n}, 1, arg);
-  return static_cast<const int32_t*>(tensor.data_ptr());
+  return int32s_of(tensor, {n}, 1, arg);
 }
 const int64_t* int64_vector(const Tensor& tensor, int64_t n, Arg arg) {
   check_int64(tensor, arg);

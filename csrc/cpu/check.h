@@ -33,8 +33,15 @@ void check_uint8(const Tensor& tensor, Arg arg);
 // Exact sizes, -1 for any; with `inner` the last `inner` dimensions must be dense.
 void check_shape(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg);
 
+// Elements of exact sizes, as `check_shape` has them.
+float* floats_of(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg);
+int32_t* int32s_of(const Tensor& tensor, Sizes sizes, int64_t inner, Arg arg);
+
 // A dense 1-d parameter of `n` elements in fp32 or the model's dtype.
 Param param(const Tensor& tensor, int64_t n, Arg arg);
+
+// cos_sin [positions, rot], for rows of at least as many elements.
+Angles angles_of(const Tensor& cos_sin, int64_t width, Arg arg);
 
 // The leading dimensions of x as rows; the last dimension must be contiguous.
 Rows rows_of(const Tensor& tensor, Arg arg);

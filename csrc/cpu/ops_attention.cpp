@@ -66,14 +66,7 @@ Tensor qk_norm_rope_cache(
   args.qkv_stride = qkv.stride(0);
   args.tokens = qkv.size(0);
   args.positions = int64_vector(positions, args.tokens, {op, "positions"});
-  check_dtype(cos_sin, DType::kF32, {op, "cos_sin"});
-  check_shape(cos_sin, {-1, -1}, 1, {op, "cos_sin"});
-  args.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
-  args.cos_sin_stride = cos_sin.stride(0);
-  args.rot = cos_sin.size(1);
-  if (args.rot % 2 || args.rot > head_dim) {
-    reject({op, "cos_sin"}, cos_sin, "must have an even last dimension of at most head_dim");
-  }
+  args.angles = angles_of(cos_sin, head_dim, {op, "cos_sin"});
   if (q_norm_weight) args.q_weight = param(*q_norm_weight, head_dim, {op, "q_norm_weight"});
   if (k_norm_weight) args.k_weight = param(*k_norm_weight, head_dim, {op, "k_norm_weight"});
   check_shape(kv_cache, {-1, 2, -1, num_kv_heads, head_dim}, 4, {op, "kv_cache"});
@@ -143,18 +136,12 @@ void paged_attention(
   args.num_seqs = seq_lens.size(0);
   args.seq_lens = int32_vector(seq_lens, args.num_seqs, {op, "seq_lens"});
   args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
-  check_int32(block_table, {op, "block_table"});
-  check_shape(block_table, {args.num_seqs, -1}, 1, {op, "block_table"});
-  args.block_table = static_cast<const int32_t*>(block_table.data_ptr());
+  args.block_table = int32s_of(block_table, {args.num_seqs, -1}, 1, {op, "block_table"});
   args.block_table_stride = block_table.stride(0);
   args.heads = query.size(1);
   args.scale = static_cast<float>(scale);
   args.window = sliding_window.value_or(0);
-  if (sinks) {
-    check_dtype(*sinks, DType::kF32, {op, "sinks"});
-    check_shape(*sinks, {args.heads}, 1, {op, "sinks"});
-    args.sinks = static_cast<const float*>(sinks->data_ptr());
-  }
+  if (sinks) args.sinks = floats_of(*sinks, {args.heads}, 1, {op, "sinks"});
   STD_TORCH_CHECK(
       !sliding_window || args.window > 0, op, ": sliding_window must be positive or None");
   STD_TORCH_CHECK(rows >= 0 && rows <= 2, op, ": rows must be 0, 1 or 2, got ", rows);

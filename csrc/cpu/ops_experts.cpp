@@ -87,16 +87,11 @@ Tensor run_experts(
   args.limit = static_cast<float>(limit.value_or(0));
   args.offset = static_cast<float>(offset.value_or(0));
 
-  check_int32(experts, {kOp, "experts"});
-  check_shape(experts, {args.tokens, -1}, 1, {kOp, "experts"});
+  args.experts = int32s_of(experts, {args.tokens, -1}, 1, {kOp, "experts"});
   args.slots = experts.size(1);
-  args.experts = static_cast<const int32_t*>(experts.data_ptr());
   args.experts_stride = experts.stride(0);
-  check_shape(weights, {args.tokens, args.slots + (shared ? 1 : 0)}, 1, {kOp, "weights"});
-  if (float_dtype(weights, {kOp, "weights"}) != DType::kF32) {
-    reject({kOp, "weights"}, weights, "must be float32");
-  }
-  args.weights = static_cast<const float*>(weights.data_ptr());
+  args.weights =
+      floats_of(weights, {args.tokens, args.slots + (shared ? 1 : 0)}, 1, {kOp, "weights"});
   args.weights_stride = weights.stride(0);
   if (shared) {
     check_dtype(*shared, args.dtype, {kOp, "shared"});

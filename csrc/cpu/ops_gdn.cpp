@@ -75,24 +75,16 @@ GdnArgs gdn_args(
 JournalArgs journal_args(
     const char* op, const GdnArgs& args, const Tensor& taken, const Tensor& keys,
     const Tensor& errors, const Tensor& decays, const Tensor& inputs) {
-  check_shape(keys, {-1, -1, args.k_heads, args.k_dim}, 4, {op, "keys"});
-  const int64_t rows = keys.size(0), places = keys.size(1);
-  check_shape(errors, {rows, places, args.v_heads, args.v_dim}, 4, {op, "errors"});
-  check_shape(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
-  check_shape(inputs, {rows, -1, args.conv.channels}, 2, {op, "inputs"});
-  check_dtype(keys, DType::kF32, {op, "keys"});
-  check_dtype(errors, DType::kF32, {op, "errors"});
-  check_dtype(decays, DType::kF32, {op, "decays"});
-  check_dtype(inputs, args.dtype, {op, "inputs"});
   JournalArgs journal{};
-  journal.rows = rows;
-  journal.places = places;
+  journal.keys = floats_of(keys, {-1, -1, args.k_heads, args.k_dim}, 4, {op, "keys"});
+  const int64_t rows = journal.rows = keys.size(0), places = journal.places = keys.size(1);
+  journal.errors = floats_of(errors, {rows, places, args.v_heads, args.v_dim}, 4, {op, "errors"});
+  journal.decays = floats_of(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
+  check_shape(inputs, {rows, -1, args.conv.channels}, 2, {op, "inputs"});
+  check_dtype(inputs, args.dtype, {op, "inputs"});
+  journal.inputs = inputs.data_ptr();
   journal.kept = inputs.size(1);
   journal.taken = int32_vector(taken, rows, {op, "taken"});
-  journal.keys = static_cast<float*>(keys.data_ptr());
-  journal.errors = static_cast<float*>(errors.data_ptr());
-  journal.decays = static_cast<float*>(decays.data_ptr());
-  journal.inputs = inputs.data_ptr();
   return journal;
 }
 
@@ -166,9 +158,7 @@ void gdn_decode(
   args.conv = conv_args(op, qkv, "qkv", conv_weight, conv_bias, conv_state);
   if (steps) {
     args.journal = journal_args(op, args, *taken, *keys, *errors, *decays, *inputs);
-    check_shape(*steps, {-1, 4}, 2, {op, "steps"});
-    check_int32(*steps, {op, "steps"});
-    args.journal.steps = static_cast<const int32_t*>(steps->data_ptr());
+    args.journal.steps = int32s_of(*steps, {-1, 4}, 2, {op, "steps"});
     if (steps->size(0) < args.num_seqs) {
       reject({op, "steps"}, *steps, "must have a row for every state index");
     }
@@ -186,9 +176,7 @@ void gdn_commit(
     const Tensor& ssm_state, const Tensor& conv_state) {
   constexpr const char* op = "gdn_commit";
   GdnCommitArgs args{};
-  check_shape(entries, {-1, 2}, 2, {op, "entries"});
-  check_int32(entries, {op, "entries"});
-  args.entries = static_cast<const int32_t*>(entries.data_ptr());
+  args.entries = int32s_of(entries, {-1, 2}, 2, {op, "entries"});
   args.count = entries.size(0);
   GdnArgs& gdn = args.gdn;
   gdn.k_heads = keys.size(2);

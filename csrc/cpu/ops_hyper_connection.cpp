@@ -6,26 +6,21 @@ namespace vllm_cpu {
 
 namespace {
 
-const float* floats_of(const Tensor& tensor, Sizes sizes, Arg arg) {
-  if (float_dtype(tensor, arg) != DType::kF32) reject(arg, tensor, "must be float32");
-  check_shape(tensor, sizes, static_cast<int64_t>(sizes.size()), arg);
-  return static_cast<const float*>(tensor.data_ptr());
+Streams streams_of(const Tensor& streams, Arg arg) {
+  const DType dtype = float_dtype(streams, arg);
+  check_shape(streams, {-1, -1, -1}, 3, arg);
+  return {dtype, streams.data_ptr(), streams.size(0), streams.size(1), streams.size(2)};
 }
 
 ReadStreamsArgs read_args(
     const char* op, const Tensor& streams, const Tensor& weight, const Tensor& base,
     const Tensor& scale, double norm_eps, double eps, bool connects) {
   ReadStreamsArgs args;
-  args.dtype = float_dtype(streams, {op, "streams"});
-  check_shape(streams, {-1, -1, -1}, 3, {op, "streams"});
-  args.streams = streams.data_ptr();
-  args.tokens = streams.size(0);
-  args.num_streams = streams.size(1);
-  args.hidden = streams.size(2);
-  const int64_t n = args.num_streams, outputs = connects ? (2 + n) * n : n;
-  args.weight = floats_of(weight, {outputs, n * args.hidden}, {op, "weight"});
-  args.base = floats_of(base, {outputs}, {op, "base"});
-  args.scale = floats_of(scale, {connects ? 3 : 1}, {op, "scale"});
+  args.streams = streams_of(streams, {op, "streams"});
+  const int64_t n = args.streams.count, outputs = connects ? (2 + n) * n : n;
+  args.weight = floats_of(weight, {outputs, n * args.streams.hidden}, 2, {op, "weight"});
+  args.base = floats_of(base, {outputs}, 1, {op, "base"});
+  args.scale = floats_of(scale, {connects ? 3 : 1}, 1, {op, "scale"});
   args.norm_eps = static_cast<float>(norm_eps);
   args.eps = static_cast<float>(eps);
   return args;
@@ -39,13 +34,13 @@ std::tuple<Tensor, Tensor, Tensor> connect_streams(
   ReadStreamsArgs args =
       read_args("connect_streams", streams, weight, base, scale, norm_eps, eps, true);
   args.iterations = iterations;
-  const int64_t n = args.num_streams;
-  Tensor out = empty({args.tokens, args.hidden}, streams);
-  Tensor post = empty({args.tokens, n}, weight), mix = empty({args.tokens, n, n}, weight);
+  const int64_t tokens = args.streams.tokens, n = args.streams.count;
+  Tensor out = empty({tokens, args.streams.hidden}, streams);
+  Tensor post = empty({tokens, n}, weight), mix = empty({tokens, n, n}, weight);
   args.out = out.data_ptr();
   args.post = static_cast<float*>(post.data_ptr());
   args.mix = static_cast<float*>(mix.data_ptr());
-  if (args.tokens) kernels().read_streams(args);
+  if (tokens) kernels().read_streams(args);
   return {out, post, mix};
 }
 
@@ -54,9 +49,9 @@ Tensor collapse_streams(
     double norm_eps, double eps) {
   ReadStreamsArgs args =
       read_args("collapse_streams", streams, weight, base, scale, norm_eps, eps, false);
-  Tensor out = empty({args.tokens, args.hidden}, streams);
+  Tensor out = empty({args.streams.tokens, args.streams.hidden}, streams);
   args.out = out.data_ptr();
-  if (args.tokens) kernels().read_streams(args);
+  if (args.streams.tokens) kernels().read_streams(args);
   return out;
 }
 
@@ -64,20 +59,15 @@ Tensor join_streams(
     const Tensor& streams, const Tensor& branch, const Tensor& post, const Tensor& mix) {
   constexpr const char* op = "join_streams";
   JoinStreamsArgs args;
-  args.dtype = float_dtype(streams, {op, "streams"});
-  check_shape(streams, {-1, -1, -1}, 3, {op, "streams"});
-  args.streams = streams.data_ptr();
-  args.tokens = streams.size(0);
-  args.num_streams = streams.size(1);
-  args.hidden = streams.size(2);
-  const int64_t n = args.num_streams;
-  check_dtype(branch, args.dtype, {op, "branch"});
-  check_shape(branch, {args.tokens, args.hidden}, 1, {op, "branch"});
+  args.streams = streams_of(streams, {op, "streams"});
+  const int64_t tokens = args.streams.tokens, n = args.streams.count;
+  check_dtype(branch, args.streams.dtype, {op, "branch"});
+  check_shape(branch, {tokens, args.streams.hidden}, 1, {op, "branch"});
   args.branch = branch.data_ptr();
   args.branch_stride = branch.stride(0);
-  args.post = floats_of(post, {args.tokens, n}, {op, "post"});
-  args.mix = floats_of(mix, {args.tokens, n, n}, {op, "mix"});
-  Tensor out = empty({args.tokens, n, args.hidden}, streams);
+  args.post = floats_of(post, {tokens, n}, 2, {op, "post"});
+  args.mix = floats_of(mix, {tokens, n, n}, 3, {op, "mix"});
+  Tensor out = empty({tokens, n, args.streams.hidden}, streams);
   args.out = out.data_ptr();
   kernels().join_streams(args);
   return out;

@@ -288,3 +288,7 @@ def test_cpu_refuses_what_it_cannot_read() -> None:
         CPU.compress(replace(compress, overlap=False))
     with pytest.raises(RuntimeError, match="positions must have equally many tokens"):
         CPU.compress(replace(compress_problem([7, 9], 1, 4, True), positions=torch.tensor([7])))
+    with pytest.raises(RuntimeError, match="compressed_attention: sinks must be float32, got"):
+        CPU.compressed_attention(replace(attend, sinks=attend.sinks.half()))
+    with pytest.raises(RuntimeError, match="compress: cos_sin must have an even last dimension"):
+        CPU.compress(replace(compress, cos_sin=compress.cos_sin[:, :3]))

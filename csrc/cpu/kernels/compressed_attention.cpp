@@ -60,9 +60,9 @@ void blend(const float* const* rows, int64_t count, int64_t score, int64_t lanes
 
 template <typename T>
 void compress_token(const CompressArgs& args, const float* weight, int64_t token) {
-  const int64_t position = args.positions[token], ratio = args.ratio;
+  const int64_t position = args.step.positions[token], ratio = args.step.ratio;
   if (args.slots[token] < 0 || (position + 1) % ratio) return;
-  const int64_t seq = token / args.tokens_per_seq, first = position + 1 - ratio;
+  const int64_t seq = token / args.step.tokens_per_seq, first = position + 1 - ratio;
   T* out = const_cast<T*>(row_of<T>(args.entries, seq, first / ratio));
   if (!out) return;
   const int64_t n = args.entries.width, columns = args.tokens.width / 2;
@@ -86,10 +86,11 @@ void compress_token(const CompressArgs& args, const float* weight, int64_t token
   for (int64_t i = 0; i < padded; i += kLanes) {
     store(row + i, load(row + i) * inv * load(weight + i));
   }
-  const float* angles = args.cos_sin + first * args.cos_sin_stride;
-  for (int64_t i = 0; i < args.rot / 2; ++i) {
-    float* pair = row + n - args.rot + 2 * i;
-    const float cos = angles[i], sin = angles[args.rot / 2 + i], x = pair[0], y = pair[1];
+  const int64_t rot = args.angles.rot;
+  const float* angles = args.angles.of(first);
+  for (int64_t i = 0; i < rot / 2; ++i) {
+    float* pair = row + n - rot + 2 * i;
+    const float cos = angles[i], sin = angles[rot / 2 + i], x = pair[0], y = pair[1];
     pair[0] = x * cos - y * sin;
     pair[1] = y * cos + x * sin;
   }
@@ -103,9 +104,9 @@ struct Scored {
 
 template <typename T>
 void choose_token(const ChooseArgs& args, int64_t token) {
-  const int64_t seq = token / args.tokens_per_seq;
+  const int64_t seq = token / args.step.tokens_per_seq;
   const int64_t n = args.keys.width, padded = round_up(n, kLanes);
-  const int64_t visible = (args.positions[token] + 1) / args.ratio;
+  const int64_t visible = (args.step.positions[token] + 1) / args.step.ratio;
   float* query = scratch(Scratch::kKernel, (args.heads + 1) * padded);
   float* key = query + args.heads * padded;
   const T* source = static_cast<const T*>(args.query) + token * args.query_strides[0];
@@ -137,7 +138,7 @@ void choose_token(const ChooseArgs& args, int64_t token) {
 // The rows that a token sees, in the order in which they are added up; returns how many.
 template <typename T>
 int64_t seen_rows(const AttendArgs& args, int64_t token, const T** rows) {
-  const int64_t seq = token / args.tokens_per_seq, position = args.positions[token];
+  const int64_t seq = token / args.step.tokens_per_seq, position = args.step.positions[token];
   int64_t count = 0;
   const auto add = [&](const PagedRows& of, int64_t index) {
     const T* row = row_of<T>(of, seq, index);
@@ -152,7 +153,7 @@ int64_t seen_rows(const AttendArgs& args, int64_t token, const T** rows) {
       if (chosen[i] >= 0) add(args.entries, chosen[i]);
     }
   } else if (args.entries.data) {
-    for (int64_t i = 0; i < (position + 1) / args.ratio; ++i) add(args.entries, i);
+    for (int64_t i = 0; i < (position + 1) / args.step.ratio; ++i) add(args.entries, i);
   }
   return count;
 }
@@ -161,7 +162,8 @@ template <typename T>
 void attend(const AttendArgs& args, int64_t token, int64_t first_head) {
   const int64_t n = args.tokens.width, padded = round_up(n, kLanes);
   const int64_t heads = std::min(kHeads, args.heads - first_head);
-  const int64_t visible = args.entries.data ? (args.positions[token] + 1) / args.ratio : 0;
+  const int64_t position = args.step.positions[token];
+  const int64_t visible = args.entries.data ? (position + 1) / args.step.ratio : 0;
   const int64_t most = args.window + (args.chosen ? args.topk : visible);
   const T** rows = reinterpret_cast<const T**>(scratch(Scratch::kPlan, 2 * most));
   const int64_t count = seen_rows(args, token, rows);
@@ -219,7 +221,7 @@ void attend(const AttendArgs& args, int64_t token, int64_t first_head) {
 void compress(const CompressArgs& args) {
   const int64_t n = args.entries.width;
   with_dtype(args.dtype, [&](auto t) {
-    parallel_ranges(args.num_tokens, 64, [&](int64_t begin, int64_t end) {
+    parallel_ranges(args.step.num_tokens, 64, [&](int64_t begin, int64_t end) {
       float* weight = scratch(Scratch::kKernel, round_up(n, kLanes));
       load_param(args.weight, n, weight);
       for (int64_t i = begin; i < end; ++i) compress_token<decltype(t)>(args, weight, i);
@@ -229,14 +231,14 @@ void compress(const CompressArgs& args) {
 
 void choose_entries(const ChooseArgs& args) {
   with_dtype(args.dtype, [&](auto t) {
-    parallel_items(args.num_tokens, [&](int64_t i) { choose_token<decltype(t)>(args, i); });
+    parallel_items(args.step.num_tokens, [&](int64_t i) { choose_token<decltype(t)>(args, i); });
   });
 }
 
 void compressed_attention(const AttendArgs& args) {
   const int64_t parts = (args.heads + kHeads - 1) / kHeads;
   with_dtype(args.dtype, [&](auto t) {
-    parallel_items(args.num_tokens * parts, [&](int64_t i) {
+    parallel_items(args.step.num_tokens * parts, [&](int64_t i) {
       attend<decltype(t)>(args, i / parts, i % parts * kHeads);
     });
   });

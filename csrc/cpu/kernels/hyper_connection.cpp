@@ -44,9 +44,9 @@ void mix_of(float* mix, int64_t n, float eps, int64_t iterations) {
 
 template <typename T>
 void read_token(const ReadStreamsArgs& args, int64_t token, float* row, float* products) {
-  const int64_t n = args.num_streams, hidden = args.hidden, width = n * hidden;
+  const int64_t n = args.streams.count, hidden = args.streams.hidden, width = n * hidden;
   const int64_t outputs = args.mix ? (2 + n) * n : n;
-  const T* streams = static_cast<const T*>(args.streams) + token * width;
+  const T* streams = static_cast<const T*>(args.streams.data) + token * width;
   const float inverse = normaliser(streams, width, args.norm_eps, row);
   for (int64_t first = 0; first < outputs; first += kBlockColumns) {
     const int64_t columns = outputs - first < kBlockColumns ? outputs - first : kBlockColumns;
@@ -75,8 +75,8 @@ void read_token(const ReadStreamsArgs& args, int64_t token, float* row, float* p
 
 template <typename T>
 void join_token(const JoinStreamsArgs& args, int64_t token) {
-  const int64_t n = args.num_streams, hidden = args.hidden;
-  const T* streams = static_cast<const T*>(args.streams) + token * n * hidden;
+  const int64_t n = args.streams.count, hidden = args.streams.hidden;
+  const T* streams = static_cast<const T*>(args.streams.data) + token * n * hidden;
   const T* branch = static_cast<const T*>(args.branch) + token * args.branch_stride;
   const float* post = args.post + token * n;
   const float* mix = args.mix + token * n * n;
@@ -96,10 +96,10 @@ void join_token(const JoinStreamsArgs& args, int64_t token) {
 }  // namespace
 
 void read_streams(const ReadStreamsArgs& args) {
-  const int64_t n = args.num_streams, outputs = args.mix ? (2 + n) * n : n;
-  const int64_t width = n * args.hidden;
-  with_dtype(args.dtype, [&](auto t) {
-    parallel_ranges(args.tokens, kLeastWork / (outputs * width + 1) + 1,
+  const int64_t n = args.streams.count, outputs = args.mix ? (2 + n) * n : n;
+  const int64_t width = n * args.streams.hidden;
+  with_dtype(args.streams.dtype, [&](auto t) {
+    parallel_ranges(args.streams.tokens, kLeastWork / (outputs * width + 1) + 1,
         [&](int64_t begin, int64_t end) {
           float* row = scratch(Scratch::kKernel, round_up(width, kLanes) + outputs + kProducts);
           float* products = row + round_up(width, kLanes);
@@ -111,9 +111,10 @@ void read_streams(const ReadStreamsArgs& args) {
 }
 
 void join_streams(const JoinStreamsArgs& args) {
-  const int64_t work = args.num_streams * (args.num_streams + 1) * args.hidden;
-  with_dtype(args.dtype, [&](auto t) {
-    parallel_ranges(args.tokens, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) {
+  const Streams& streams = args.streams;
+  const int64_t work = streams.count * (streams.count + 1) * streams.hidden;
+  with_dtype(streams.dtype, [&](auto t) {
+    parallel_ranges(streams.tokens, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) join_token<decltype(t)>(args, token);
     });
   });

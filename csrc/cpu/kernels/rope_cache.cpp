@@ -43,7 +43,7 @@ void head(
   } else {
     for_lanes(n, [&](int64_t i, int64_t lanes) { store(row + i, load_upto(x + i, lanes)); });
   }
-  rotate(row, angles, args.rot);
+  rotate(row, angles, args.angles.rot);
   for_lanes(n, [&](int64_t i, int64_t lanes) { store_upto(out + i, load(row + i), lanes); });
 }
 
@@ -63,7 +63,7 @@ void tokens_range(const RopeCacheArgs& args, int64_t begin, int64_t end) {
     const T* q = static_cast<const T*>(args.qkv) + t * args.qkv_stride;
     const T* k = q + args.heads * q_width;
     const T* v = k + cache.heads * n;
-    const float* angles = args.cos_sin + args.positions[t] * args.cos_sin_stride;
+    const float* angles = args.angles.of(args.positions[t]);
     T* q_out = static_cast<T*>(args.q_out) + t * args.heads * n;
     for (int64_t h = 0; h < args.heads; ++h) {
       head(q + h * q_width, q_out + h * n, q_weight, angles, args, row);
