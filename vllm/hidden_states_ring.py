@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, cast
+from weakref import WeakSet
 
 import torch
 import xxhash
@@ -185,6 +186,7 @@ class RingWriter:
         except BaseException:
             os.close(self._owner)
             raise
+        _writers.add(self)
 
     def _make(self, num_bytes: int, row_format: RowFormat) -> _Ring:
         capacity = _aligned(num_bytes)
@@ -274,8 +276,27 @@ class RingWriter:
             head, tail, _, _ = self._ring.cursors()
             if head == tail:
                 os.unlink(self._path)
+        _writers.discard(self)
+        self.close_files()
+
+    def close_files(self) -> None:
+        """What the system does when the writer's process dies."""
         self._ring.close()
         os.close(self._owner)
+
+
+#: those of this process
+_writers: WeakSet[RingWriter] = WeakSet()
+
+
+def _close_copies() -> None:
+    """In a forked child: while it has copies of their files, writers that are gone seem alive."""
+    for writer in _writers:
+        writer.close_files()
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class RingReader:

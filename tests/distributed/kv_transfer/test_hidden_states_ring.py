@@ -228,6 +228,39 @@ def test_an_engine_that_is_killed(path: str) -> None:
             reader.get(20)
 
 
+def run_with_child(path: str, told: int) -> None:
+    """An engine that forks a child after it has made its ring, and says the child's process id."""
+    try:
+        ring = RingWriter(path, 4096, FORMAT)
+        ring.put(make_rows(0, 5), "wait")
+        if os.fork() == 0:
+            os.write(told, str(os.getpid()).encode())
+        signal.pause()
+    finally:
+        os._exit(1)
+
+
+def test_a_forked_child_does_not_stand_in_for_its_engine(path: str) -> None:
+    """It may be a trainer's data loader, and outlives the engine. Readers are told of its death all
+    the same, and another engine can take its place."""
+    answer, told = os.pipe()
+    if (engine := os.fork()) == 0:
+        run_with_child(path, told)
+    os.close(told)
+    child = int(os.read(answer, 20))
+    os.close(answer)
+    try:
+        with RingReader(path) as reader:
+            os.kill(engine, signal.SIGKILL)
+            os.waitpid(engine, 0)
+            expect(reader.get(10), 0, 5)
+            with pytest.raises(RingBroken, match="has died"):
+                reader.get(10)
+        RingWriter(path, 4096, FORMAT).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 # ---- the connector ------------------------------------------------------------------------------
 
 
