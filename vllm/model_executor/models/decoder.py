@@ -130,6 +130,13 @@ class DecoderModel(nn.Module, EagleModelMixin):
         """`[tokens] -> [tokens, hidden]`."""
         return self.embed_tokens(input_ids)
 
+    def embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """`inputs_embeds [tokens, hidden]`, or without any the embeddings of `input_ids`."""
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None, "give input_ids, inputs_embeds or intermediate_tensors"
+        return self.embed_input_ids(input_ids)
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -149,11 +156,8 @@ class DecoderModel(nn.Module, EagleModelMixin):
                 intermediate_tensors[CAPTURED.format(i)]
                 for i in range(len(intermediate_tensors) - 1)
             ]
-        elif inputs_embeds is not None:
-            total = inputs_embeds
         else:
-            assert input_ids is not None, "give input_ids, inputs_embeds or intermediate_tensors"
-            total = self.embed_input_ids(input_ids)
+            total = self.embedded(input_ids, inputs_embeds)
         stream = ResidualStream(total)
         for index in range(self.start_layer, self.end_layer):
             layer = self.layers[index]

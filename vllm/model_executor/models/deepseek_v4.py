@@ -224,10 +224,8 @@ class DeepseekV4Model(DecoderModel):
         """Normalised hidden states `[tokens, hidden]`. Layers that choose experts by token id need
         `input_ids [tokens]`, also beside `inputs_embeds`; ValueError without."""
         assert intermediate_tensors is None, "the model is no pipeline stage"
-        if inputs_embeds is None:
-            assert input_ids is not None, "give input_ids or inputs_embeds"
-            inputs_embeds = self.embed_input_ids(input_ids)
-        streams = inputs_embeds.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        embedded = self.embedded(input_ids, inputs_embeds)
+        streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for index, layer in enumerate(self.layers):
             if index not in self.left_out:
                 streams = layer(positions, input_ids, streams)
