@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from deepseek_v4_logits import FAMILY, IDS, prompt_logits
+from draft_models import TINY, write_eagle3
 from draft_scenarios import Run, a_conversation, batches, compare, engine, preemptions
 from parity_checks import MakeEngine, assert_equals, in_this_process, prompts
-from tiny_models import hf_model, hf_reference_logits, tiny_model
+from tiny_models import hf_model, hf_reference_logits, hf_residual_streams, tiny_model
 from torch import Tensor, nn
 
 from tests.extraction_options import extraction
 from tests.model_executor.models.test_deepseek_v4 import packed, quantised, stored_as, write
 from tests.model_executor.models.test_fp8_parity import EXPLAINED, ROUNDINGS
 from vllm import SamplingParams, TokensPrompt
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -66,10 +70,46 @@ def test_a_cached_prefix_gives_the_same_bits(make_engine: MakeEngine) -> None:
     assert cold.outputs[0].logprobs == warm.outputs[0].logprobs
 
 
-def test_there_is_no_single_stream_to_extract(make_engine: MakeEngine, tmp_path: Path) -> None:
-    message = "DeepseekV4ForCausalLM cannot return hidden states of its layers"
-    with pytest.raises(ValueError, match=message):
-        make_engine(FAMILY, **extraction(tmp_path, [0, 2, 4]))
+@pytest.mark.parametrize("chunk", [2048, 37])
+def test_captured_rows(chunk: int, make_engine: MakeEngine, tmp_path: Path) -> None:
+    """The mean of transformers' streams, and what its final norm reads: computed, and cached."""
+    layers = [0, 1, 3, 5]
+    settings = {"enable_prefix_caching": True, "max_num_batched_tokens": chunk}
+    llm = make_engine(FAMILY, **settings, **extraction(tmp_path, layers))
+    streams = hf_residual_streams(tiny_model(FAMILY), IDS)
+    assert streams[3].shape == (len(IDS), 4, 64)
+    expected = torch.stack([*(streams[i].mean(1) for i in layers[:-1]), streams[5]], 1)
+    assert not torch.allclose(expected[:, 3], expected[:, 2], atol=0.1)
+    for cached in (0, 256):
+        (output,) = llm.generate(
+            [TokensPrompt(prompt_token_ids=IDS)],
+            SamplingParams(temperature=0, max_tokens=1),
+            use_tqdm=False,
+        )
+        assert (output.num_cached_tokens or 0) >= cached
+        assert output.kv_transfer_params is not None
+        stored = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+        assert stored["token_ids"].tolist() == IDS
+        found = stored["hidden_states"]
+        assert found.shape == expected.shape
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+    (decision,) = [
+        d for d in llm.llm_engine.vllm_config.decisions.decisions() if d.what == "captured streams"
+    ]
+    assert decision.chosen.startswith("the mean of a token's 4")
+
+
+def test_a_drafter_that_reads_streams_changes_nothing(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    head = write_eagle3(tmp_path / "head", tiny_model(FAMILY), TINY)
+    plain = Run(engine(make_engine, 0, family=FAMILY))
+    batches(plain)
+    drafter = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    drafted = Run(engine(make_engine, 0, family=FAMILY, speculative_config=drafter))
+    batches(drafted)
+    compare(drafted.outputs, plain.outputs)
+    assert drafted.drafts()[1]
 
 
 def test_stages_are_refused(make_engine: MakeEngine) -> None:

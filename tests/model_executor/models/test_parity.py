@@ -35,7 +35,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 #: these go through an engine in tests/parity, cut in the same ways (of qwen3_5_moe the wrapper's
 #: checkpoint is compared here), or differ from DeepSeek-V3 in what test_deepseek compares;
-#: deepseek_v4 has no single residual stream
+#: deepseek_v4 has several residual streams
 IN_ENGINES = (
     *("qwen3_5_moe", "granite_h", "granite_h_dense", "falcon_h1", "bamba"),
     *("nemotron_h", "nemotron_h_moe", "kimi_linear", "deepseek_v2"),

@@ -331,19 +331,8 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
             self.model.left_out = before
 
 
-class DecoderForCausalLM(CausalLM, SupportsEagle3, SupportsPP):
-    """A `CausalLM` with one residual stream, which can be captured and handed on."""
-
-    def stage_streams(self) -> tuple[int, int]:
-        """See `SupportsPP`: the residual stream, and those captured before this stage's layers, or
-        before the next one's."""
-        model = self.model
-        ids = model.aux_hidden_state_layers
-        before, after = (
-            1 + sum(index < layer for index in ids)
-            for layer in (model.start_layer, model.end_layer)
-        )
-        return before, after
+class CapturedCausalLM(CausalLM, SupportsEagle3):
+    """A `CausalLM` whose model returns what it is asked to capture."""
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         num_layers = self.config.num_hidden_layers
@@ -358,3 +347,18 @@ class DecoderForCausalLM(CausalLM, SupportsEagle3, SupportsPP):
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         num_layers = self.config.num_hidden_layers
         return (2, num_layers // 2, num_layers - 3)
+
+
+class DecoderForCausalLM(CapturedCausalLM, SupportsPP):
+    """One residual stream, which can be captured and handed on."""
+
+    def stage_streams(self) -> tuple[int, int]:
+        """See `SupportsPP`: the residual stream, and those captured before this stage's layers, or
+        before the next one's."""
+        model = self.model
+        ids = model.aux_hidden_state_layers
+        before, after = (
+            1 + sum(index < layer for index in ids)
+            for layer in (model.start_layer, model.end_layer)
+        )
+        return before, after

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
 from vllm.model_executor.layers.compressed_attention import (
@@ -27,7 +28,7 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.quantization.mxfp4 import without_packing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.models.decoder import CausalLM, DecoderModel
+from vllm.model_executor.models.decoder import CapturedCausalLM, DecoderModel, Hidden
 from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
 from vllm.sequence import IntermediateTensors
@@ -220,24 +221,32 @@ class DeepseekV4Model(DecoderModel):
         positions: Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Normalised hidden states `[tokens, hidden]`. Layers that choose experts by token id need
-        `input_ids [tokens]`, also beside `inputs_embeds`; ValueError without."""
+    ) -> Hidden:
+        """Normalised hidden states `[tokens, hidden]`, with what is captured if anything is: the
+        mean of the streams, and of those after the last layer the sum that is normalised. Layers
+        that choose experts by token id need `input_ids [tokens]`, also beside `inputs_embeds`;
+        ValueError without."""
         assert intermediate_tensors is None, "the model is no pipeline stage"
+        aux: list[Tensor] = []
         embedded = self.embedded(input_ids, inputs_embeds)
         streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for index, layer in enumerate(self.layers):
+            if index in self.aux_hidden_state_layers:
+                self._maybe_add_hidden_state(aux, index, streams.mean(1), None)
             if index not in self.left_out:
                 streams = layer(positions, input_ids, streams)
-        return self.norm.normalise(self.hc_head(streams))
+        total = self.hc_head(streams)
+        self._maybe_add_hidden_state(aux, len(self.layers), total, None)
+        hidden = self.norm.normalise(total)
+        return (hidden, aux) if self.aux_hidden_state_layers else hidden
 
 
-class DeepseekV4ForCausalLM(CausalLM):
+class DeepseekV4ForCausalLM(CapturedCausalLM):
     """`DeepseekV4ForCausalLM` checkpoints: as released, as transformers saves them, or with the
     names of its modules.
 
-    Between layers a token has several streams, not one, so there is none to capture
-    (`SupportsEagle3`), and pipeline stages (`SupportsPP`) would hand on all of them.
+    Between layers a token has several streams, which pipeline stages (`SupportsPP`) would all have
+    to hand on.
     """
 
     layer_class = DeepseekV4DecoderLayer
@@ -253,6 +262,16 @@ class DeepseekV4ForCausalLM(CausalLM):
     unused_weights: ClassVar[Mapping[str, str]] = {
         "mtp.": "no speculative method of this engine drafts with a mixture's head"
     }
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        super().set_aux_hidden_state_layers(layers)
+        decisions.record(
+            "captured streams",
+            f"the mean of a token's {self.config.hc_mult}; after the last layer their weighted sum",
+            "drafters read one row per layer, DeepSeek's own that mean, and trainers make the "
+            "target's logits from what its final norm reads",
+            instead_of="all streams",
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         named = self.weights_mapper.apply(weights)
