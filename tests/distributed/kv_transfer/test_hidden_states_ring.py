@@ -34,7 +34,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.hidden_states_ring import Policy, RingBroken, RingReader, RingWriter, Rows, record_bytes
+from vllm.hidden_states_ring import Policy, RingBroken, RingReader, RingWriter, Rows
+from vllm.hidden_states_ring_file import record_bytes
 from vllm.hidden_states_storage import RowFormat
 from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
 from vllm.v1.request import RequestStatus

@@ -33,7 +33,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling impor
     ended_badly,
     tokens_to_save,
 )
-from vllm.hidden_states_ring import POLICIES, Policy, RingWriter, Rows, record_bytes
+from vllm.hidden_states_ring import POLICIES, Policy, RingWriter, Rows
+from vllm.hidden_states_ring_file import record_bytes
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, StoredRows
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
