@@ -21,6 +21,7 @@ from typing import cast
 import torch
 
 from vllm.hidden_states_storage import STORAGE_DTYPES, RowFormat, StorageDtype
+from vllm.utils.own_process import OwnProcess
 
 _MAGIC = b"vllmrows"
 _HEADER_BYTES = 4096
@@ -60,6 +61,7 @@ class RingFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._process = OwnProcess()
         try:
             magic, self.capacity, columns, hidden, *names = _SHAPE.unpack(self.read(0, _SHAPE.size))
             if magic != _MAGIC:
@@ -111,12 +113,21 @@ class RingFile:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """The system frees it if its holder dies."""
+        """The system frees it if its holder dies. A forked child has one of its own."""
+        if not self._process.is_own:
+            self._reopen()
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _reopen(self) -> None:
+        """Who shares an open file shares its locks."""
+        own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(own, self._fd, inheritable=False)
+        os.close(own)
+        self._process = OwnProcess()
 
     def cursors(self) -> tuple[int, int, int, int]:
         """Under the lock, unless who asks is the only one to move what it asks for."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -260,6 +261,40 @@ def test_a_forked_child_does_not_stand_in_for_its_engine(path: str) -> None:
         RingWriter(path, 4096, FORMAT).close()
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def read_in_child(reader: RingReader, answer: int) -> None:
+    """Take a record, and hold the lock when it is there."""
+    try:
+        rows = reader.get(10)
+        assert rows is not None
+        with reader._ring.lock():
+            os.write(answer, rows.request_id.encode())
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def test_a_forked_child_reads_for_itself(path: str, writer: RingWriter) -> None:
+    """As a data loader's worker does with a reader that was open before. Its lock keeps its parent
+    out, and ends with it."""
+    for i in range(2):
+        writer.put(make_rows(i, 2), "wait")
+    told, answer = os.pipe()
+    with RingReader(path) as reader:
+        if (child := os.fork()) == 0:
+            read_in_child(reader, answer)
+        os.close(answer)
+        first = os.read(told, 20).decode()
+        os.close(told)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(reader._ring._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert first == "request-0"
+        expect(reader.get(10), 1, 2)
 
 
 # ---- the connector ------------------------------------------------------------------------------
