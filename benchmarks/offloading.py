@@ -48,6 +48,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     make_block_hash_with_group_id,
 )
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan, KVCacheConfig
@@ -76,7 +77,7 @@ def make_engine(args: argparse.Namespace, host_bytes: int = 0, **changes: Any) -
     return LLMEngine(config, multiprocess=False)
 
 
-def core_of(engine: LLMEngine) -> Any:
+def core_of(engine: LLMEngine) -> EngineCore:
     client = engine.engine_core
     assert isinstance(client, InprocClient)
     return client.engine_core
@@ -189,7 +190,7 @@ def measure_reload(args: argparse.Namespace) -> dict[str, Any]:
         prompt = tokens_of(turn, length)
         computed.append(generate(engine, [prompt], 1))
         drain(engine)
-        if not core_of(engine).reset_prefix_cache():
+        if not engine.reset_prefix_cache():
             raise RuntimeError("the device's cache is in use")
         loaded.append(generate(engine, [prompt], 1))
         drain(engine)

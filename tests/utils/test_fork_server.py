@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from vllm import decisions
 from vllm.utils import fork_server as module
@@ -263,7 +262,10 @@ def _runs(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("import torch; torch.cuda.is_initialized = lambda: True", "CUDA is initialised"),
+        (
+            "import vllm.utils.start_method as s\ns.cuda_is_initialised = lambda: True",
+            "CUDA is initialised",
+        ),
         ("import sys; sys.modules['ray'] = sys", "Ray is imported"),
         ("import vllm.utils.start_method as s\ns._other_threads = lambda: [1]", "runs threads"),
     ],
@@ -281,7 +283,7 @@ def test_a_module_that_fails_is_an_error(shared: Path) -> None:
 
 
 def test_a_process_that_uses_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("vllm.utils.start_method.cuda_is_initialised", lambda: True)
     log = decisions.DecisionLog()
     with log.current(), fork_server(()):
         assert module._server is None

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch  # noqa: F401  (its OpenMP library is what these tests are about)
@@ -75,3 +78,36 @@ def test_connections_of_ray_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
     with log.current():
         assert start_method.start_method() == "spawn"
     assert "Ray is imported" in log.decisions()[-1].why
+
+
+@pytest.mark.parametrize(("result", "is_initialised"), [(3, False), (0, True), (201, True)])
+def test_the_driver_says_whether_it_is_initialised(
+    monkeypatch: pytest.MonkeyPatch, result: int, is_initialised: bool
+) -> None:
+    class Driver:
+        def cuCtxGetCurrent(self, context: Any) -> int:
+            return result
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Driver())
+    assert start_method.cuda_is_initialised() is is_initialised
+
+
+def test_a_driver_that_is_not_loaded_stays_so() -> None:
+    script = "from vllm.utils.start_method import cuda_is_initialised as asked; assert not asked()"
+    maps = "assert 'libcuda.so' not in open('/proc/self/maps').read()"
+    subprocess.run([sys.executable, "-c", f"{script}; {maps}"], check=True)
+
+
+#: `torch.cuda.is_available()` makes forks useless, and `is_initialized()` stays False
+_ASKED = """
+import torch
+from vllm.utils.start_method import start_method
+assert start_method() == "fork"
+assert torch.cuda.is_available() and not torch.cuda.is_initialized()
+assert start_method() == "spawn"
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_asked_for_a_gpu_is_not_forked() -> None:
+    subprocess.run([sys.executable, "-c", _ASKED], check=True)

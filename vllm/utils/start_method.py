@@ -19,6 +19,9 @@ from vllm.utils.parent_watch import ParentWatch
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.]")
 #: `omp_pause_hard` of OpenMP 5.0
 _PAUSE_HARD = 2
+_DRIVER = "libcuda.so.1"
+#: `CUDA_ERROR_NOT_INITIALIZED`
+_NOT_INITIALISED = 3
 _VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 #: the process that is in a block of `spawning`
 _spawning: OwnProcess | None = None
@@ -55,7 +58,7 @@ def spawning() -> Iterator[None]:
 def reason_not_to_fork() -> str | None:
     """What makes forking this process unsafe; None if nothing does, OpenMP's threads being ended
     for it."""
-    if _uses_cuda():
+    if cuda_is_initialised():
         return "CUDA is initialised in this process and cannot be used in a forked one"
     if "ray" in sys.modules:
         return "Ray is imported in this process, and its connections do not survive a fork"
@@ -66,9 +69,16 @@ def reason_not_to_fork() -> str | None:
     return None
 
 
-def _uses_cuda() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+def cuda_is_initialised() -> bool:
+    """Whether anything in this process has initialised the CUDA driver, which then refuses to work
+    in its forks. `torch.cuda.is_available()` does so, and `torch.cuda.is_initialized()` is False
+    after it."""
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    context = ctypes.c_void_p()
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALISED)
 
 
 def _other_threads() -> list[threading.Thread]:

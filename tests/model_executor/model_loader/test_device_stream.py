@@ -32,6 +32,8 @@ def made(seed: int) -> dict[str, Tensor]:
         f"{seed}.matrix": torch.randn(33, 17),
         f"{seed}.half": torch.randn(5, 3, 2).bfloat16(),
         f"{seed}.float8": bytes_of.view(torch.float8_e4m3fn),
+        f"{seed}.exponents": bytes_of.clone().view(torch.float8_e8m0fnu),
+        f"{seed}.words": bytes_of.to(torch.uint16),
         f"{seed}.ints": torch.arange(10),
         f"{seed}.flag": torch.tensor([True, False]),
         f"{seed}.scalar": torch.tensor(3.5),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
@@ -155,9 +154,9 @@ def test_start_method_avoids_forking_threads(monkeypatch):
 def test_start_method_avoids_forking_a_process_that_uses_cuda(monkeypatch):
     monkeypatch.setattr(threading, "enumerate", list)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("vllm.utils.start_method.cuda_is_initialised", lambda: True)
     assert start_method() == "spawn"
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr("vllm.utils.start_method.cuda_is_initialised", lambda: False)
     assert start_method() == "fork"
 
 
