@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing import get_context
 from statistics import median
+from typing import Any
 
 from benchmarks.rank_sums import measure_rank
 from vllm.utils.start_method import start_method
@@ -26,7 +27,7 @@ def measure(
     ranks: int, sizes_kb: Sequence[int], hidden: int, repeats: int
 ) -> dict[int, dict[str, float]]:
     """kB of a message -> way -> microseconds of one sum."""
-    context = get_context(start_method("ranks"))
+    context: Any = get_context(start_method("ranks"))
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, f"file://{folder}/store", sizes_kb, hidden, repeats, results)

@@ -97,7 +97,7 @@ def common_ops(kernels: Kernels, tokens: int, dtype: torch.dtype) -> dict[str, C
     norm = torch.randn(HEAD_DIM).to(dtype)
     cache = torch.zeros(tokens // BLOCK + 1, 2, BLOCK, KV_HEADS, HEAD_DIM, dtype=dtype)
     positions, cos_sin = torch.arange(tokens), torch.randn(4096, HEAD_DIM // 4)
-    rope = dict(
+    rope: dict[str, Any] = dict(
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,

@@ -178,10 +178,10 @@ def measure(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["FORCED_ACCEPTANCE"] = str(acceptance)
     assert isinstance(DRAFT_METHODS, dict)
-    for name, drafter in (("eagle3", ForcedEagle3), ("dflash", ForcedDFlash)):
-        own = f"benchmarks.forced_acceptance.{drafter.__name__}"
+    for name, forced in (("eagle3", ForcedEagle3), ("dflash", ForcedDFlash)):
+        own = f"benchmarks.forced_acceptance.{forced.__name__}"
         DRAFT_METHODS[name] = DraftMethod(DRAFT_METHODS[name].settings, own)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     with tempfile.TemporaryDirectory() as folder:
         settings = default_settings() | parse_settings(words)
@@ -195,10 +195,10 @@ def measure(
 
     def generate(count: int, tokens: int) -> tuple[float, list[Any]]:
         prompts = [
-            {"prompt_token_ids": [(i + 7 * j) % 200 + 20 for j in range(_PROMPT)]}
+            TokensPrompt(prompt_token_ids=[(i + 7 * j) % 200 + 20 for j in range(_PROMPT)])
             for i in range(count)
         ]
-        more = (
+        more: dict[str, Any] = (
             {"extra_args": {"draft_token_ids": [_ALWAYS] * tokens}}
             if parts_of(arm)[0] == "verify"
             else {}

@@ -48,7 +48,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.plain_outputs import PlainOutputsPacker, PlainOutputsUnpacker
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaAttentionBackendEnum,
+    MambaSpec,
+)
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -132,7 +137,10 @@ def make_layers() -> dict[str, AttentionLayerBase]:
     """One group of attention and one of recurrent state a hundred times as large as a block of the
     other, as in the hybrid models."""
     state = MambaSpec(
-        block_size=_BLOCK_SIZE, shapes=((6400,),), dtypes=(torch.float32,), mamba_type="gdn"
+        block_size=_BLOCK_SIZE,
+        shapes=((6400,),),
+        dtypes=(torch.float32,),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
     )
     attention = FullAttentionSpec(
         block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32

@@ -97,7 +97,7 @@ class Bench:
             temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
 
-    def run(self, name: str, batch: list[dict[str, Any]], params: Any) -> None:
+    def run(self, name: str, batch: list[Any], params: Any) -> None:
         started = time.perf_counter()
         outputs = self.llm.generate(batch, params, use_tqdm=False)
         seconds = time.perf_counter() - started

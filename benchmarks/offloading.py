@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.agent_trace import TraceConfig, TraceRequest, make_trace
+from benchmarks.inprocess import core_of, scheduler_of
 from benchmarks.prefix_cache_live import Replay, scaled
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
     Arc,
@@ -48,8 +49,6 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     make_block_hash_with_group_id,
 )
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan, KVCacheConfig
 
@@ -75,12 +74,6 @@ def make_engine(args: argparse.Namespace, host_bytes: int = 0, **changes: Any) -
         settings["kv_offloading_size"] = host_bytes / 2**30
     config = EngineArgs(**settings).create_engine_config(UsageContext.LLM_CLASS)
     return LLMEngine(config, multiprocess=False)
-
-
-def core_of(engine: LLMEngine) -> EngineCore:
-    client = engine.engine_core
-    assert isinstance(client, InprocClient)
-    return client.engine_core
 
 
 def generate(engine: LLMEngine, prompts: Sequence[list[int]], max_tokens: int) -> float:
@@ -113,7 +106,7 @@ def tokens_of(seed: int, length: int) -> list[int]:
 def plan_of(args: argparse.Namespace) -> ArenaPlan:
     """How the model's blocks lie in memory."""
     engine = make_engine(args, max_model_len=1024, enforce_eager=True)
-    config: KVCacheConfig = core_of(engine).scheduler.kv_cache_config
+    config: KVCacheConfig = scheduler_of(engine).kv_cache_config
     engine.shutdown()
     return config.plan
 
@@ -296,7 +289,7 @@ def _replay(
     engine = make_engine(args, host_bytes, **changes)
     try:
         run = Replay(engine, trace, args.concurrency).run().as_json()
-        manager = core_of(engine).scheduler.kv_cache_manager
+        manager = scheduler_of(engine).kv_cache_manager
         plan, pages = manager.kv_cache_config.plan, manager.block_pool.pages
         used = plan.num_pages - pages.num_free_pages
         return run["hit_rate"], used * plan.page_bytes

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.inprocess import scheduler_of
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.worker.worker import Worker
 
@@ -36,7 +37,7 @@ def slow(cost_s: float) -> Callable[[Worker], None]:
 
 def count_steps(llm: LLM) -> Callable[[], int]:
     """Steps with tokens that the engine's scheduler makes from now on."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm.llm_engine)
     schedule, count = scheduler.schedule, 0
 
     def counted() -> Any:
@@ -45,7 +46,7 @@ def count_steps(llm: LLM) -> Callable[[], int]:
         count += output.total_num_scheduled_tokens > 0
         return output
 
-    scheduler.schedule = counted
+    scheduler.schedule = counted  # type: ignore[method-assign]
     return lambda: count
 
 

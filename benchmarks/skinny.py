@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
 """Matmuls of 1 to 16 tokens at Qwen3.5-4B's sizes: cuBLAS, Triton and `csrc/cuda/skinny.cu`.
 
     PYTHONPATH=. python benchmarks/skinny.py [--tokens 1,8,16] [--only down] [--no-step]
