@@ -22,15 +22,17 @@ void check_rows(const Tensor& query, const char* name, const Tensor& rows) {
 }
 
 void check_cache(const Tensor& cache, int64_t heads, int64_t head_dim) {
-  need(cache.is_cuda() && cache.scalar_type() == kBf16 && cache.dim() == 5 && cache.size(1) == 2 &&
-           cache.size(2) > 0 && cache.size(2) % kBoxKeys == 0 && cache.size(3) > 0 &&
+  const auto dtype = cache.scalar_type();
+  need(cache.is_cuda() && (dtype == kBf16 || dtype == ScalarType::Float8_e4m3fn) &&
+           cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) > 0 &&
+           cache.size(2) % kBoxKeys == 0 && cache.size(3) > 0 &&
            heads % cache.size(3) == 0 && cache.size(4) == head_dim && cache.stride(4) == 1 &&
            cache.stride(3) == head_dim && cache.stride(2) == cache.size(3) * head_dim &&
-           cache.stride(1) == cache.size(2) * cache.stride(2) && cache.stride(0) % 8 == 0 &&
-           aligned(cache),
+           cache.stride(1) == cache.size(2) * cache.stride(2) &&
+           cache.stride(0) * cache.element_size() % 16 == 0 && aligned(cache),
        "kv_cache", cache,
-       "be bfloat16 [blocks, 2, multiple of 16, heads that divide the query's, head dim], its"
-       " blocks dense and at 16 bytes");
+       "be bfloat16 or float8_e4m3fn [blocks, 2, multiple of 16, heads that divide the query's,"
+       " head dim], its blocks dense and at 16 bytes");
 }
 
 void check_ints(const char* name, const Tensor& x, int64_t entries) {
@@ -108,6 +110,7 @@ void prefill_attention(const Tensor& query, const Tensor& kv_cache, const Tensor
   args.window = static_cast<int>(window);
   PrefillAttentionLaunch launch{};
   launch.head_dim = static_cast<int>(head_dim);
+  launch.fp8_cache = kv_cache.scalar_type() != kBf16;
   launch.device = device;
   launch.stream = current_stream(device);
   throw_if("attention", launch_prefill_attention(args, launch));

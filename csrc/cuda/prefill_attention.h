@@ -6,13 +6,13 @@
 
 namespace vllm_cuda {
 
-constexpr int kBoxKeys = 16;      // keys that one copy brings; blocks hold a multiple of them
+constexpr int kBoxKeys = 16;      // that one copy may bring; blocks hold a multiple of them
 constexpr int kQueryRows = 64;    // of a warpgroup: tokens by query heads of a kv head
 
 // Elements are bf16 unless typed; strides are in elements.
 struct PrefillAttentionArgs {
   const void* query;    // [tokens, heads, head_dim]
-  const void* cache;    // [blocks, 2, block_size, kv_heads, head_dim]
+  const void* cache;    // [blocks, 2, block_size, kv_heads, head_dim], bf16 or e4m3
   const int* table;     // [num_seqs, max_blocks]
   const int* seq_lens;  // [num_seqs]
   const int* starts;    // [num_seqs + 1]
@@ -26,7 +26,8 @@ struct PrefillAttentionArgs {
 };
 
 struct PrefillAttentionLaunch {
-  int head_dim;  // 64, 128 or 256
+  int head_dim;    // 64, 128 or 256
+  bool fp8_cache;  // of e4m3, else bf16
   int device;    // the current device
   void* stream;
 };

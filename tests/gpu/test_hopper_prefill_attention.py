@@ -19,10 +19,13 @@ from vllm.kernels.attention.hopper_prefill import (
 )
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
+from vllm.kernels.fp8 import FP8
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
+CACHES = [pytest.param(BF16, id="bf16"), pytest.param(FP8, id="fp8")]
+SCALES = {"k_scale": 0.75, "v_scale": 1.5}
 #: all head sizes, groups that divide a warpgroup's 64 rows and groups that do not
 HEADS = [
     (16, 4, 256),
@@ -40,6 +43,7 @@ LENGTHS = {
     "odd": [(127, 127), (129, 129), (1, 1), (300, 315), (66, 1024), (2, 3)],
     "many": [(20 + 3 * i, 20 + 7 * i) for i in range(40)],
 }
+WIDE_HEADS = [(16, 4, 256), (32, 8, 128), (64, 8, 64)]
 CASES = [pytest.param(lengths, id=name) for name, lengths in LENGTHS.items()]
 
 
@@ -57,13 +61,25 @@ def _fixed_seed() -> None:
 
 
 def made(
-    lengths: list[tuple[int, int]], heads: tuple[int, int, int] = HEADS[0], **options: Any
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int] = HEADS[0],
+    cache: torch.dtype = BF16,
+    **options: Any,
 ) -> Case:
     """A case that the op takes; where nothing is kept its cache holds NaN."""
     with torch.device("cuda"):
         case = attention_case(lengths, heads, BF16, "cuda", **options)
+    if cache == FP8:
+        case |= SCALES | dict(kv_cache=converted(case["kv_cache"], FP8))
     assert takes_attention(AttentionProblem(**case))
     return case
+
+
+def converted(kv_cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same blocks in an arena of another dtype, between them NaN."""
+    arena = torch.full((len(kv_cache), kv_cache.stride(0)), float("nan"), device="cuda").to(dtype)
+    strides, offset = kv_cache.stride(), kv_cache.storage_offset()
+    return arena.as_strided(kv_cache.shape, strides, offset).copy_(kv_cache)
 
 
 def rows_of(kernels: CudaKernels, case: Case) -> Tensor:
@@ -73,17 +89,22 @@ def rows_of(kernels: CudaKernels, case: Case) -> Tensor:
     return out[: int(case["query_start_loc"][-1])]
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", CASES)
 def test_against_reference(
-    kernels: CudaKernels, lengths: list[tuple[int, int]], heads: tuple[int, int, int]
+    kernels: CudaKernels,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    cache: torch.dtype,
 ) -> None:
-    case = made(lengths, heads, padding=3, gated=True)
+    case = made(lengths, heads, cache, padding=3, gated=True)
     check(kernels, "paged_attention", case, TOLERANCE[BF16])
     assert not counter(case["out"].device).any()
 
 
-@pytest.mark.parametrize("heads", [(16, 4, 256), (32, 8, 128), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", WIDE_HEADS, ids=str)
 @pytest.mark.parametrize("window", [1, 100, 1000])
 @pytest.mark.parametrize("lengths", CASES)
 def test_sliding_window_and_sinks(
@@ -91,9 +112,12 @@ def test_sliding_window_and_sinks(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int, int],
     window: int,
+    cache: torch.dtype,
 ) -> None:
     """Blocks below it may be another group's by now: what they hold does not matter."""
-    case = made(lengths, heads, window=window) | dict(sinks=torch.randn(heads[0], device="cuda"))
+    case = made(lengths, heads, cache, window=window) | dict(
+        sinks=torch.randn(heads[0], device="cuda")
+    )
     triton = rows_of(CudaKernels(), case)
     bits = case["kv_cache"].view(torch.uint8)
     for seq, (query_len, seq_len) in enumerate(lengths):
@@ -105,8 +129,9 @@ def test_sliding_window_and_sinks(
     check(kernels, "paged_attention", case, TOLERANCE[BF16])
 
 
-def test_large_blocks_and_apart_rows(kernels: CudaKernels) -> None:
-    case = made([(600, 700), (30, 30)], block_size=48)
+@pytest.mark.parametrize("cache", CACHES)
+def test_large_blocks_and_apart_rows(kernels: CudaKernels, cache: torch.dtype) -> None:
+    case = made([(600, 700), (30, 30)], cache=cache, block_size=48)
     wide = torch.full((*case["out"].shape[:2], 264), float("nan"), dtype=BF16, device="cuda")
     check(kernels, "paged_attention", case | dict(out=wide[..., :256]), TOLERANCE[BF16])
     assert wide[..., 256:].isnan().all()
@@ -121,11 +146,12 @@ def test_the_gate_has_the_bits_of_a_launch_of_its_own(
     assert torch.equal(apart, rows_of(kernels, case).flatten(1))
 
 
-@pytest.mark.parametrize("heads", [(16, 4, 256), (32, 8, 128), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", WIDE_HEADS, ids=str)
 def test_a_row_depends_neither_on_its_neighbours_nor_on_where_a_prompt_is_cut(
-    kernels: CudaKernels, heads: tuple[int, int, int]
+    kernels: CudaKernels, heads: tuple[int, int, int], cache: torch.dtype
 ) -> None:
-    case = made([(1000, 1000), (333, 500), (77, 77)], heads)
+    case = made([(1000, 1000), (333, 500), (77, 77)], heads, cache)
     expected = rows_of(kernels, case)[:1000]
     for begin, end in ((0, 1000), (0, 300), (300, 777), (777, 1000)):
         alone = case | dict(
@@ -140,8 +166,23 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_where_a_prompt_is_cut(
         assert torch.equal(rows_of(kernels, alone), expected[begin:end])
 
 
-def test_replays_give_the_same_bits(kernels: CudaKernels) -> None:
-    case = made([(1500, 2000), (700, 700), (64, 3000)])
+@pytest.mark.parametrize("heads", WIDE_HEADS, ids=str)
+def test_a_float8_cache_gives_the_bits_of_a_bfloat16_one_with_its_values(
+    kernels: CudaKernels, heads: tuple[int, int, int]
+) -> None:
+    case = made([(700, 2000), (1, 50), (130, 130)], heads, FP8, window=1500)
+    every = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8)
+    codes = every[~every.float().isnan()]
+    drawn = torch.randint(len(codes), case["kv_cache"].shape, device="cuda")
+    case["kv_cache"].copy_(codes.view(torch.uint8)[drawn].view(FP8))
+    found = rows_of(kernels, case)
+    wide = converted(case["kv_cache"], BF16)
+    assert torch.equal(found, rows_of(kernels, case | dict(kv_cache=wide)))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_replays_give_the_same_bits(kernels: CudaKernels, cache: torch.dtype) -> None:
+    case = made([(1500, 2000), (700, 700), (64, 3000)], cache=cache)
     expected = rows_of(kernels, case).clone()
     graph = torch.cuda.CUDAGraph()
     outs = [torch.empty_like(case["out"]) for _ in range(5)]
@@ -160,7 +201,7 @@ def test_wrong_arguments_are_refused(kernels: CudaKernels) -> None:
     case = made([(100, 100)])
     with pytest.raises(RuntimeError, match="query must be bfloat16"):
         hopper_attention(AttentionProblem(**case | dict(query=case["query"].half())))
-    with pytest.raises(RuntimeError, match="kv_cache must be bfloat16"):
+    with pytest.raises(RuntimeError, match="kv_cache must be bfloat16 or float8_e4m3fn"):
         short = case["kv_cache"][:, :, :8]
         hopper_attention(AttentionProblem(**case | dict(kv_cache=short)))
     with pytest.raises(RuntimeError, match="scale must be"):

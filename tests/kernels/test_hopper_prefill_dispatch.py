@@ -17,7 +17,7 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
 
 HEADS = (8, 2, 128)
-BF16 = torch.bfloat16
+BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
 
 
 def problem(**changes: Any) -> AttentionProblem:
@@ -35,6 +35,11 @@ def cache(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=BF16)
 
 
+def odd_cache(dtype: torch.dtype, stride: int) -> Tensor:
+    """Blocks that lie so many elements apart."""
+    return torch.zeros(3, stride).to(dtype)[:, :65536].view(3, 2, 128, 2, 128)
+
+
 BASE = problem()
 
 
@@ -43,6 +48,7 @@ BASE = problem()
     [
         pytest.param({}, id="prefill"),
         pytest.param({"gate": None}, id="no gate"),
+        pytest.param({"kv_cache": BASE.kv_cache.to(FP8)}, id="fp8 cache"),
         pytest.param(heads_of(BASE, 64), id="heads of 64"),
         pytest.param({"kv_cache": cache(3, 2, 48, 2, 128)}, id="blocks of 48"),
         pytest.param({"sliding_window": 5, "sinks": torch.zeros(8)}, id="window and sinks"),
@@ -61,12 +67,13 @@ def test_what_is_taken(changes: dict[str, Any]) -> None:
     "changes",
     [
         pytest.param({"query": BASE.query.half()}, id="fp16"),
-        pytest.param({"kv_cache": BASE.kv_cache.to(FP8)}, id="fp8 cache"),
+        pytest.param({"kv_cache": BASE.kv_cache.to(E5M2)}, id="e5m2 cache"),
+        pytest.param({"kv_cache": odd_cache(BF16, 65541)}, id="odd"),
+        pytest.param({"kv_cache": odd_cache(FP8, 65544)}, id="odd, fp8 cache"),
         pytest.param(heads_of(BASE, 96), id="heads of 96"),
         pytest.param({"max_query_len": 16}, id="64 rows"),
         pytest.param({"rows": QueryRows.WHOLE_BLOCK}, id="a drafter's block"),
         pytest.param({"kv_cache": cache(3, 2, 8, 2, 128)}, id="blocks of 8"),
-        pytest.param({"kv_cache": cache(3, 65541)[:, :65536].view(3, 2, 128, 2, 128)}, id="odd"),
         pytest.param({"query": strided(BASE.query, 4)}, id="head stride"),
         pytest.param({"gate": strided(BASE.gate, 8)[..., 4:132]}, id="gate offset"),
         pytest.param({"out": BASE.out.transpose(1, 2).contiguous().transpose(1, 2)}, id="apart"),

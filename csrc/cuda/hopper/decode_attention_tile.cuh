@@ -5,6 +5,7 @@
 
 #include <cuda_fp8.h>
 
+#include "bf16_pairs.cuh"
 #include "decode_attention.h"
 #include "ptx.cuh"
 
@@ -34,17 +35,6 @@ __device__ inline uint32_t transposed(uint32_t matrix) {
   uint32_t out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
   return out;
-}
-__device__ inline uint32_t pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-// The two e4m3 values of the low half as bf16: exact.
-__device__ inline uint32_t widen(uint32_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
-  const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-  return pack(wide.x, wide.y);
 }
 
 // Where a tile lies: keys, then values, each in chunks of 128 bytes of all 16 rows. Within eight

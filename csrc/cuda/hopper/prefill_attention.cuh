@@ -2,14 +2,15 @@
 // Attention of long queries over the paged cache: one persistent CTA per multiprocessor (sm_90a).
 //
 // As FlashAttention-3 (arXiv 2407.08608): a producer warp fetches queries, keys and values through
-// rings of stages; each consumer warpgroup has 64 query rows, whose scores with the next keys are
-// multiplied while the softmax of the last ones runs, and warpgroups take turns to multiply so that
-// one's softmax hides behind the other's products.
+// rings of stages, where converter warps make bf16 of e4m3; each consumer warpgroup has 64 query
+// rows, whose scores with the next keys are multiplied while the softmax of the last ones runs, and
+// warpgroups take turns to multiply so that one's softmax hides behind the other's products.
 //
 // A row sees tiles of keys that begin at multiples of their length, the last first, whatever its
 // neighbours see: its bits follow from its own query, keys and values alone.
 #pragma once
 
+#include "hopper/prefill_attention_converter.cuh"
 #include "hopper/prefill_attention_producer.cuh"
 #include "hopper/prefill_attention_softmax.cuh"
 #include "hopper/wgmma.cuh"
@@ -59,10 +60,7 @@ struct Consumer {
   }
 
   __device__ void release(uint64_t* empty) const {
-    if (lane == 0) {
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(empty))
-                   : "memory");
-    }
+    if (lane == 0) arrive(empty);
   }
 
   // Queues scores = query @ keys^T.
@@ -272,19 +270,29 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   using namespace prefill_attention;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<S>*>(memory);
-  constexpr int kWarps = 4 * S::CONSUMERS;
+  constexpr int kWarps = 4 * S::CONSUMERS, kProducers = S::FP8 ? S::CONVERTERS : 1;
   if (threadIdx.x == 0) {
-    Ring(shared.key_barriers, S::STAGES).init(kWarps);
-    Ring(shared.value_barriers, S::STAGES).init(kWarps);
-    Ring(shared.item_barriers, kItems).init(kWarps);
+    Ring(shared.key_barriers, S::STAGES).init(kWarps, kProducers);
+    Ring(shared.value_barriers, S::STAGES).init(kWarps, kProducers);
+    Ring(shared.item_barriers, kItems).init(kWarps + S::CONVERTERS);
+    if constexpr (S::FP8) {
+      for (int i = 0; i < S::STAGES; ++i) {
+        init_barrier(shared.key_barriers + 2 * S::STAGES + i);
+        init_barrier(shared.value_barriers + 2 * S::STAGES + i);
+      }
+    }
     for (auto& barriers : shared.query_barriers) Ring(barriers, 1).init(4);
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&shared.landed)));
+    init_barrier(&shared.landed);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
-    if (threadIdx.x < 32) Producer<S>(args, maps, shared).run(rows);
+    if (threadIdx.x < 32) {
+      Producer<S>(args, maps, shared).run(rows);
+    } else if constexpr (S::FP8) {
+      Converter<S>(shared).run();
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     Consumer<S>(args, shared).run();

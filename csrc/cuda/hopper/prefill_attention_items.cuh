@@ -16,16 +16,22 @@ constexpr int kWarpgroup = 128;
 constexpr int kItems = 2;  // on their way to the consumers
 
 // CONSUMERS warpgroups of 64 query rows each go through tiles of KEYS keys, of which STAGES are in
-// shared memory.
-template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int STAGES_>
+// shared memory. Keys and values are e4m3 in the cache if FP8, else bf16.
+template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int STAGES_, bool FP8_>
 struct Shape {
   static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = KEYS_;
+  static constexpr bool FP8 = FP8_;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_;
   static constexpr int CHUNKS = HEAD_DIM / 64;  // of 128 bytes
   static constexpr int THREADS = kWarpgroup * (1 + CONSUMERS);
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
   static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
-  static_assert(HEAD_DIM % 64 == 0 && KEYS % kBoxKeys == 0 && KEYS / kBoxKeys <= 32);
+  static constexpr int BARRIERS = (FP8 ? 3 : 2) * STAGES;
+  static constexpr int CONVERTERS = FP8 ? 3 : 0;        // warps
+  static constexpr int BOX_KEYS = FP8 ? 8 : kBoxKeys;  // that one copy brings
+  static constexpr int BOX_BYTES = BOX_KEYS * HEAD_DIM * (FP8 ? 1 : 2);
+  static constexpr int ROW_BYTES = FP8 && HEAD_DIM == 64 ? 64 : 128;  // of a chunk, as copied
+  static_assert(HEAD_DIM % 64 == 0 && KEYS % BOX_KEYS == 0 && KEYS / BOX_KEYS <= 32);
 };
 
 struct Maps {
@@ -42,17 +48,32 @@ struct Item {
 };
 
 // A tile of keys or values has groups of 8 tokens, each in CHUNKS swizzled squares of 8 rows of 128
-// bytes: as copies of 16 tokens leave it.
+// bytes: as copies of 16 tokens leave it. A group of e4m3 lands in the second half of its place.
 template <typename S>
 struct alignas(1024) Shared {
   __nv_bfloat16 query[S::CONSUMERS][S::CHUNKS][kQueryRows][64];
   __nv_bfloat16 keys[S::STAGES][S::KEYS * S::HEAD_DIM];
   __nv_bfloat16 values[S::STAGES][S::KEYS * S::HEAD_DIM];
   Item items[kItems];
-  uint64_t key_barriers[2 * S::STAGES], value_barriers[2 * S::STAGES];
+  uint64_t key_barriers[S::BARRIERS], value_barriers[S::BARRIERS];
   uint64_t query_barriers[S::CONSUMERS][2], item_barriers[2 * kItems];
   uint64_t landed;  // values that the producer completes itself
 };
+
+// For one arrival.
+__device__ inline void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
+}
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Where a stage's copies count: its consumers' barrier, unless converters see it first.
+template <typename S>
+__device__ uint64_t* fetched(Ring& ring) {
+  return S::FP8 ? ring.words + 2 * S::STAGES + ring.index : ring.full();
+}
 
 // Tokens of a warpgroup's query rows, and of an item.
 __host__ __device__ inline int warpgroup_tokens(int group) { return kQueryRows / group; }

@@ -26,32 +26,36 @@ inline CUresult encode_query_map(CUtensorMap& map, const PrefillAttentionArgs& a
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// Keys or values: 64 columns, 8 tokens, chunks of 64 columns over kv heads, groups of 8 tokens of a
-// block, blocks. Boxes of 16 tokens and one head.
-inline CUresult encode_cache_map(CUtensorMap& map, const PrefillAttentionArgs& args, int head_dim,
-                                 int part) {
-  const auto chunks = static_cast<cuuint64_t>(args.kv_heads) * head_dim / 64;
+// Keys or values as bytes: a row of a chunk, 8 tokens, chunks over kv heads, groups of 8 tokens of
+// a block, blocks. Boxes of one head.
+template <typename S>
+CUresult encode_cache_map(CUtensorMap& map, const PrefillAttentionArgs& args, int part) {
+  constexpr int kElement = S::FP8 ? 1 : 2, kChunks = S::HEAD_DIM * kElement / S::ROW_BYTES;
+  const auto chunks = static_cast<cuuint64_t>(args.kv_heads) * kChunks;
   const auto tokens = static_cast<cuuint64_t>(args.block_size);
-  const cuuint64_t token = chunks * 128;
-  const cuuint64_t sizes[] = {64, 8, chunks, tokens / 8, static_cast<cuuint64_t>(args.num_blocks)};
-  const cuuint64_t strides[] = {token, 128, 8 * token,
-                                static_cast<cuuint64_t>(args.block_stride) * 2};
-  const cuuint32_t box[] = {64, 8, static_cast<cuuint32_t>(head_dim / 64), kBoxKeys / 8, 1};
+  const cuuint64_t token = chunks * S::ROW_BYTES;
+  const cuuint64_t sizes[] = {S::ROW_BYTES, 8, chunks, tokens / 8,
+                              static_cast<cuuint64_t>(args.num_blocks)};
+  const cuuint64_t strides[] = {token, S::ROW_BYTES, 8 * token,
+                                static_cast<cuuint64_t>(args.block_stride) * kElement};
+  const cuuint32_t box[] = {S::ROW_BYTES, 8, kChunks, S::BOX_KEYS / 8, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   char* data = static_cast<char*>(const_cast<void*>(args.cache)) + part * tokens * token;
-  return map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, data, sizes, strides, box, steps,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, data, sizes, strides, box, steps,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       S::ROW_BYTES == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-inline const char* encode_maps(Maps& maps, const PrefillAttentionArgs& args, int head_dim) {
+template <typename S>
+const char* encode_maps(Maps& maps, const PrefillAttentionArgs& args) {
   if (map_encoder() == nullptr) return "the driver has no tensor maps";
-  if (encode_query_map(maps.query, args, head_dim) != CUDA_SUCCESS) {
+  if (encode_query_map(maps.query, args, S::HEAD_DIM) != CUDA_SUCCESS) {
     return "the driver rejects the query's tensor map";
   }
   for (int part = 0; part < 2; ++part) {
     CUtensorMap& map = part == 0 ? maps.keys : maps.values;
-    if (encode_cache_map(map, args, head_dim, part) != CUDA_SUCCESS) {
+    if (encode_cache_map<S>(map, args, part) != CUDA_SUCCESS) {
       return "the driver rejects the cache's tensor map";
     }
   }
@@ -62,7 +66,7 @@ template <typename S>
 const char* launch_shape(const PrefillAttentionArgs& args, const PrefillAttentionLaunch& launch) {
   static_assert(sizeof(Shared<S>) <= kMaxSharedBytes);
   Maps maps;
-  if (const char* wrong = encode_maps(maps, args, S::HEAD_DIM)) return wrong;
+  if (const char* wrong = encode_maps<S>(maps, args)) return wrong;
   int ctas = 0;
   cudaError_t error = multiprocessors(launch.device, ctas);
   if (error != cudaSuccess) return describe(error);

@@ -26,9 +26,10 @@ __device__ inline void expect(uint64_t* barrier, uint32_t bytes) {
 
 template <typename S>
 struct Producer {
-  static constexpr int kBoxes = S::KEYS / kBoxKeys;
-  static constexpr uint32_t kTileBytes = S::KEYS * S::HEAD_DIM * 2;
-  static constexpr int kBoxElements = kBoxKeys * S::HEAD_DIM;
+  static constexpr int kBoxes = S::KEYS / S::BOX_KEYS;
+  static constexpr uint32_t kTileBytes = kBoxes * S::BOX_BYTES;
+  static constexpr int kBoxElements = S::BOX_KEYS * S::HEAD_DIM;
+  static constexpr int kHeadChunks = S::HEAD_DIM * (S::FP8 ? 1 : 2) / S::ROW_BYTES;
 
   const PrefillAttentionArgs& args;
   const Maps& maps;
@@ -47,26 +48,26 @@ struct Producer {
   // The block of this lane's box of a tile. Where nothing is kept it is one behind the last, which
   // reads as zeros.
   __device__ int block_of(int tile) const {
-    const int key = tile * S::KEYS + lane * kBoxKeys;
-    const bool exists = lane < kBoxes && key < seq_len && key + kBoxKeys > oldest;
+    const int key = tile * S::KEYS + lane * S::BOX_KEYS;
+    const bool exists = lane < kBoxes && key < seq_len && key + S::BOX_KEYS > oldest;
     return exists ? blocks[key / args.block_size] : args.num_blocks;
   }
 
   __device__ void load_boxes(__nv_bfloat16* to, const CUtensorMap* map, const Item& item, int tile,
                              int block, uint64_t* barrier) const {
-    const int key = tile * S::KEYS + lane * kBoxKeys;
+    const int key = tile * S::KEYS + lane * S::BOX_KEYS;
     if (lane == 0) expect(barrier, kTileBytes);
     __syncwarp();
     if (lane < kBoxes) {
-      load_box(to + lane * kBoxElements, map, item.head * S::CHUNKS, key % args.block_size / 8,
-               block, barrier);
+      load_box(to + lane * kBoxElements + (S::FP8 ? kBoxElements / 2 : 0), map,
+               item.head * kHeadChunks, key % args.block_size / 8, block, barrier);
     }
     __syncwarp();
   }
 
   __device__ void load_keys(const Item& item, int tile, int block) {
     keys.wait_empty();
-    load_boxes(shared.keys[keys.index], &maps.keys, item, tile, block, keys.full());
+    load_boxes(shared.keys[keys.index], &maps.keys, item, tile, block, fetched<S>(keys));
     keys.advance();
   }
 
@@ -75,27 +76,24 @@ struct Producer {
     values.wait_empty();
     __nv_bfloat16* to = shared.values[values.index];
     if (start >= oldest && start + S::KEYS <= seq_len) {
-      load_boxes(to, &maps.values, item, tile, block, values.full());
+      load_boxes(to, &maps.values, item, tile, block, fetched<S>(values));
     } else {
       load_boxes(to, &maps.values, item, tile, block, &shared.landed);
       wait_parity(&shared.landed, landed_phase);
       landed_phase ^= 1;
       clear(to, oldest - start, seq_len - start);
-      if (lane == 0) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
-                         shared_address(values.full()))
-                     : "memory");
-      }
+      if (lane == 0) arrive(fetched<S>(values));
     }
     values.advance();
   }
 
   // Values of keys that do not exist may be any bits: a weight of zero would not do.
   __device__ void clear(__nv_bfloat16* tile, int begin, int end) const {
-    constexpr int kPieces = S::KEYS * S::HEAD_DIM / 8;
-    for (int i = lane; i < kPieces; i += 32) {
-      const int key = i / (64 * S::CHUNKS) * 8 + i / 8 % 8;
-      if (key < begin || key >= end) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+    constexpr int kGroup = 8 * S::BOX_BYTES / S::BOX_KEYS / 16;  // pieces of 8 tokens
+    for (int i = lane; i < S::KEYS / 8 * kGroup; i += 32) {
+      const int group = i / kGroup, key = group * 8 + i / (S::ROW_BYTES / 16) % 8;
+      const int piece = S::FP8 ? i + (group + 1) * kGroup : i;
+      if (key < begin || key >= end) reinterpret_cast<uint4*>(tile)[piece] = make_uint4(0, 0, 0, 0);
     }
     shared_fence();
     __syncwarp();
@@ -120,8 +118,7 @@ struct Producer {
     items.wait_empty();
     if (lane == 0) {
       shared.items[items.index] = item;
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(items.full()))
-                   : "memory");
+      arrive(items.full());
     }
     __syncwarp();
     items.advance();

@@ -3,9 +3,9 @@
 // algorithm 1) in powers of two.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
+
+#include "hopper/bf16_pairs.cuh"
 
 namespace vllm_cuda::prefill_attention {
 
@@ -13,11 +13,6 @@ __device__ inline float exp2_fast(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
-}
-
-__device__ inline uint32_t pack(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
 }
 
 // `x * sigmoid(gate)` with the same approximations as the Triton kernel of `mul_sigmoid`.

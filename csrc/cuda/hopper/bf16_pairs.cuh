@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pairs of bf16 in a register.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace vllm_cuda {
+
+__device__ inline uint32_t pack(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+
+// The two e4m3 values of the low half: exact.
+__device__ inline uint32_t widen(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  const float2 wide = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+  return pack(wide.x, wide.y);
+}
+
+}  // namespace vllm_cuda
