@@ -9,8 +9,9 @@ namespace vllm_cuda {
 
 namespace {
 
+// `n` sequences of `tokens` each, `rows` in all.
 struct Sizes {
-  int64_t n, k_heads, v_heads, channels;
+  int64_t n, tokens, rows, k_heads, v_heads, channels;
 };
 
 // All but the first dimension, whose stride is a multiple of `step`, are dense.
@@ -28,11 +29,11 @@ void check_tokens(
     const Sizes& s, const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& indices, const Tensor& out) {
   constexpr auto bf16 = ScalarType::BFloat16, f32 = ScalarType::Float;
-  need(is(qkv, bf16, {s.n, s.channels}) && dense_rows(qkv, 4), "qkv", qkv,
-       "be bfloat16 [n, (2 k heads + v heads) * 128], rows at 8 bytes");
+  need(is(qkv, bf16, {s.rows, s.channels}) && dense_rows(qkv, 4), "qkv", qkv,
+       "be bfloat16 [tokens, (2 k heads + v heads) * 128], rows at 8 bytes");
   for (const Tensor* gate : {&a, &b}) {
-    need(is(*gate, bf16, {s.n, s.v_heads}) && dense_rows(*gate, 1), "a and b", *gate,
-         "be bfloat16 [n, v heads]");
+    need(is(*gate, bf16, {s.rows, s.v_heads}) && dense_rows(*gate, 1), "a and b", *gate,
+         "be bfloat16 [tokens, v heads]");
   }
   for (const Tensor* gate : {&A_log, &dt_bias}) {
     need(is(*gate, f32, {s.v_heads}) && gate->is_contiguous(), "A_log and dt_bias", *gate,
@@ -40,8 +41,8 @@ void check_tokens(
   }
   need(is(indices, ScalarType::Int, {s.n}) && indices.is_contiguous(), "state_indices", indices,
        "be int32 [n]");
-  need(is(out, bf16, {s.n, s.v_heads, kHeadDim}) && dense_rows(out, 4), "out", out,
-       "be bfloat16 [n, v heads, 128]");
+  need(is(out, bf16, {s.rows, s.v_heads, kHeadDim}) && dense_rows(out, 4), "out", out,
+       "be bfloat16 [tokens, v heads, 128]");
 }
 
 void check_states(
@@ -68,10 +69,11 @@ void check_states(
 
 void check_ring(
     const Sizes& s, const Tensor& steps, const OptTensor& keys, const OptTensor& errors,
-    const OptTensor& decays) {
+    const OptTensor& decays, const OptTensor& taken, const OptTensor& inputs) {
   constexpr auto f32 = ScalarType::Float;
-  if (!keys || !errors || !decays) {
-    throw std::runtime_error("vllm_cuda: a ring has steps, keys, errors and decays");
+  if (!keys || !errors || !decays || !taken || !inputs) {
+    throw std::runtime_error(
+        "vllm_cuda: a ring has steps, keys, errors, decays, taken and inputs");
   }
   need(steps.dim() == 2 && is(steps, ScalarType::Int, {steps.size(0), 4}) &&
            steps.size(0) >= s.n && steps.is_contiguous() && aligned(steps),
@@ -85,26 +87,44 @@ void check_ring(
        "errors", *errors, "be dense float32 [rows, slots, v heads, 128]");
   need(is(*decays, f32, {rows, slots, s.v_heads}) && decays->is_contiguous(), "decays", *decays,
        "be dense float32 [rows, slots, v heads]");
+  need(taken->dim() == 1 && is(*taken, ScalarType::Int, {taken->size(0)}) &&
+           taken->is_contiguous(),
+       "taken", *taken, "be dense int32 [rows]");
+  need(inputs->dim() == 3 &&
+           is(*inputs, ScalarType::BFloat16, {rows, inputs->size(1), s.channels}) &&
+           inputs->is_contiguous() && aligned(*inputs),
+       "inputs", *inputs, "be dense bfloat16 [rows, drafts, channels]");
+  const int64_t drafts = inputs->size(1);
+  if (s.tokens > drafts + 1) {
+    reject("inputs", *inputs, "keep those of all of a step's tokens but the first");
+  }
+  if (slots - drafts < 1 || slots - drafts > kMaxPending) {
+    reject("keys", *keys, "have slots for 1 to 20 pending tokens beside the drafts");
+  }
 }
 
 void check_norm(const Sizes& s, const Tensor& gate, const OptTensor& weight) {
   if (!weight) throw std::runtime_error("vllm_cuda: a norm has a gate and a weight");
-  need(is(gate, ScalarType::BFloat16, {s.n, s.v_heads, kHeadDim}) && dense_rows(gate, 4), "gate",
-       gate, "be bfloat16 [n, v heads, 128]");
+  need(is(gate, ScalarType::BFloat16, {s.rows, s.v_heads, kHeadDim}) && dense_rows(gate, 4), "gate",
+       gate, "be bfloat16 [tokens, v heads, 128]");
   const bool wide = weight->scalar_type() == ScalarType::Float;
   need(is(*weight, wide ? ScalarType::Float : ScalarType::BFloat16, {kHeadDim}) &&
            weight->is_contiguous() && aligned(*weight),
        "norm_weight", *weight, "be float32 or bfloat16 [128]");
 }
 
-Sizes sizes_of(const Tensor& qkv, const Tensor& a, int64_t k_heads) {
-  if (qkv.dim() != 2 || a.dim() != 2) reject("qkv", qkv, "be [n, channels]");
-  const Sizes s{qkv.size(0), k_heads, a.size(1), (2 * k_heads + a.size(1)) * kHeadDim};
+Sizes sizes_of(const Tensor& qkv, const Tensor& a, const Tensor& indices, int64_t k_heads) {
+  if (qkv.dim() != 2 || a.dim() != 2) reject("qkv", qkv, "be [tokens, channels]");
+  const int64_t rows = qkv.size(0), n = indices.numel(), tokens = n > 0 ? rows / n : 0;
+  if (tokens * n != rows || tokens > kMaxTokens) {
+    reject("qkv", qkv, "have equally many tokens of each sequence, 16 at most");
+  }
+  const Sizes s{n, tokens, rows, k_heads, a.size(1), (2 * k_heads + a.size(1)) * kHeadDim};
   const int64_t group = k_heads > 0 ? s.v_heads / k_heads : 0;
   if (k_heads < 1 || s.v_heads % k_heads != 0 || (group != 1 && group != 2 && group != 4)) {
     throw std::runtime_error("vllm_cuda: a key head must have 1, 2 or 4 value heads");
   }
-  if (s.n * k_heads >= 1 << 30) throw std::runtime_error("vllm_cuda: too many rows");
+  if (s.rows * k_heads >= 1 << 30) throw std::runtime_error("vllm_cuda: too many rows");
   return s;
 }
 
@@ -112,12 +132,17 @@ void gdn_decode(
     const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
     const Tensor& conv_weight, OptTensor conv_bias, const Tensor& conv_state,
     const Tensor& ssm_state, const Tensor& state_indices, const Tensor& out, OptTensor steps,
-    OptTensor keys, OptTensor errors, OptTensor decays, OptTensor gate, OptTensor norm_weight,
-    const Tensor& counter, double eps, double scale, int64_t k_heads, bool overlap) {
-  const Sizes s = sizes_of(qkv, a, k_heads);
+    OptTensor keys, OptTensor errors, OptTensor decays, OptTensor taken, OptTensor inputs,
+    OptTensor gate, OptTensor norm_weight, const Tensor& counter, double eps, double scale,
+    int64_t k_heads, bool overlap) {
+  const Sizes s = sizes_of(qkv, a, state_indices, k_heads);
   check_tokens(s, qkv, a, b, A_log, dt_bias, state_indices, out);
   check_states(s, conv_weight, conv_bias, conv_state, ssm_state);
-  if (steps) check_ring(s, *steps, keys, errors, decays);
+  if (steps) {
+    check_ring(s, *steps, keys, errors, decays, taken, inputs);
+  } else if (s.tokens > 1) {
+    throw std::runtime_error("vllm_cuda: several tokens of a sequence need a ring");
+  }
   if (gate) check_norm(s, *gate, norm_weight);
   need(is(counter, ScalarType::Int, {1}), "counter", counter, "be int32 [1]");
   const int64_t group = s.v_heads / k_heads;
@@ -146,14 +171,19 @@ void gdn_decode(
   args.eps = static_cast<float>(eps);
   args.scale = static_cast<float>(scale);
   args.n = static_cast<int>(s.n);
-  args.k_heads = static_cast<int>(k_heads);
-  args.group = static_cast<int>(group);
+  args.tokens = static_cast<int>(s.tokens);
+  args.items = static_cast<int>(k_heads);
+  args.heads = static_cast<int>(group);
   if (steps) {
     args.steps = static_cast<const int*>(steps->data_ptr());
     args.keys = static_cast<float*>(keys->data_ptr());
     args.errors = static_cast<float*>(errors->data_ptr());
     args.decays = static_cast<float*>(decays->data_ptr());
+    args.taken = static_cast<const int*>(taken->data_ptr());
+    args.inputs = inputs->data_ptr();
     args.slots = static_cast<int>(keys->size(1));
+    args.drafts = static_cast<int>(inputs->size(1));
+    args.most_pending = args.slots - args.drafts;
   }
   if (gate) {
     args.gate = gate->data_ptr();
@@ -178,8 +208,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
       "gdn_decode(Tensor qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor conv_weight,"
       " Tensor? conv_bias, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor state_indices,"
       " Tensor(c!) out, Tensor? steps, Tensor(d!)? keys, Tensor(e!)? errors, Tensor(f!)? decays,"
-      " Tensor? gate, Tensor? norm_weight, Tensor(g!) counter, float eps, float scale, int k_heads,"
-      " bool overlap) -> ()");
+      " Tensor? taken, Tensor(g!)? inputs, Tensor? gate, Tensor? norm_weight, Tensor(h!) counter,"
+      " float eps, float scale, int k_heads, bool overlap) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {

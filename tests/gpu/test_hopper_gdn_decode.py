@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.kernels import test_journal
 from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn, strided, widen
-from tests.kernels.test_journal import Layers, both_ways, rings, run, two_layers
+from tests.kernels.test_journal import Layers, both_ways, rings, run, two_layers, verified
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.journal import GatedNorm, JournalMemory, JournalShape, JournalSize
@@ -23,7 +24,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule import (
     hopper_decode as hopper_decode_module,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode import (
-    MAX_PLACES,
+    MAX_PENDING,
+    MAX_TOKENS,
     claims,
     hopper_decode,
     takes_decode,
@@ -148,7 +150,7 @@ def test_bits_do_not_depend_on_the_batch(kernels: CudaKernels, state_dtype: torc
     case = gdn_decode_case(70, MODEL, BF16, "cuda", state_dtype=state_dtype)
     whole = copied(case)
     kernels.gdn_decode(GdnDecode(**whole))
-    for count in (1, 4, 20):
+    for count in (1, 4, 8, 20):
         rows = slice(7, 7 + count)
         names = ("qkv", "a", "b", "state_indices", "out")
         few = copied(case)
@@ -190,10 +192,98 @@ def test_the_largest_ring_fits(
     kernels: CudaKernels, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where shared memory holds fewer items at a time: the same bits, over many items."""
-    monkeypatch.setattr(test_journal, "SLOTS", MAX_PLACES)
+    monkeypatch.setattr(test_journal, "SLOTS", MAX_PENDING)
     heads = (4, 16, 128, 128)
     layers = two_layers(140, heads, BF16, "cuda", state_dtype=state_dtype)
-    assert both_ways(kernels, layers, heads, steps=MAX_PLACES + 3)
+    assert both_ways(kernels, layers, heads, steps=MAX_PENDING + 3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_seqs", "width", "state_dtype"),
+    [
+        (MODEL, 2, 4, F32),
+        (MODEL, 6, 4, BF16),
+        (MODEL, 10, 3, F32),
+        (MODEL, 1, 8, F32),
+        (SHARD, 3, 5, BF16),
+        ((3, 3, 128, 128), 45, 4, F32),
+    ],
+)
+def test_rejected_drafts_leave_nothing(
+    kernels: CudaKernels, heads: Any, num_seqs: int, width: int, state_dtype: torch.dtype
+) -> None:
+    """Steps of several tokens and of one between them have the bits of decoding one by one,
+    whether each value head has a multiprocessor, or each key head, or neither."""
+    layers = two_layers(num_seqs, heads, BF16, "cuda", state_dtype=state_dtype, bias=True)
+    assert verified(kernels, layers, heads, width, 6, seed=width) == 0
+
+
+@pytest.mark.parametrize(("num_seqs", "state_dtype"), [(2, F32), (2, BF16), (70, F32)])
+def test_the_most_drafts_fit(
+    kernels: CudaKernels,
+    num_seqs: int,
+    state_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where shared memory holds no second item."""
+    monkeypatch.setattr(test_journal, "SLOTS", MAX_PENDING - MAX_TOKENS + 1)
+    layers = two_layers(num_seqs, SHARD, BF16, "cuda", state_dtype=state_dtype)
+    assert verified(kernels, layers, SHARD, MAX_TOKENS, 6) == 0
+
+
+def verification(
+    num_seqs: int, tokens: int, heads: Any, most_pending: int = 5, **changes: Any
+) -> Case:
+    """A step of several tokens of each sequence, with a journal in which nothing is pending."""
+    case = gdn_decode_case(num_seqs, heads, BF16, "cuda", **changes)
+    rows = len(case["state_indices"])
+    for name in ("qkv", "a", "b"):
+        case[name] = strided(randn(rows * tokens, case[name].shape[1], dtype=BF16, device="cuda"))
+    case["out"] = torch.full((rows * tokens, heads[1], 128), float("nan"), dtype=BF16).cuda()
+    channels = case["qkv"].shape[1]
+    shape = JournalShape(*heads, F32, channels=channels, input_dtype=BF16)
+    memory = JournalMemory(shape, 1, rows, JournalSize(most_pending, tokens), "cuda")
+    steps = torch.tensor([[i, 0, i % 2, 0] for i in range(rows)], dtype=torch.int32)
+    counts = tuple(torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(3))
+    stack = memory.stack(steps.cuda(), counts, [case["ssm_state"]], [case["conv_state"]])
+    return case | dict(journal=stack.layer(0))
+
+
+@pytest.mark.parametrize("num_seqs", [3, 10])
+def test_the_norm_of_several_tokens(kernels: CudaKernels, num_seqs: int) -> None:
+    case = verification(num_seqs, 4, MODEL)
+    plain, fused = copied(case), copied(case)
+    norm = norm_of(num_seqs * 4, 32, BF16)
+    kernels.gdn_decode(GdnDecode(**plain))
+    kernels.gdn_decode(GdnDecode(**fused, norm=norm))
+    out = plain["out"]
+    exact = NaiveKernels().gated_rms_norm(
+        out.double(), norm.gate.double(), norm.weight.double(), norm.eps
+    )
+    triton = CudaKernels().gated_rms_norm(out, norm.gate, norm.weight, norm.eps)
+    ratio = error_ratio(fused["out"].flatten(1), exact)
+    assert ratio < 1.02 * error_ratio(triton, exact) < 5e-3
+
+
+@pytest.mark.parametrize("num_seqs", [5, 80])
+def test_several_tokens_of_rows_without_a_block(kernels: CudaKernels, num_seqs: int) -> None:
+    """They are left alone, and so are other blocks; the others' bits stay."""
+    case = verification(num_seqs, 4, SHARD, padding=2)
+    assert taken(case)
+    all_rows, some = copied(case), copied(case)
+    some["state_indices"] = case["state_indices"].clone()
+    some["state_indices"][1] = -1
+    kernels.gdn_decode(GdnDecode(**all_rows))
+    kernels.gdn_decode(GdnDecode(**some))
+    found, expected = (c["out"].unflatten(0, (-1, 4)) for c in (some, all_rows))
+    kept = some["state_indices"] >= 0
+    assert found[~kept].isnan().all()
+    assert torch.equal(found[kept], expected[kept])
+    skipped = int(case["state_indices"][1])
+    for name in ("ssm_state", "conv_state"):
+        expected = all_rows[name].clone()
+        expected[skipped] = case[name][skipped]
+        assert torch.equal(some[name].nan_to_num(), expected.nan_to_num())
 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -203,13 +293,18 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+@pytest.mark.parametrize(("num_seqs", "tokens"), [(1, 1), (4, 1), (16, 1), (1, 4), (4, 4)])
 def test_a_replayed_chain_equals_kernels_one_after_the_other(
-    kernels: CudaKernels, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+    kernels: CudaKernels, num_seqs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step reads the projection of what the one before wrote, and may start before it."""
     assert OPS.choose(HOPPER)
-    cases = [gdn_decode_case(num_seqs, MODEL, BF16, "cuda") for _ in range(6)]
+    cases = [
+        gdn_decode_case(num_seqs, MODEL, BF16, "cuda")
+        if tokens == 1
+        else verification(num_seqs, tokens, MODEL)
+        for _ in range(6)
+    ]
     cases = [case | dict(state_indices=cases[0]["state_indices"]) for case in cases]
     used = cases[0]["state_indices"].long()
     for case in cases:
@@ -217,7 +312,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(
             case[name] = torch.randn_like(case[name], dtype=F32).to(case[name].dtype) * 0.3
     weight = torch.randn(12352, 4096, dtype=BF16, device="cuda") / 64
     gates = norm_of(1, 32, BF16)
-    x = torch.randn(num_seqs, 4096, dtype=BF16, device="cuda")
+    x = torch.randn(num_seqs * tokens, 4096, dtype=BF16, device="cuda")
 
     def chain(overlap: bool) -> None:
         hidden = x
@@ -267,4 +362,11 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
     refused("ssm_state must be", ssm_state=case["ssm_state"].half())
     refused("conv_state must be", conv_state=case["conv_state"][:, :2])
     refused("conv_weight must be dense", conv_weight=case["conv_weight"][:, :3])
+    twice = {name: case[name].repeat(2, 1) for name in ("qkv", "a", "b")}
+    twice |= dict(out=case["out"].repeat(2, 1, 1))
+    refused("several tokens of a sequence need a ring", **twice)
+    several = verification(2, 3, SHARD)
+    short = replace(several["journal"], inputs=several["journal"].inputs[:, :1].contiguous())
+    refused("inputs must keep those", **several | dict(journal=short))
+    refused("keys must have slots", **verification(2, 1, SHARD, most_pending=MAX_PENDING + 1))
     refused("1, 2 or 4 value heads", **gdn_decode_case(2, (1, 8, 128, 128), BF16, "cuda"))

@@ -15,7 +15,8 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.journal import GatedNorm, Journal, JournalMemory, JournalShape, JournalSize
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.hopper_decode import (
-    MAX_PLACES,
+    MAX_PENDING,
+    MAX_TOKENS,
     takes_decode,
 )
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
@@ -24,8 +25,9 @@ HEADS = (1, 2, 128, 128)
 BF16 = torch.bfloat16
 
 
-def journal_of(size: JournalSize) -> Journal:
-    memory = JournalMemory(JournalShape(*HEADS, torch.float32), 1, 1, size, "cpu")
+def journal_of(size: JournalSize, input_dtype: torch.dtype = BF16) -> Journal:
+    shape = JournalShape(*HEADS, torch.float32, channels=512, input_dtype=input_dtype)
+    memory = JournalMemory(shape, 1, 1, size, "cpu")
     states = [torch.zeros(1, 2, 128, 128)]
     counts = tuple(torch.zeros(1, dtype=torch.int32) for _ in range(3))
     steps = torch.zeros(1, 4, dtype=torch.int32)
@@ -39,6 +41,16 @@ def problem(heads: tuple[int, int, int, int] = HEADS, **changes: Any) -> GdnDeco
     return GdnDecode(**given | dict(norm=norm) | changes)
 
 
+def tokens_of(count: int) -> dict[str, Any]:
+    """So many tokens of the sequence."""
+    given = problem()
+    changes = {name: getattr(given, name).expand(count, -1) for name in ("qkv", "a", "b")}
+    return changes | {
+        "journal": journal_of(JournalSize(4, count)),
+        "out": given.out.repeat(count, 1, 1),
+    }
+
+
 def every_other(x: Tensor) -> Tensor:
     """The same values two elements apart."""
     return torch.stack([x, x], dim=-1)[..., 0]
@@ -50,6 +62,8 @@ def test_what_is_taken() -> None:
     assert takes_decode(problem(journal=None, norm=None))
     assert takes_decode(problem(ssm_state=p.ssm_state.to(BF16)))
     assert takes_decode(problem(norm=replace(p.norm, weight=p.norm.weight.float())))
+    assert takes_decode(problem(journal=journal_of(JournalSize(MAX_PENDING, 8))))
+    assert takes_decode(problem(**tokens_of(MAX_TOKENS)))
 
 
 BASE = vars(problem())
@@ -66,8 +80,9 @@ BASE = vars(problem())
         pytest.param({"conv_weight": BASE["conv_weight"][:, :3]}, id="three taps"),
         pytest.param({"conv_state": BASE["conv_state"].float()}, id="wide inputs"),
         pytest.param({"ssm_state": BASE["ssm_state"].half()}, id="fp16 state"),
-        pytest.param({"journal": journal_of(JournalSize(MAX_PLACES + 1))}, id="many places"),
-        pytest.param({"journal": journal_of(JournalSize(7, 2))}, id="drafts"),
+        pytest.param({"journal": journal_of(JournalSize(MAX_PENDING + 1))}, id="much pending"),
+        pytest.param(tokens_of(MAX_TOKENS + 1), id="many tokens"),
+        pytest.param({"journal": journal_of(JournalSize(7, 2), torch.float32)}, id="wide drafts"),
         pytest.param({"qkv": strided(BASE["qkv"], 2)}, id="token stride"),
         pytest.param({"qkv": every_other(BASE["qkv"])}, id="every other channel"),
         pytest.param({"qkv": strided(BASE["qkv"])[:, 2:]}, id="token offset"),

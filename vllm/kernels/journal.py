@@ -122,6 +122,11 @@ class Journal:
         """The most tokens of a sequence that a step verifies."""
         return self.inputs.shape[1] + 1
 
+    @property
+    def most_pending(self) -> int:
+        """See `JournalSize`."""
+        return self.places - self.inputs.shape[1]
+
 
 @dataclass(frozen=True)
 class JournalStack:

@@ -26,7 +26,7 @@ struct Stream {
   int count;
   Place next;
   bool more;
-  int turn = 0, index = 0, key_head = 0, pass = 0, stage = 0;
+  int turn = 0, index = 0, number = 0, pass = 0, stage = 0;
 
   __device__ Stream(const GdnDecodeArgs& args_, const Tiles& tiles_, const FirstItems& first_,
                     const Buffers& buffers_, uint64_t* known_, uint64_t* barriers_, char* stages_,
@@ -41,7 +41,7 @@ struct Stream {
       wait_parity(known + next.index, next.phase);
       header = *buffers[next.index].headers;
     }
-    index = header.index, key_head = header.key_head, more = header.more;
+    index = header.index, number = header.number, more = header.more;
     ++turn;
     next.advance();
   }
@@ -54,7 +54,7 @@ struct Stream {
       take();
     }
     if (index >= 0) {
-      fetch_tile<State, ROWS>(args, index, key_head, tiles.row(pass), stages + stage * BYTES,
+      fetch_tile<State, ROWS>(args, index, number, tiles.row(pass), stages + stage * BYTES,
                               barriers + stage);
       if (++stage == count) stage = 0;
     }
@@ -62,19 +62,19 @@ struct Stream {
   }
 };
 
-template <typename State, int R>
+template <typename State, int R, bool SEVERAL>
 __device__ void run_consumers(const GdnDecodeArgs& args, const FirstItems& first,
                               const Barriers& barriers, const Buffers& buffers, char* stages,
                               int count) {
   constexpr int ROWS = 4 * R;
   using Tiled = Stream<State, ROWS>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Tiles tiles(args.group, warp, ROWS);
+  const Tiles tiles(args.heads, warp, ROWS);
   uint64_t* full = barriers.tiles + warp * kMaxStages;
   char* own = stages + warp * count * Tiled::BYTES;
   Tiled stream(args, tiles, first, buffers, barriers.known, full, own, count);
   for (int i = 0; i < count; ++i) stream.fetch();
-  const Consumer<State, R> consumer{args, lane / 8, lane % 8};
+  const Consumer<State, R, SEVERAL> consumer{args, lane / 8, lane % 8};
   uint32_t tile_phase = 0;
   int stage = 0;
   bool more = first.any();
@@ -100,23 +100,21 @@ __device__ void run_consumers(const GdnDecodeArgs& args, const FirstItems& first
       __syncwarp();
       stream.fetch();
       consumer.replay(tile, buffer, header.pending, tiles.row(pass));
-      if (pass == 0) {
-        wait_parity(barriers.vectors + place.index, place.phase);
-        vectors.load(buffer, consumer.member);
-      }
-      consumer.step(tile, buffer, vectors, header, tiles.row(pass));
+      consumer.steps(
+          tile, buffer, vectors, header, tiles.row(pass), pass,
+          [&](int) { wait_parity(barriers.vectors + place.index, place.phase); }, [](int) {});
     }
     __syncwarp();
     if (lane == 0) arrive(barriers.done + place.index);
   }
 }
 
-template <typename State, int R>
+template <typename State, int R, bool SEVERAL>
 __global__ void __launch_bounds__(kThreads, 1)
     gdn_decode_kernel(const __grid_constant__ GdnDecodeArgs args, int stages) {
   extern __shared__ __align__(128) char shared[];
   const Layout layout(args, Stream<State, 4 * R>::BYTES, stages);
-  FirstItems first(args, args.n * args.k_heads);
+  FirstItems first(args, args.n * args.items);
   const Barriers barriers(shared);
   barriers.init();
   if (gridDim.x < first.count) {
@@ -128,9 +126,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   launch_dependents();
   const Buffers buffers{args, shared + layout.buffers, layout.buffer_bytes};
   if (threadIdx.x < 32 * kConsumers) {
-    run_consumers<State, R>(args, first, barriers, buffers, shared + layout.stages, stages);
+    run_consumers<State, R, SEVERAL>(args, first, barriers, buffers, shared + layout.stages,
+                                     stages);
   } else {
-    Preparation(args, barriers, buffers, first).run();
+    Preparation<SEVERAL>(args, barriers, buffers, first).run();
   }
 }
 

@@ -26,30 +26,32 @@ __device__ inline int count_sequences(const GdnDecodeArgs& args, int* of_warps) 
 constexpr int kTogether = 8, kShift = 3;
 
 __device__ inline int count_items(const GdnDecodeArgs& args, int sequences) {
-  return min(args.n, (sequences + kTogether - 1) / kTogether * kTogether) * args.k_heads;
+  return min(args.n, (sequences + kTogether - 1) / kTogether * kTogether) * args.items;
 }
 
 // What is known of an item from the start; `more` is not.
-__device__ inline Header look_up(const GdnDecodeArgs& args, int seq, int key_head) {
+__device__ inline Header look_up(const GdnDecodeArgs& args, int seq, int number) {
   Header found{};
   found.seq = seq;
-  found.key_head = key_head;
+  found.number = number;
   found.index = args.indices[seq];
-  found.commit = 1;
+  found.commit = true;
   if (args.steps != nullptr) {
     const int4 step = reinterpret_cast<const int4*>(args.steps)[seq];
+    found.row = step.x;
+    found.first = step.w;
     if (found.index >= 0) found.pending = step.y;
-    found.commit = step.z;
-    found.slot = step.x * args.slots + step.y;
+    found.commit = step.z != 0;
+    if (found.index >= 0 && args.drafts > 0) found.taken = args.taken[step.x];
   }
   return found;
 }
 
 __device__ inline Header look_up(const GdnDecodeArgs& args, int id) {
-  const int size = kTogether * args.k_heads, part = id / size;
+  const int size = kTogether * args.items, part = id / size;
   const bool whole = (part + 1) * kTogether <= args.n;
-  const int in_part = whole ? (id + part % kTogether * kShift * args.k_heads) % size : id % size;
-  return look_up(args, part * kTogether + in_part / args.k_heads, in_part % args.k_heads);
+  const int in_part = whole ? (id + part % kTogether * kShift * args.items) % size : id % size;
+  return look_up(args, part * kTogether + in_part / args.items, in_part % args.items);
 }
 
 // A CTA's first items, which are its own for certain: every warp knows them, item `i` in lane `i`.
@@ -70,13 +72,14 @@ struct FirstItems {
   __device__ Header operator[](int turn) const {
     Header item;
     item.index = __shfl_sync(~0u, own.index, turn);
-    item.pending = __shfl_sync(~0u, own.pending, turn);
-    item.commit = __shfl_sync(~0u, own.commit, turn);
-    item.slot = __shfl_sync(~0u, own.slot, turn);
     item.seq = __shfl_sync(~0u, own.seq, turn);
-    item.key_head = __shfl_sync(~0u, own.key_head, turn);
+    item.number = __shfl_sync(~0u, own.number, turn);
+    item.row = __shfl_sync(~0u, own.row, turn);
+    item.first = __shfl_sync(~0u, own.first, turn);
+    item.pending = __shfl_sync(~0u, own.pending, turn);
+    item.taken = __shfl_sync(~0u, own.taken, turn);
+    item.commit = __shfl_sync(~0u, own.commit, turn);
     item.more = id(turn + 1) < count;
-    item.unused = 0;
     return item;
   }
 };

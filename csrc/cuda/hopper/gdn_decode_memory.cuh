@@ -19,45 +19,76 @@ constexpr int kAhead = 8192;
 constexpr int kBuffers = 3;  // items in work
 constexpr int kLag = 1;      // items between fetching the inputs of one and computing on them
 
-struct Header {
-  int index;    // the sequence's block, negative: nothing to do
+struct alignas(16) Header {
+  int index;  // the sequence's block, negative: nothing to do
+  int seq, number;  // of the item among the sequence's
+  int row;      // of the ring
+  int first;    // slot of the first pending token
   int pending;  // tokens to replay
-  int commit;   // whether to write the state
-  int slot;     // of the ring, where this token goes otherwise
-  int seq, key_head;
-  int more;     // whether the CTA has an item after this one
-  int unused;
+  int taken;    // accepted drafts, whose inputs are the newest
+  bool commit;  // whether the first token writes the state
+  bool more;    // whether the CTA has an item after this one
+
+  // Which slot of its row has the token `i` after the first pending one; which of the ring's.
+  __device__ int slot_of_row(const GdnDecodeArgs& args, int i) const {
+    const int at = first + i;
+    return at < args.slots ? at : at - args.slots;
+  }
+  __device__ int64_t slot(const GdnDecodeArgs& args, int i) const {
+    return int64_t(row) * args.slots + slot_of_row(args, i);
+  }
+  // Whether the ring keeps token `t` of the step, and after how many since the first pending one.
+  __device__ bool keeps(int t) const { return t > 0 || !commit; }
+  __device__ int before(int t) const { return pending + t - commit; }
 };
 
-// What the tokens of one item (a sequence's key head and the value heads of its group) are made of.
+// What the tokens of one item (a sequence's key head and value heads of its group) are made of.
 struct Buffer {
   float *keys, *errors, *q, *k, *v, *out, *decays;
-  float2* gates;         // decay, beta
-  uint2* inputs;         // of the convolution: [part, 4, lane], the newest last
-  uint2* z;              // gates of the norm: [head, lane]
-  uint32_t* gate_words;  // what each value head's decay and beta are made of: A_log, dt_bias, a, b
+  float2* gates;         // decay, beta: [token, head]
+  uint2* inputs;         // of the convolution before the step's: [part, 3, lane], the newest last
+  uint2* z;              // gates of the norm: [token, head, lane]
+  uint4* gate_words;     // what decay and beta are made of, A_log, dt_bias, a, b: [token, head]
   Header* headers;       // each preparing warp's own; the first is the consumers', too
 
-  __host__ __device__ static int bytes(int group, int slots) {
-    const int rows = slots * (1 + group) + 2 + 2 * group;
-    return 4 * rows * kHeadDim + round_up(4 * slots * group) + round_up(8 * group) +
-           8 * 32 * (4 * (2 + group) + group) + 16 * kMaxGroup + 32 * kPreparers;
+  __host__ __device__ static int bytes(const GdnDecodeArgs& args) {
+    const int heads = args.heads, pending = args.most_pending, tokens = args.tokens;
+    const int rows = pending * (1 + heads) + tokens * (2 + 2 * heads);
+    return 4 * rows * kHeadDim + round_up(4 * pending * heads) + round_up(8 * tokens * heads) +
+           8 * 32 * (3 * (2 + heads) + tokens * heads) + 16 * tokens * heads +
+           sizeof(Header) * kPreparers;
   }
   __host__ __device__ static constexpr int round_up(int bytes) { return (bytes + 15) & ~15; }
 
-  __device__ Buffer(char* base, int group, int slots) {
+  __device__ Buffer(char* base, const GdnDecodeArgs& args) {
+    const int heads = args.heads, pending = args.most_pending, tokens = args.tokens;
     keys = reinterpret_cast<float*>(base);
-    errors = keys + slots * kHeadDim;
-    q = errors + slots * group * kHeadDim;
+    errors = keys + pending * kHeadDim;
+    q = errors + pending * heads * kHeadDim;
     k = q + kHeadDim;
     v = k + kHeadDim;
-    out = v + group * kHeadDim;
-    decays = out + group * kHeadDim;
-    gates = reinterpret_cast<float2*>(decays + round_up(4 * slots * group) / 4);
-    inputs = reinterpret_cast<uint2*>(reinterpret_cast<char*>(gates) + round_up(8 * group));
-    z = inputs + 32 * 4 * (2 + group);
-    gate_words = reinterpret_cast<uint32_t*>(z + 32 * group);
-    headers = reinterpret_cast<Header*>(gate_words + 4 * kMaxGroup);
+    out = v + heads * kHeadDim;
+    decays = q + tokens * vectors(heads);
+    gates = reinterpret_cast<float2*>(decays + round_up(4 * pending * heads) / 4);
+    inputs = reinterpret_cast<uint2*>(reinterpret_cast<char*>(gates) +
+                                      round_up(8 * tokens * heads));
+    z = inputs + 32 * 3 * (2 + heads);
+    gate_words = reinterpret_cast<uint4*>(z + 32 * tokens * heads);
+    headers = reinterpret_cast<Header*>(gate_words + tokens * heads);
+  }
+  // Floats of a token's q, k, v and output.
+  __host__ __device__ static constexpr int vectors(int heads) { return (2 + 2 * heads) * kHeadDim; }
+
+  // The same with what belongs to token `t` alone.
+  __device__ Buffer of_token(int t, int heads) const {
+    Buffer of = *this;
+    of.q += t * vectors(heads);
+    of.k += t * vectors(heads);
+    of.v += t * vectors(heads);
+    of.out += t * vectors(heads);
+    of.gates += t * heads;
+    of.z += t * 32 * heads;
+    return of;
   }
 };
 
@@ -66,7 +97,7 @@ struct Buffers {
   char* base;
   int bytes;  // of each
   __device__ Buffer operator[](int i) const {
-    return Buffer(base + i * bytes, args.group, args.slots);
+    return Buffer(base + i * bytes, args);
   }
 };
 
@@ -82,24 +113,26 @@ struct Place {
   }
 };
 
-// Of every stage: its tile is here. Of every buffer: its header is, its ring's entries are, its
-// vectors are, the consumers are done with it.
+// Of every stage: its tile is here. Of every buffer: its header is, its ring's entries are. Of
+// every buffer, or every token of the only one: its vectors are, the consumers are done with it.
 struct Barriers {
   uint64_t *tiles, *known, *ring, *vectors, *done;
-  static constexpr int bytes = 8 * (kConsumers * kMaxStages + 4 * kBuffers);
+  static constexpr int kTokens = kBuffers > kMaxTokens ? kBuffers : kMaxTokens;
+  static constexpr int count = kConsumers * kMaxStages + 2 * kBuffers + 2 * kTokens;
+  static constexpr int bytes = 8 * count;
 
   __device__ explicit Barriers(char* base) {
     tiles = reinterpret_cast<uint64_t*>(base);
     known = tiles + kConsumers * kMaxStages;
     ring = known + kBuffers;
     vectors = ring + kBuffers;
-    done = vectors + kBuffers;
+    done = vectors + kTokens;
   }
   // By all threads of the CTA.
   __device__ void init() const {
     const int i = threadIdx.x;
-    static_assert(kConsumers * kMaxStages + 4 * kBuffers <= kThreads);
-    if (tiles + i < done + kBuffers) {
+    static_assert(count <= kThreads);
+    if (i < count) {
       const int arrivals = tiles + i < ring      ? 1
                            : tiles + i < vectors ? 1 + 32  // the copies of all lanes
                            : tiles + i < done    ? kPreparers
@@ -118,7 +151,7 @@ struct Layout {
       : words(Barriers::bytes),
         stages((words + kThreads / 8 + 127) & ~127),
         buffers(stages + count * kConsumers * stage_bytes),
-        buffer_bytes(Buffer::bytes(args.group, args.slots)) {}
+        buffer_bytes(Buffer::bytes(args)) {}
   __host__ __device__ int bytes(int items) const {
     return buffers + (items < kBuffers ? items : kBuffers) * buffer_bytes;
   }

@@ -8,8 +8,9 @@ namespace vllm_cuda::gdn_decode {
 
 // Items go through the buffers: fetched, `kLag` items later made into vectors, finished once the
 // consumers are done.
+template <bool SEVERAL>
 struct Preparation {
-  Preparer preparer;
+  Preparer<SEVERAL> preparer;
   const Barriers& barriers;
   const Buffers& buffers;
   const FirstItems& first;
@@ -66,7 +67,7 @@ struct Preparation {
   __device__ void fetch_first() {
     bool more = fetching;
     for (int i = 1; i < kBuffers; ++i) fetch_early();
-    if (more) preparer.load_taps(header_in(0).key_head);
+    if (more) preparer.load_taps(header_in(0).number);
     wait_for_predecessors();
     for (int i = 0; i < kBuffers - 1; ++i) {
       if (more) {
@@ -87,7 +88,7 @@ struct Preparation {
     preparer.make_vectors(header, to, barriers.vectors + made.index);
     making = header.more;
     made.advance();
-    if (making) preparer.load_taps(header_in(made.index).key_head);
+    if (making) preparer.load_taps(header_in(made.index).number);
   }
 
   __device__ void run() {
@@ -98,7 +99,12 @@ struct Preparation {
       const Header header = header_in(place.index);
       fetch_next();  // into the buffer of the item before this one, which is finished
       make_next();
-      preparer.finish(header, buffers[place.index], barriers.done + place.index, place.phase);
+      wait_parity(barriers.done + place.index, place.phase);
+      if (header.index >= 0) {
+        preparer.each_head([&](int, int t, int head) {
+          preparer.finish(header, buffers[place.index], t, head);
+        });
+      }
       more = header.more;
     }
   }

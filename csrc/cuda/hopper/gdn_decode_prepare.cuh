@@ -13,13 +13,15 @@ struct Taps {
   uint2 bias;
 };
 
+// SEVERAL: tokens of each sequence.
+template <bool SEVERAL>
 struct Preparer {
   static constexpr int PARTS = (2 + kMaxGroup + kPreparers - 1) / kPreparers;  // of a warp
   const GdnDecodeArgs& args;
   int warp, lane;
   float4 weight;  // of the norm, this lane's
   Taps taps[PARTS];
-  int tapped;  // the key head they are for
+  int tapped;  // the item they are for
 
   __device__ explicit Preparer(const GdnDecodeArgs& args_)
       : args(args_), warp(threadIdx.x / 32 - kConsumers), lane(threadIdx.x % 32), weight{}, taps{},
@@ -29,13 +31,14 @@ struct Preparer {
                                        : widen(static_cast<const uint2*>(args.norm_weight)[lane]);
   }
 
-  __device__ int channels() const { return (2 + args.group) * args.k_heads * kHeadDim; }
+  __device__ int tokens() const { return SEVERAL ? args.tokens : 1; }  // of each sequence
+  __device__ int k_heads() const { return args.items >> args.sharing; }
+  __device__ int channels() const { return (2 * k_heads() + args.items * args.heads) * kHeadDim; }
 
-  // First channel of part 0 (q), 1 (k), 2, ... (the group's v).
-  __device__ int channel(int part, int key_head) const {
-    const int head = part == 0   ? key_head
-                     : part == 1 ? args.k_heads + key_head
-                                 : 2 * args.k_heads + key_head * args.group + part - 2;
+  // First channel of part 0 (q), 1 (k), 2, ... (v of the item's heads).
+  __device__ int channel(int part, int number) const {
+    const int head = part < 2 ? part * k_heads() + (number >> args.sharing)
+                              : 2 * k_heads() + number * args.heads + part - 2;
     return head * kHeadDim + 4 * lane;
   }
   template <typename F>
@@ -43,18 +46,18 @@ struct Preparer {
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
       const int part = warp + i * kPreparers;
-      if (part < 2 + args.group) f(i, part);
+      if (part < 2 + args.heads) f(i, part);
     }
   }
 
-  __device__ void load_taps(int key_head) {
-    if (key_head == tapped) return;
-    tapped = key_head;
+  __device__ void load_taps(int number) {
+    if (number == tapped) return;
+    tapped = number;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
       const int part = warp + i * kPreparers;
-      if (part >= 2 + args.group) continue;
-      const int c = channel(part, key_head);
+      if (part >= 2 + args.heads) continue;
+      const int c = channel(part, number);
       const auto* words =
           reinterpret_cast<const uint4*>(static_cast<const uint2*>(args.conv_weight) + c);
       taps[i].words[0] = words[0];
@@ -66,18 +69,20 @@ struct Preparer {
 
   // The ring's pending entries, for the consumers.
   __device__ void announce(const Header& header, const Buffer& to, uint64_t* barrier) const {
-    const int key_head = header.key_head;
-    const int heads = args.k_heads * args.group, all = args.group * kHeadDim;
-    const int64_t slots = header.slot - header.pending;
+    const int number = header.number, key_head = number >> args.sharing;
+    const int heads = args.items * args.heads, all = args.heads * kHeadDim;
+    static_assert(kMaxPending <= 32);
     if (lane < header.pending) {
-      const float* keys = args.keys + ((slots + lane) * args.k_heads + key_head) * kHeadDim;
+      const int64_t slot = header.slot(args, lane);
+      const float* keys = args.keys + (slot * k_heads() + key_head) * kHeadDim;
       bulk_copy(to.keys + lane * kHeadDim, keys, 4 * kHeadDim, barrier);
-      const float* errors = args.errors + (slots + lane) * heads * kHeadDim + key_head * all;
+      const float* errors = args.errors + slot * heads * kHeadDim + number * all;
       bulk_copy(to.errors + lane * all, errors, 4 * all, barrier);
     }
-    const float* decays = args.decays + slots * heads + key_head * args.group;
-    for (int i = lane; i < header.pending * args.group; i += 32) {
-      copy_word<4>(to.decays + i, decays + i / args.group * heads + i % args.group);
+    const float* decays = args.decays + number * args.heads;
+    for (int i = lane; i < header.pending * args.heads; i += 32) {
+      const int64_t slot = header.slot(args, i / args.heads);
+      copy_word<4>(to.decays + i, decays + slot * heads + i % args.heads);
     }
     arrive_after_copies(barrier);
     if (lane == 0) arrive_expecting(barrier, header.pending * 4 * (kHeadDim + all));
@@ -86,50 +91,90 @@ struct Preparer {
   __device__ __nv_bfloat16* conv_rows(int index, int c) const {
     return static_cast<__nv_bfloat16*>(args.conv_state) + index * args.conv_stride + c;
   }
+  __device__ __nv_bfloat16* draft_rows(int row, int c) const {
+    return static_cast<__nv_bfloat16*>(args.inputs) + int64_t(row) * args.drafts * channels() + c;
+  }
+  // The three inputs before the step's, the oldest first: the state's and the accepted drafts'.
+  __device__ const __nv_bfloat16* past_input(const Header& header, int i, int c) const {
+    const int at = i + header.taken;
+    return at < kConvWidth - 1
+               ? conv_rows(header.index, c) + at * channels()
+               : draft_rows(header.row, c) + (at - (kConvWidth - 1)) * channels();
+  }
+  __device__ const __nv_bfloat16* new_input(const Header& header, int t, int c) const {
+    return static_cast<const __nv_bfloat16*>(args.qkv) + token(header, t) * args.qkv_stride + c;
+  }
+  // Number of a sequence's token `t` in the step.
+  __device__ int64_t token(const Header& header, int t) const {
+    return int64_t(header.seq) * tokens() + t;
+  }
 
   // Starts fetching what no kernel ahead writes of an item.
   __device__ void fetch_early(const Header& header, const Buffer& to, uint64_t* ring) const {
     if (warp == 0) announce(header, to, ring);
     if (header.index < 0) return;
-    if (gating() && lane < args.group) {
-      const int head = header.key_head * args.group + lane;
-      copy_word<4>(to.gate_words + 4 * lane, args.A_log + head);
-      copy_word<4>(to.gate_words + 4 * lane + 1, args.dt_bias + head);
-    }
+    each_gate([&](int i, int, int head) {
+      uint32_t* words = &to.gate_words[i].x;
+      copy_word<4>(words, args.A_log + header.number * args.heads + head);
+      copy_word<4>(words + 1, args.dt_bias + header.number * args.heads + head);
+    });
     each_part([&](int, int part) {
-      const auto* rows = conv_rows(header.index, channel(part, header.key_head));
+      const int c = channel(part, header.number);
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        copy_word<8>(to.inputs + (part * 4 + i) * 32 + lane, rows + i * channels());
+        copy_word<8>(to.inputs + (part * 3 + i) * 32 + lane, past_input(header, i, c));
       }
     });
   }
   // And the rest of it.
   __device__ void fetch_late(const Header& header, const Buffer& to) const {
     if (header.index < 0) return;
-    const int64_t seq = header.seq;
-    const auto* qkv = static_cast<const __nv_bfloat16*>(args.qkv) + seq * args.qkv_stride;
     each_part([&](int, int part) {
-      copy_word<8>(to.inputs + (part * 4 + 3) * 32 + lane, qkv + channel(part, header.key_head));
+      for (int t = 0; t < tokens(); ++t) {
+        copy_word<8>(waiting(to, t, part), new_input(header, t, channel(part, header.number)));
+      }
     });
-    if (warp < args.group && args.gate != nullptr) {
-      const auto* z = static_cast<const __nv_bfloat16*>(args.gate) + seq * args.gate_stride;
-      const int head = header.key_head * args.group + warp;
-      copy_word<8>(to.z + warp * 32 + lane, z + head * kHeadDim + 4 * lane);
+    if (args.gate != nullptr) {
+      each_head([&](int i, int t, int head) {
+        copy_word<8>(to.z + i * 32 + lane, norm_gate(header, t, head));
+      });
     }
-    if (gating() && lane < args.group) {
-      uint32_t* words = to.gate_words + 4 * lane;
-      copy_word<4>(words + 2, word_of(gate_input(args.a, args.a_stride, header)));
-      copy_word<4>(words + 3, word_of(gate_input(args.b, args.b_stride, header)));
-    }
+    each_gate([&](int i, int t, int head) {
+      uint32_t* words = &to.gate_words[i].x;
+      copy_word<4>(words + 2, word_of(gate_input(args.a, args.a_stride, header, t, head)));
+      copy_word<4>(words + 3, word_of(gate_input(args.b, args.b_stride, header, t, head)));
+    });
+  }
+  // Where a token's input waits: where what is made of it goes.
+  __device__ uint2* waiting(const Buffer& of, int t, int part) const {
+    float* vectors = of.of_token(t, args.heads).q;
+    return reinterpret_cast<uint2*>(vectors + part * kHeadDim + 4 * lane);
+  }
+  // This lane's of the item's value head `head`.
+  __device__ const __nv_bfloat16* norm_gate(const Header& header, int t, int head) const {
+    const auto* row =
+        static_cast<const __nv_bfloat16*>(args.gate) + token(header, t) * args.gate_stride;
+    return row + (header.number * args.heads + head) * kHeadDim + 4 * lane;
   }
 
-  // Whether this warp makes the gates, one value head in a lane.
-  __device__ bool gating() const { return warp == kPreparers - 1; }
-  __device__ const __nv_bfloat16* gate_input(const void* of, int64_t stride,
-                                             const Header& header) const {
-    const auto* row = static_cast<const __nv_bfloat16*>(of) + header.seq * stride;
-    return row + header.key_head * args.group + lane;
+  // This warp's among the tokens' value heads.
+  template <typename F>
+  __device__ void each_head(F f) const {
+    for (int i = warp; i < tokens() * args.heads; i += kPreparers) {
+      f(i, i / args.heads, i % args.heads);
+    }
+  }
+  // Of these, the one whose gates this lane makes: the first ones' in the last warp.
+  template <typename F>
+  __device__ void each_gate(F f) const {
+    static_assert(kMaxTokens * kMaxGroup <= 32 * kPreparers);
+    const int i = 32 * (kPreparers - 1 - warp) + lane;
+    if (i < tokens() * args.heads) f(i, i / args.heads, i % args.heads);
+  }
+  __device__ const __nv_bfloat16* gate_input(const void* of, int64_t stride, const Header& header,
+                                             int t, int head) const {
+    const auto* row = static_cast<const __nv_bfloat16*>(of) + token(header, t) * stride;
+    return row + header.number * args.heads + head;
   }
   // The four aligned bytes that an element lies in.
   __device__ static const void* word_of(const __nv_bfloat16* at) {
@@ -138,28 +183,29 @@ struct Preparer {
   __device__ static float element_of(uint32_t word, const __nv_bfloat16* at) {
     return __uint_as_float(reinterpret_cast<uintptr_t>(at) & 2 ? word & 0xffff0000u : word << 16);
   }
-  // Of the group's value head `lane`.
   __device__ void make_gates(const Header& header, const Buffer& to) const {
-    const uint4 words = *reinterpret_cast<const uint4*>(to.gate_words + 4 * lane);
-    const float a = element_of(words.z, gate_input(args.a, args.a_stride, header));
-    const float b = element_of(words.w, gate_input(args.b, args.b_stride, header));
-    make_gates(header, to, __uint_as_float(words.x), __uint_as_float(words.y), a, b);
+    each_gate([&](int i, int t, int head) {
+      const uint4 words = to.gate_words[i];
+      const float a = element_of(words.z, gate_input(args.a, args.a_stride, header, t, head));
+      const float b = element_of(words.w, gate_input(args.b, args.b_stride, header, t, head));
+      make_gates(header, to, t, head, __uint_as_float(words.x), __uint_as_float(words.y), a, b);
+    });
   }
-  __device__ void make_gates(const Header& header, const Buffer& to, float A_log, float dt_bias,
-                             float a, float b) const {
+  __device__ void make_gates(const Header& header, const Buffer& to, int t, int head, float A_log,
+                             float dt_bias, float a, float b) const {
     const float x = a + dt_bias;
     // log(1 + exp(x)), accurate where it is tiny: slow decays live there.
     const float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
     const float decay = expf(-expf(A_log) * softplus);
-    to.gates[lane] = make_float2(decay, sigmoid(b));
-    if (!header.commit) {
-      const int head = header.key_head * args.group + lane;
-      args.decays[int64_t(header.slot) * args.k_heads * args.group + head] = decay;
+    to.gates[t * args.heads + head] = make_float2(decay, sigmoid(b));
+    if (header.keeps(t)) {
+      float* decays = args.decays + header.slot(args, header.before(t)) * args.items * args.heads;
+      decays[header.number * args.heads + head] = decay;
     }
   }
 
-  // `words`: the inputs, the newest last.
-  __device__ void convolve(int part, const Header& header, const Taps& with,
+  // `words`: the inputs up to token `t`'s, the newest last; `to`: of that token.
+  __device__ void convolve(int part, const Header& header, int t, const Taps& with,
                            const uint2 (&words)[4], const Buffer& to) const {
     const Four taps[4] = {widen(make_uint2(with.words[0].x, with.words[0].y)),
                           widen(make_uint2(with.words[0].z, with.words[0].w)),
@@ -182,13 +228,30 @@ struct Preparer {
     }
     const float4 result = y.vector();
     *reinterpret_cast<float4*>(to.q + part * kHeadDim + 4 * lane) = result;
-    if (part == 1 && !header.commit) {
-      const int64_t slot = int64_t(header.slot) * args.k_heads + header.key_head;
-      *reinterpret_cast<float4*>(args.keys + slot * kHeadDim + 4 * lane) = result;
+    // What items share one of them writes.
+    const int key_head = header.number >> args.sharing;
+    if (part < 2 && header.number != key_head << args.sharing) return;
+    if (part == 1 && header.keeps(t)) {
+      const int64_t key = header.slot(args, header.before(t)) * k_heads() + key_head;
+      *reinterpret_cast<float4*>(args.keys + key * kHeadDim + 4 * lane) = result;
     }
-    auto* state = conv_rows(header.index, channel(part, header.key_head));
+    const int c = channel(part, header.number);
+    if (t > 0) {
+      *reinterpret_cast<uint2*>(draft_rows(header.row, c) + (t - 1) * channels()) = words[3];
+      return;
+    }
+    auto* state = conv_rows(header.index, c);
 #pragma unroll
     for (int i = 0; i < 3; ++i) *reinterpret_cast<uint2*>(state + i * channels()) = words[i + 1];
+  }
+
+  // Token `t`, whose input waits; `words`: the inputs before it, then before the next.
+  __device__ void convolve_next(int part, const Header& header, int t, const Taps& with,
+                                uint2 (&words)[4], const Buffer& to) const {
+    words[3] = *waiting(to, t, part);
+    convolve(part, header, t, with, words, to.of_token(t, args.heads));
+#pragma unroll
+    for (int j = 0; j < 3; ++j) words[j] = words[j + 1];
   }
 
   // q, k, v and gates for the consumers, once they are fetched.
@@ -197,31 +260,29 @@ struct Preparer {
       each_part([&](int i, int part) {
         uint2 words[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = to.inputs[(part * 4 + j) * 32 + lane];
-        convolve(part, header, taps[i], words, to);
+        for (int j = 0; j < 3; ++j) words[j] = to.inputs[(part * 3 + j) * 32 + lane];
+        for (int t = 0; t < tokens(); ++t) convolve_next(part, header, t, taps[i], words, to);
       });
-      if (gating() && lane < args.group) make_gates(header, to);
+      make_gates(header, to);
     }
     __syncwarp();
     if (lane == 0) arrive(vectors);
   }
 
-  // The gated norm of this warp's head, once the recurrence is `done`.
-  __device__ void finish(const Header& header, const Buffer& from, uint64_t* done,
-                         uint32_t phase) const {
-    wait_parity(done, phase);
-    const int seq = header.seq, head = header.key_head * args.group + warp;
-    if (warp >= args.group || header.index < 0) return;
-    float4 o = *reinterpret_cast<const float4*>(from.out + warp * kHeadDim + 4 * lane);
+  // The gated norm of the item's value head `head`, token `t`.
+  __device__ void finish(const Header& header, const Buffer& with, int t, int head) const {
+    const Buffer from = with.of_token(t, args.heads);
+    float4 o = *reinterpret_cast<const float4*>(from.out + head * kHeadDim + 4 * lane);
     if (args.gate != nullptr) {
       const float squares = warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w);
       const float norm = rsqrtf(squares / kHeadDim + args.eps);
-      const float4 z = widen(from.z[warp * 32 + lane]);
+      const float4 z = widen(from.z[head * 32 + lane]);
       o = make_float4(gated(o.x, norm, weight.x, z.x), gated(o.y, norm, weight.y, z.y),
                       gated(o.z, norm, weight.z, z.z), gated(o.w, norm, weight.w, z.w));
     }
-    auto* out = static_cast<__nv_bfloat16*>(args.out) + seq * args.out_stride + head * kHeadDim;
-    *reinterpret_cast<uint2*>(out + 4 * lane) = narrow(o);
+    auto* out = static_cast<__nv_bfloat16*>(args.out) + token(header, t) * args.out_stride;
+    out += (header.number * args.heads + head) * kHeadDim + 4 * lane;
+    *reinterpret_cast<uint2*>(out) = narrow(o);
   }
 
   __device__ float gated(float o, float norm, float weight, float z) const {

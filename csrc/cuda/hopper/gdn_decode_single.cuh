@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decode step of few sequences: every CTA has one item, and nothing hides how long its loads
 // take. They go to registers, as few as can be after another.
+//
+// Of several tokens of a sequence each takes the state that the one before it left, by the
+// operations of a step of its own and its replay: the bits are those of as many steps.
 #pragma once
 
 #include "gdn_decode_prepare.cuh"
@@ -8,94 +11,128 @@
 
 namespace vllm_cuda::gdn_decode {
 
+// Before a CTA writes what it shares with the others of its cluster, all have read it.
+__device__ inline void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ inline void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // One item on its way through the only buffer.
+template <bool SEVERAL>
 struct SinglePreparation {
-  Preparer preparer;
+  using Own = Preparer<SEVERAL>;
+  Own preparer;
   const Barriers& barriers;
   Buffer buffer;
   Header header;
 
   __device__ SinglePreparation(const GdnDecodeArgs& args, const Barriers& barriers_,
-                               const Buffer& buffer_, int seq, int key_head)
+                               const Buffer& buffer_, int seq, int number)
       : preparer(args), barriers(barriers_), buffer(buffer_),
-        header(look_up(args, seq, key_head)) {}
+        header(look_up(args, seq, number)) {}
 
   // What no kernel ahead writes is fetched before they are complete.
   __device__ void make_vectors() {
     const GdnDecodeArgs& args = preparer.args;
-    const int lane = preparer.lane, head = header.key_head * args.group + lane;
-    const bool gating = preparer.gating() && lane < args.group;
+    const int heads = header.number * args.heads;
     float A_log = 0, dt_bias = 0;
-    if (gating) A_log = args.A_log[head], dt_bias = args.dt_bias[head];
-    uint2 inputs[Preparer::PARTS][4];
+    preparer.each_gate([&](int, int, int head) {
+      A_log = args.A_log[heads + head], dt_bias = args.dt_bias[heads + head];
+    });
+    uint2 inputs[Own::PARTS][4];
     preparer.each_part([&](int i, int part) {
-      const auto* rows = preparer.conv_rows(header.index, preparer.channel(part, header.key_head));
+      const int c = preparer.channel(part, header.number);
 #pragma unroll
       for (int j = 0; j < 3; ++j) {
-        inputs[i][j] = *reinterpret_cast<const uint2*>(rows + j * preparer.channels());
+        inputs[i][j] = *reinterpret_cast<const uint2*>(preparer.past_input(header, j, c));
       }
     });
-    preparer.load_taps(header.key_head);
+    if (args.sharing > 0) arrive_at_cluster();
+    preparer.load_taps(header.number);
     wait_for_predecessors();
     float a = 0, b = 0;
-    if (gating) {
-      a = to_float(*preparer.gate_input(args.a, args.a_stride, header));
-      b = to_float(*preparer.gate_input(args.b, args.b_stride, header));
+    preparer.each_gate([&](int, int t, int head) {
+      a = to_float(*preparer.gate_input(args.a, args.a_stride, header, t, head));
+      b = to_float(*preparer.gate_input(args.b, args.b_stride, header, t, head));
+    });
+    preparer.each_part([&](int i, int part) {
+      const int c = preparer.channel(part, header.number);
+      if constexpr (SEVERAL) {
+        for (int t = 0; t < preparer.tokens(); ++t) {
+          copy_word<8>(preparer.waiting(buffer, t, part), preparer.new_input(header, t, c));
+        }
+      } else {
+        inputs[i][3] = *reinterpret_cast<const uint2*>(preparer.new_input(header, 0, c));
+      }
+    });
+    if constexpr (SEVERAL) {
+      end_group();
+      wait_groups<0>();
     }
-    const auto* qkv =
-        static_cast<const __nv_bfloat16*>(args.qkv) + header.seq * args.qkv_stride;
-    preparer.each_part([&](int i, int part) {
-      const int c = preparer.channel(part, header.key_head);
-      inputs[i][3] = *reinterpret_cast<const uint2*>(qkv + c);
-    });
-    preparer.each_part([&](int i, int part) {
-      preparer.convolve(part, header, preparer.taps[i], inputs[i], buffer);
-    });
-    if (gating) preparer.make_gates(header, buffer, A_log, dt_bias, a, b);
+    if (args.sharing > 0) wait_for_cluster();
+    for (int t = 0; t < preparer.tokens(); ++t) {
+      preparer.each_part([&](int i, int part) {
+        if constexpr (SEVERAL) {
+          preparer.convolve_next(part, header, t, preparer.taps[i], inputs[i], buffer);
+        } else {
+          preparer.convolve(part, header, 0, preparer.taps[i], inputs[i], buffer);
+        }
+      });
+      if (t == 0) {
+        preparer.each_gate([&](int, int of, int head) {
+          preparer.make_gates(header, buffer, of, head, A_log, dt_bias, a, b);
+        });
+      }
+      __syncwarp();
+      if (preparer.lane == 0) arrive(barriers.vectors + t);
+    }
   }
-  __device__ void fetch_z() const {
-    const GdnDecodeArgs& args = preparer.args;
-    if (preparer.warp >= args.group || args.gate == nullptr) return;
-    const auto* z = static_cast<const __nv_bfloat16*>(args.gate) + header.seq * args.gate_stride;
-    const int first = (header.key_head * args.group + preparer.warp) * kHeadDim;
-    buffer.z[preparer.warp * 32 + preparer.lane] =
-        *reinterpret_cast<const uint2*>(z + first + 4 * preparer.lane);
+  __device__ void fetch_norm_gates() const {
+    if (preparer.args.gate == nullptr) return;
+    preparer.each_head([&](int i, int t, int head) {
+      buffer.z[i * 32 + preparer.lane] =
+          *reinterpret_cast<const uint2*>(preparer.norm_gate(header, t, head));
+    });
   }
 
   __device__ void run() {
     if (preparer.lane == 0) buffer.headers[preparer.warp] = header;
     __syncwarp();
     if (preparer.warp == 0) preparer.announce(header, buffer, barriers.ring);
-    if (header.index >= 0) {
-      make_vectors();
-    } else {
+    if (header.index < 0) {
       wait_for_predecessors();
+      return;
     }
-    __syncwarp();
-    if (preparer.lane == 0) arrive(barriers.vectors);
-    if (header.index >= 0) fetch_z();
-    preparer.finish(header, buffer, barriers.done, 0);
+    make_vectors();
+    fetch_norm_gates();
+    preparer.each_head([&](int, int t, int head) {
+      wait_parity(barriers.done + t, 0);
+      preparer.finish(header, buffer, t, head);
+    });
   }
 };
 
-template <typename State, int R>
-__device__ void consume_single(const GdnDecodeArgs& args, int seq, int key_head,
+template <typename State, int R, bool SEVERAL>
+__device__ void consume_single(const GdnDecodeArgs& args, int seq, int number,
                                const Barriers& barriers, const Buffer& buffer, char* stages,
                                int count) {
   constexpr int ROWS = 4 * R, BYTES = ROWS * kHeadDim * sizeof(State);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Tiles tiles(args.group, warp, ROWS);
+  if (args.sharing > 0) arrive_at_cluster();
+  const Tiles tiles(args.heads, warp, ROWS);
   uint64_t* full = barriers.tiles + warp * kMaxStages;
   char* own = stages + warp * count * BYTES;
   const int index = __ldg(args.indices + seq), passes = index < 0 ? 0 : tiles.passes;
   const auto fetch = [&](int pass) {
     if (pass >= passes) return;
     const int stage = pass % count;
-    fetch_tile<State, ROWS>(args, index, key_head, tiles.row(pass), own + stage * BYTES,
+    fetch_tile<State, ROWS>(args, index, number, tiles.row(pass), own + stage * BYTES,
                             full + stage);
   };
   for (int i = 0; i < count; ++i) fetch(i);
-  const Consumer<State, R> consumer{args, lane / 8, lane % 8};
+  const Consumer<State, R, SEVERAL> consumer{args, lane / 8, lane % 8};
   wait_parity(barriers.ring, 0);
   const Header header = *buffer.headers;
   Vectors vectors;
@@ -106,18 +143,20 @@ __device__ void consume_single(const GdnDecodeArgs& args, int seq, int key_head,
     __syncwarp();
     fetch(pass + count);
     consumer.replay(tile, buffer, header.pending, tiles.row(pass));
-    if (pass == 0) {
-      wait_parity(barriers.vectors, 0);
-      vectors.load(buffer, consumer.member);
-    }
-    consumer.step(tile, buffer, vectors, header, tiles.row(pass));
+    consumer.steps(
+        tile, buffer, vectors, header, tiles.row(pass), pass,
+        [&](int t) { wait_parity(barriers.vectors + t, 0); },
+        [&](int t) {
+          if (pass + 1 < passes) return;
+          __syncwarp();
+          if (lane == 0) arrive(barriers.done + t);
+        });
   }
-  __syncwarp();
-  if (lane == 0) arrive(barriers.done);
 }
 
-// As many CTAs as items.
-template <typename State, int R>
+// As many CTAs as items, of which those that share a key head are a cluster. SEVERAL: tokens of each
+// sequence.
+template <typename State, int R, bool SEVERAL>
 __global__ void __launch_bounds__(kThreads, 1)
     gdn_decode_single_kernel(const __grid_constant__ GdnDecodeArgs args, int stages) {
   extern __shared__ __align__(128) char shared[];
@@ -126,12 +165,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   barriers.init();
   __syncthreads();
   launch_dependents();
-  const int seq = blockIdx.x / args.k_heads, key_head = blockIdx.x % args.k_heads;
-  const Buffer buffer(shared + layout.buffers, args.group, args.slots);
+  const int seq = blockIdx.x / args.items, number = blockIdx.x % args.items;
+  const Buffer buffer(shared + layout.buffers, args);
+  char* tiles = shared + layout.stages;
   if (threadIdx.x < 32 * kConsumers) {
-    consume_single<State, R>(args, seq, key_head, barriers, buffer, shared + layout.stages, stages);
+    consume_single<State, R, SEVERAL>(args, seq, number, barriers, buffer, tiles, stages);
   } else {
-    SinglePreparation(args, barriers, buffer, seq, key_head).run();
+    SinglePreparation<SEVERAL>(args, barriers, buffer, seq, number).run();
   }
 }
 

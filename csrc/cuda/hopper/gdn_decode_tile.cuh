@@ -41,11 +41,11 @@ struct Tiles {
 
 // Starts fetching ROWS rows of an item's states, the first of which is `row`. One lane does.
 template <typename State, int ROWS>
-__device__ void fetch_tile(const GdnDecodeArgs& args, int index, int key_head, int row, char* stage,
+__device__ void fetch_tile(const GdnDecodeArgs& args, int index, int number, int row, char* stage,
                            uint64_t* barrier) {
   if (threadIdx.x % 32 != 0) return;
   constexpr uint32_t bytes = ROWS * kHeadDim * sizeof(State);
-  const int first = key_head * args.group * kHeadDim + row;
+  const int first = number * args.heads * kHeadDim + row;
   const State* states = static_cast<const State*>(args.state) + index * args.state_stride;
   arrive_expecting(barrier, bytes);
   bulk_copy(stage, states + first * kHeadDim, bytes, barrier);
@@ -124,9 +124,11 @@ __device__ void load_rows(float (&x)[R], const float* from) {
 }
 
 // Sums of R keys' and R queries' products over the 8 lanes of a group. Lanes 0 to 3 get that of
-// key row `member % R`, lanes 4 to 7 that of the query row. The tree is the same for every R.
-template <int R>
-__device__ float contract(const float (&keys)[R], const float (&queries)[R], int member) {
+// key row `member % R`, lanes 4 to 7 that of the query row. The tree is the same for every R. All
+// lanes get the sums of `others`, on the way.
+template <int R, typename... Others>
+__device__ float contract(const float (&keys)[R], const float (&queries)[R], int member,
+                          Others&... others) {
   float half[R];
   const bool upper = member & 4;
 #pragma unroll
@@ -134,6 +136,7 @@ __device__ float contract(const float (&keys)[R], const float (&queries)[R], int
     half[r] = (upper ? queries[r] : keys[r]) +
               __shfl_xor_sync(~0u, upper ? keys[r] : queries[r], 4);
   }
+  ((others += __shfl_xor_sync(~0u, others, 4)), ...);
   if constexpr (R == 4) {
     const bool second = member & 2, odd = member & 1;
     float pair[2];
@@ -142,17 +145,21 @@ __device__ float contract(const float (&keys)[R], const float (&queries)[R], int
       pair[r] = (second ? half[r + 2] : half[r]) +
                 __shfl_xor_sync(~0u, second ? half[r] : half[r + 2], 2);
     }
+    ((others += __shfl_xor_sync(~0u, others, 2)), ...);
+    ((others += __shfl_xor_sync(~0u, others, 1)), ...);
     return (odd ? pair[1] : pair[0]) + __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
   } else {
     static_assert(R == 2);
     const bool odd = member & 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) half[r] += __shfl_xor_sync(~0u, half[r], 2);
+    ((others += __shfl_xor_sync(~0u, others, 2)), ...);
+    ((others += __shfl_xor_sync(~0u, others, 1)), ...);
     return (odd ? half[1] : half[0]) + __shfl_xor_sync(~0u, odd ? half[0] : half[1], 1);
   }
 }
 
-// A lane's columns of an item's key and query, and the two's product.
+// A lane's columns of a token's key and query, and the two's product.
 struct Vectors {
   float k[16], q[16], product;
 
@@ -162,12 +169,15 @@ struct Vectors {
     product = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) product = __fmaf_rn(k[i], q[i], product);
+  }
+  // The product is that of a lane's columns until then.
+  __device__ void add_products() {
 #pragma unroll
     for (int mask = 4; mask > 0; mask /= 2) product += __shfl_xor_sync(~0u, product, mask);
   }
 };
 
-template <typename State, int R>
+template <typename State, int R, bool SEVERAL>
 struct Consumer {
   const GdnDecodeArgs& args;
   int group, member;  // of 8 lanes, lane in it
@@ -186,15 +196,25 @@ struct Consumer {
       tile.add(d, k);
       tile.round();
       keys += kHeadDim;
-      errors += args.group * kHeadDim;
-      decays += args.group;
+      errors += args.heads * kHeadDim;
+      decays += args.heads;
     }
   }
 
-  // The new token; `row` is the tile's first of the item.
-  __device__ void step(Tile<State, R>& tile, const Buffer& with, const Vectors& vectors,
-                       const Header& header, int row) const {
+  // Where the first slot of the item's row in the ring has the error of a lane's row.
+  __device__ float* own_errors(const Header& header, int row) const {
+    const int heads = args.items * args.heads;
+    const int64_t rows = int64_t(header.row) * args.slots * heads + header.number * args.heads;
+    return args.errors + rows * kHeadDim + row + group * R + member % R;
+  }
+
+  // Token `t` of the step; `row` is the tile's first of the item, `errors` its own, `with` and
+  // `vectors` that token's.
+  __device__ void step(Tile<State, R>& tile, const Buffer& with, Vectors& vectors,
+                       const Header& header, int row, float* errors, int t) const {
+    const int own = row + group * R + member % R;
     const float2 gate = with.gates[row / kHeadDim];
+    const float v = with.v[own];
     tile.scale(gate.x);
     float key_sums[R] = {}, query_sums[R] = {};
 #pragma unroll
@@ -205,27 +225,53 @@ struct Consumer {
         query_sums[r] = __fmaf_rn(tile.S[r][i], vectors.q[i], query_sums[r]);
       }
     }
-    const float sum = contract<R>(key_sums, query_sums, member);
-    const int own = row + group * R + member % R;
-    // The error of row `member % R`, first in the lanes that have the keys' sums.
-    float error = __fmul_rn(gate.y, __fsub_rn(with.v[own], sum));
+    float sum;
+    if constexpr (SEVERAL) {
+      sum = contract<R>(key_sums, query_sums, member, vectors.product);
+    } else {
+      sum = contract<R>(key_sums, query_sums, member);
+    }
+    // The error of row `member % R`, in the lanes that have the keys' sums; then in all.
+    float error = __fmul_rn(gate.y, __fsub_rn(v, sum));
+    const bool keeps = header.keeps(t), adds = SEVERAL || !keeps;
+    float d[R];
+    if (adds) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) d[r] = __shfl_sync(~0u, error, r, 8);
+    }
     const float other = __shfl_xor_sync(~0u, error, 4);
     if (member & 4) error = other;
-    const int heads = args.k_heads * args.group;
     if (member >= 4 && member < 4 + R) {
       with.out[own] = round_bf16(__fmaf_rn(vectors.product, error, sum));
     }
-    if (header.commit) {
-      float d[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) d[r] = __shfl_sync(~0u, error, r, 8);
-      tile.add(d, vectors.k);
-      const int64_t first = int64_t(header.key_head) * args.group * kHeadDim + row;
+    if (keeps && member < R) {
+      const int slot = header.slot_of_row(args, header.before(t));
+      errors[slot * (args.items * args.heads * kHeadDim)] = error;
+    }
+    if (!adds) return;
+    tile.add(d, vectors.k);
+    if (!keeps) {
+      const int64_t first = int64_t(header.number) * args.heads * kHeadDim + row;
       State* state = static_cast<State*>(args.state) + header.index * args.state_stride;
       tile.store(state + first * kHeadDim, group, member);
-    } else if (member < R) {
-      float* errors = args.errors + int64_t(header.slot) * heads * kHeadDim;
-      errors[header.key_head * args.group * kHeadDim + own] = error;
+    }
+    if (SEVERAL) tile.round();
+  }
+
+  // All tokens of the step on one tile, from its `pass`. `wait(t)`: until the token's vectors are
+  // here, which a single token's are kept for all passes; `done(t)`.
+  template <typename Wait, typename Done>
+  __device__ void steps(Tile<State, R>& tile, const Buffer& buffer, Vectors& vectors,
+                        const Header& header, int row, int pass, Wait wait, Done done) const {
+    float* errors = own_errors(header, row);
+    const int tokens = SEVERAL ? args.tokens : 1;
+    for (int t = 0; t < tokens; ++t) {
+      const Buffer with = buffer.of_token(t, args.heads);
+      if (pass == 0) wait(t);
+      if (SEVERAL || pass == 0) vectors.load(with, member);
+      if (!SEVERAL && pass == 0) vectors.add_products();
+      step(tile, with, vectors, header, row, errors, t);
+      done(t);
     }
   }
 };

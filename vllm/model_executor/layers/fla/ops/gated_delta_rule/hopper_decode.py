@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of the gated delta rule in CUDA C++: `csrc/cuda/hopper/gdn_decode.cu`.
 
-Convolution, gates, the journal's pending tokens, the new token and the gated norm in one launch. A
-row's bits follow from that row alone, and its states' updates are those of `gdn_commit`.
+Convolution, gates, the journal's pending tokens, the new ones and the gated norm in one launch. A
+row's bits follow from that row alone, its states' updates are those of `gdn_commit`, and several
+tokens of a sequence have the bits of as many steps.
 """
 
 from functools import cache
@@ -10,15 +11,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm.kernels.journal import GatedNorm
+from vllm.kernels.journal import GatedNorm, Journal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import overlaps_launches
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
 HEAD_DIM = 128
 WIDTH = 4
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-#: pending tokens that fit into shared memory beside the states
-MAX_PLACES = 15
+#: pending tokens, and tokens of a step, that fit into shared memory beside the states
+MAX_PENDING, MAX_TOKENS = 20, 16
 
 
 def takes_decode(p: GdnDecode) -> bool:
@@ -35,7 +36,8 @@ def takes_decode(p: GdnDecode) -> bool:
         and conv_weight.dtype == conv_state.dtype == torch.bfloat16
         and conv_weight.shape[1] == WIDTH
         and ssm_state.dtype in STATE_DTYPES
-        and (journal is None or (journal.width == 1 and journal.places <= MAX_PLACES))
+        and p.width <= MAX_TOKENS
+        and (journal is None or _takes_journal(journal))
         and (norm is None or _takes_norm(norm))
         and _dense(qkv.stride(), ()) and _dense(out.stride(), (HEAD_DIM,))
         and a.stride(1) == b.stride(1) == 1
@@ -46,6 +48,10 @@ def takes_decode(p: GdnDecode) -> bool:
         and conv_state.storage_offset() % 4 == 0
         and conv_weight.storage_offset() % 8 == ssm_state.storage_offset() % 8 == 0
     )  # fmt: skip
+
+
+def _takes_journal(journal: Journal) -> bool:
+    return journal.most_pending <= MAX_PENDING and journal.inputs.dtype == torch.bfloat16
 
 
 def _takes_norm(norm: GatedNorm) -> bool:
@@ -91,6 +97,8 @@ def hopper_decode(p: GdnDecode) -> None:
         None if journal is None else journal.keys,
         None if journal is None else journal.errors,
         None if journal is None else journal.decays,
+        None if journal is None else journal.taken,
+        None if journal is None else journal.inputs,
         None if norm is None else norm.gate,
         None if norm is None else norm.weight,
         claims(p.qkv.device),
