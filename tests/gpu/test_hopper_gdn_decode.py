@@ -107,6 +107,27 @@ def test_the_norm_is_that_of_the_separate_op(
     assert torch.equal(fused["ssm_state"].nan_to_num(), plain["ssm_state"].nan_to_num())
 
 
+@pytest.mark.parametrize("num_seqs", [3, 20])
+def test_gates_far_open_and_far_shut(kernels: CudaKernels, num_seqs: int) -> None:
+    """Sigmoids of hundreds either way; and what is no number stays none."""
+    case = gdn_decode_case(num_seqs, MODEL, BF16, "cuda")
+    norm = norm_of(num_seqs, 32, BF16)
+    for tensor in (case["qkv"], case["b"], norm.gate):
+        tensor.mul_(200)
+    wide = {k: widen(v) for k, v in case.items()}
+    exact_norm = GatedNorm(norm.gate.double(), norm.weight.double(), norm.eps)
+    NaiveKernels().gdn_decode(GdnDecode(**wide, norm=exact_norm))
+    found, triton = copied(case), copied(case)
+    kernels.gdn_decode(GdnDecode(**found, norm=norm))
+    CudaKernels().gdn_decode(GdnDecode(**triton, norm=norm))
+    ours, theirs = (error_ratio(c["out"], wide["out"]) for c in (found, triton))
+    assert ours < 1.05 * theirs < 1e-2
+    case["b"][1, 4] = float("nan")
+    kernels.gdn_decode(GdnDecode(**case, norm=norm))
+    lost = case["out"].isnan().all(-1)
+    assert lost.nonzero().tolist() == [[1, 4]]
+
+
 @pytest.mark.parametrize("num_seqs", [7, 19])
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
 @pytest.mark.parametrize("heads", HEADS)

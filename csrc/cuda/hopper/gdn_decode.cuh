@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One decode step of the gated delta rule: convolution, gates, replay of the ring's pending tokens,
-// the new token and the gated norm, in one pass over the states at memory speed.
+// the new tokens and the gated norm, in one pass over the states at memory speed.
 //
 // An item is a sequence's key head with its group of value heads. A CTA goes through its items and
 // claims most of them on the way; each consuming warp fetches its own tiles of the states, rows of

@@ -20,9 +20,10 @@ __device__ inline int count_sequences(const GdnDecodeArgs& args, int* of_warps) 
   return count;
 }
 
-// An item is a sequence's key head with its group of value heads. Those of eight sequences follow
-// each other, and each eight begin three sequences further than the eight before: a CTA's items
-// differ in what is pending, of which commits every eight tokens make eight kinds.
+// An item is a sequence's key head with its group of value heads, or with one of them where every
+// CTA has one item. Those of eight sequences follow each other, and each eight begin three
+// sequences further than the eight before: a CTA's items differ in what is pending, of which
+// commits every eight tokens make eight kinds.
 constexpr int kTogether = 8, kShift = 3;
 
 __device__ inline int count_items(const GdnDecodeArgs& args, int sequences) {

@@ -21,13 +21,13 @@ constexpr int kLag = 1;      // items between fetching the inputs of one and com
 
 struct alignas(16) Header {
   int index;  // the sequence's block, negative: nothing to do
-  int seq, number;  // of the item among the sequence's
-  int row;      // of the ring
-  int first;    // slot of the first pending token
-  int pending;  // tokens to replay
-  int taken;    // accepted drafts, whose inputs are the newest
-  bool commit;  // whether the first token writes the state
-  bool more;    // whether the CTA has an item after this one
+  int seq, number;  // sequence, and which of its items
+  int row;          // of the ring
+  int first;        // slot of the first pending token
+  int pending;      // tokens to replay
+  int taken;        // accepted drafts, whose inputs are the newest
+  bool commit;      // whether the first token writes the state
+  bool more;        // whether the CTA has an item after this one
 
   // Which slot of its row has the token `i` after the first pending one; which of the ring's.
   __device__ int slot_of_row(const GdnDecodeArgs& args, int i) const {
@@ -45,11 +45,11 @@ struct alignas(16) Header {
 // What the tokens of one item (a sequence's key head and value heads of its group) are made of.
 struct Buffer {
   float *keys, *errors, *q, *k, *v, *out, *decays;
-  float2* gates;         // decay, beta: [token, head]
-  uint2* inputs;         // of the convolution before the step's: [part, 3, lane], the newest last
-  uint2* z;              // gates of the norm: [token, head, lane]
-  uint4* gate_words;     // what decay and beta are made of, A_log, dt_bias, a, b: [token, head]
-  Header* headers;       // each preparing warp's own; the first is the consumers', too
+  float2* gates;      // decay, beta: [token, head]
+  uint2* inputs;      // of the convolution before the step's: [part, 3, lane], the newest last
+  uint2* z;           // gates of the norm: [token, head, lane]
+  uint4* gate_words;  // what decay and beta are made of, A_log, dt_bias, a, b: [token, head]
+  Header* headers;    // each preparing warp's own; the first is the consumers', too
 
   __host__ __device__ static int bytes(const GdnDecodeArgs& args) {
     const int heads = args.heads, pending = args.most_pending, tokens = args.tokens;
@@ -226,6 +226,14 @@ struct Four {
 
 __device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// Without the branch of a division, for which its neighbours would wait. The reciprocal has a
+// division's bits below 2^126 and is as good as zero there.
+__device__ inline float sigmoid(float x) {
+  constexpr float most = 0x1p126f;
+  float below = 1.0f + __expf(-x), result;
+  if (below > most) below = most;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(below));
+  return __fmaf_rn(result, __fmaf_rn(-below, result, 1.0f), result);
+}
 
 }  // namespace vllm_cuda::gdn_decode

@@ -102,7 +102,7 @@ struct Preparation {
       wait_parity(barriers.done + place.index, place.phase);
       if (header.index >= 0) {
         preparer.each_head([&](int, int t, int head) {
-          preparer.finish(header, buffers[place.index], t, head);
+          preparer.finish(header, buffers[place.index], t, head, [] {});
         });
       }
       more = header.more;

@@ -269,26 +269,34 @@ struct Preparer {
     if (lane == 0) arrive(vectors);
   }
 
-  // The gated norm of the item's value head `head`, token `t`.
-  __device__ void finish(const Header& header, const Buffer& with, int t, int head) const {
+  // The gated norm of the item's value head `head`, token `t`, once `wait()` has seen its output.
+  template <typename Wait>
+  __device__ void finish(const Header& header, const Buffer& with, int t, int head,
+                         Wait wait) const {
     const Buffer from = with.of_token(t, args.heads);
+    float4 z{}, open{};  // how far the gates are
+    if (args.gate != nullptr) {
+      z = widen(from.z[head * 32 + lane]);
+      open = make_float4(sigmoid(z.x), sigmoid(z.y), sigmoid(z.z), sigmoid(z.w));
+    }
+    wait();
     float4 o = *reinterpret_cast<const float4*>(from.out + head * kHeadDim + 4 * lane);
     if (args.gate != nullptr) {
       const float squares = warp_sum(o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w);
       const float norm = rsqrtf(squares / kHeadDim + args.eps);
-      const float4 z = widen(from.z[head * 32 + lane]);
-      o = make_float4(gated(o.x, norm, weight.x, z.x), gated(o.y, norm, weight.y, z.y),
-                      gated(o.z, norm, weight.z, z.z), gated(o.w, norm, weight.w, z.w));
+      o = make_float4(normed(o.x, norm, weight.x) * z.x * open.x,
+                      normed(o.y, norm, weight.y) * z.y * open.y,
+                      normed(o.z, norm, weight.z) * z.z * open.z,
+                      normed(o.w, norm, weight.w) * z.w * open.w);
     }
     auto* out = static_cast<__nv_bfloat16*>(args.out) + token(header, t) * args.out_stride;
     out += (header.number * args.heads + head) * kHeadDim + 4 * lane;
     *reinterpret_cast<uint2*>(out) = narrow(o);
   }
 
-  __device__ float gated(float o, float norm, float weight, float z) const {
-    float normed = round_bf16(o * norm) * weight;
-    if (!args.norm_weight_is_float) normed = round_bf16(normed);
-    return normed * z * sigmoid(z);
+  __device__ float normed(float o, float norm, float weight) const {
+    const float result = round_bf16(o * norm) * weight;
+    return args.norm_weight_is_float ? result : round_bf16(result);
   }
 };
 

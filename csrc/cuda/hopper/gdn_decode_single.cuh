@@ -108,8 +108,7 @@ struct SinglePreparation {
     make_vectors();
     fetch_norm_gates();
     preparer.each_head([&](int, int t, int head) {
-      wait_parity(barriers.done + t, 0);
-      preparer.finish(header, buffer, t, head);
+      preparer.finish(header, buffer, t, head, [&] { wait_parity(barriers.done + t, 0); });
     });
   }
 };
