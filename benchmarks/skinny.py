@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Matmuls of 1 to 16 tokens at Qwen3.5-4B's sizes: cuBLAS, Triton and `csrc/cuda/skinny.cu`.
+"""Matmuls of 1 to 64 tokens at Qwen3.5-4B's sizes: cuBLAS, Triton, and ours, which are
+`csrc/cuda/skinny.cu` up to 16 tokens and `csrc/cuda/hopper/narrow.cu` beyond.
 
-    PYTHONPATH=. python benchmarks/skinny.py [--tokens 1,8,16] [--only down] [--no-step]
+    PYTHONPATH=. python benchmarks/skinny.py [--tokens 1,8,32] [--only down,step]
 
 A time is that of one matmul in a CUDA graph of many over different weights (1 GB), the way a step
 runs them; gate_up counts with its activation. The Triton kernel is the best of its tiles at that
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
+from vllm.utils.math_utils import next_power_of_2
 
 GB_PER_S = 4300.0
 BF16 = torch.bfloat16
@@ -42,11 +44,19 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @triton.jit(do_not_specialize=["M"])
 def _triton_kernel(
-    x_ptr, w_ptr, out_ptr, M, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    M,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token, col = tl.arange(0, 16), tl.arange(0, BLOCK_K)
-    sums = tl.zeros([16, BLOCK_N], tl.float32)
+    token, col = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         x = tl.load(x_ptr + token[:, None] * K + start + col[None, :], token[:, None] < M, 0.0)
         w = tl.load(w_ptr + row[:, None].to(tl.int64) * K + start + col[None, :])
@@ -59,7 +69,9 @@ def triton_linear(x: Tensor, weight: Tensor, tile: tuple[int, int, int, int]) ->
     m, (n, k) = len(x), weight.shape
     out = x.new_empty(m, n)
     _triton_kernel[(n // block_n,)](
-        *(x, weight, out, m, n, k, block_n, block_k), num_warps=num_warps, num_stages=num_stages
+        *(x, weight, out, m, n, k, max(16, next_power_of_2(m)), block_n, block_k),
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     return out
 
@@ -102,11 +114,11 @@ def best_triton(weights: list[Tensor], x: Tensor) -> tuple[float, str]:
     return min(times)
 
 
-def time_shapes(tokens: list[int], only: str) -> None:
+def time_shapes(tokens: list[int], names: list[str]) -> None:
     pool = torch.empty(POOL_ELEMENTS, dtype=BF16, device="cuda").normal_(0, 0.02)
     cublas, ours = CudaKernels(), our_kernels()
     for name, (n, k) in SHAPES.items():
-        if only and only != name:
+        if name not in names:
             continue
         count = max(1, min(32, POOL_ELEMENTS // (n * k)))
         if n * k > POOL_ELEMENTS:
@@ -190,13 +202,13 @@ def time_step(tokens: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--tokens", default="1,8,16")
-    parser.add_argument("--only", default="", help="one shape: " + ", ".join(SHAPES))
-    parser.add_argument("--no-step", action="store_true")
+    parser.add_argument("--tokens", default="1,8,16,17,32,64")
+    parser.add_argument("--only", default=",".join([*SHAPES, "step"]))
     args = parser.parse_args()
     tokens = [int(m) for m in args.tokens.split(",")]
-    time_shapes(tokens, args.only)
-    if not args.no_step:
+    names = args.only.split(",")
+    time_shapes(tokens, names)
+    if "step" in names:
         time_step(tokens)
 
 

@@ -11,12 +11,13 @@ from vllm import decisions
 from vllm.kernels import cuda_library
 from vllm.kernels.attention import hopper
 from vllm.kernels.cuda_library import CudaOps
-from vllm.kernels.linear import skinny, swiglu
+from vllm.kernels.linear import narrow, skinny, swiglu
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper as hopper_gdn
 
 NOT_BUILT = "_C_cuda.so is not built: see VLLM_TARGET_DEVICE=cuda"
 CHOICES = [
     pytest.param(skinny.OPS, id="skinny"),
+    pytest.param(narrow.OPS, id="narrow"),
     pytest.param(hopper_gdn.OPS, id="gdn"),
     pytest.param(hopper.OPS, id="attention"),
     pytest.param(swiglu.OPS, id="swiglu"),

@@ -12,22 +12,6 @@ namespace {
 
 using experts::Shape;
 
-// Boxes of 64 columns of 16 bits, swizzled by 128 bytes, of a tensor whose first dimension is
-// dense; e4m3 counts as half as many columns.
-template <int RANK>
-const char* encode_boxes(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[RANK],
-                         const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK]) {
-  const MapEncoder encode = map_encoder();
-  if (encode == nullptr) return "the driver has no tensor maps";
-  cuuint32_t steps[RANK];
-  std::fill(steps, steps + RANK, 1);
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(data), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "the driver rejects a tensor map";
-}
-
 template <typename S>
 const char* encode_weight(CUtensorMap& map, const ExpertsArgs& args) {
   const cuuint64_t row = args.row_bytes, n = args.n, experts = args.num_experts;

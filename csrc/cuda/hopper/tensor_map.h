@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace vllm_cuda {
@@ -43,6 +44,22 @@ inline const char* encode_map(CUtensorMap& map, const Matrices& from, int matric
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(from.data), sizes,
              strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? nullptr : "the driver rejects a tensor map";
+}
+
+// Boxes of 64 columns of 16 bits, swizzled by 128 bytes, of a tensor whose first dimension is
+// dense; e4m3 counts as half as many columns.
+template <int RANK>
+inline const char* encode_boxes(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[RANK],
+                         const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK]) {
+  const MapEncoder encode = map_encoder();
+  if (encode == nullptr) return "the driver has no tensor maps";
+  cuuint32_t steps[RANK];
+  std::fill(steps, steps + RANK, 1);
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(data), sizes, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "the driver rejects a tensor map";
 }
