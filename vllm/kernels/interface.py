@@ -78,7 +78,7 @@ class Kernels(Registry):
     gdn_decode = Op(gdn.gdn_decode, cuda=("hopper", "triton"))
     gdn_commit = Op(gdn.gdn_commit)
     kda_prefill = Op(kda.kda_prefill, cuda=("hopper", "triton"))
-    kda_decode = Op(kda.kda_decode)
+    kda_decode = Op(kda.kda_decode, cuda=("hopper", "triton"))
     kda_commit = Op(kda.kda_commit)
 
     mamba1_prefill = Op(mamba1.mamba1_prefill)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills of Kimi delta attention in CUDA C++ for Hopper: `csrc/cuda/hopper/kda_*.cu`.
+"""Kimi delta attention in CUDA C++ for Hopper: `csrc/cuda/hopper/kda_*.cu`.
 
-They take bfloat16 activations and heads of 128; everything else goes to the Triton kernels, whose
+It takes bfloat16 activations and heads of 128; everything else goes to the Triton kernels, whose
 inputs and outputs are the same.
 """
 
@@ -14,6 +14,7 @@ from vllm.kernels.registry import Implementation
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
 from vllm.model_executor.layers.fla.ops.kda.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.kda.chunk_factors import ChunkFactors, empty_factors
+from vllm.model_executor.layers.fla.ops.kda.hopper_decode import hopper_decode, takes_decode
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 
 HEAD_DIM = 128
@@ -100,3 +101,4 @@ OPS = CudaOps(
     chosen="vllm_cuda for bfloat16 and heads of 128, Triton for others",
 )
 kda_prefill = Implementation(hopper_prefill, takes_prefill, OPS)
+kda_decode = Implementation(hopper_decode, takes_decode, OPS)
