@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from typing import Self
 
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from vllm.kernels.interface import Kernels
 from vllm.kernels.journal import JournalMemory, JournalShape, JournalSize, JournalStack
