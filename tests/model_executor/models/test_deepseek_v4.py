@@ -26,6 +26,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import GROUP
 from vllm.model_executor.layers.moe import mixtures_of
 from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.layers.quantization.fp8_experts import Fp8ExpertsMethod
+from vllm.model_executor.layers.quantization.registry import make_quantization_config
+from vllm.model_executor.layers.quantization.unquantized import UnquantizedExpertsMethod
 from vllm.model_executor.models.deepseek_v4 import NAMES, compress_ratio, mixture_shape
 from vllm.model_executor.models.weights import WeightsError
 
@@ -273,6 +276,22 @@ def test_what_a_checkpoint_keeps_has_its_names(tmp_path: Path) -> None:
     assert params["model.layers.1.attn.wq_a.weight"].dtype == torch.float32
     assert params["model.layers.1.ffn.shared_expert.down_proj.weight"].dtype == torch.float32
     assert params["model.layers.1.attn.wq_b.weight"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("beside", ["fp4", "fp8"])
+def test_element_types_may_stand_beside_the_rest(beside: str, tmp_path: Path) -> None:
+    """Where the release has them, and transformers before 5.23 leaves them."""
+    fields = stored_as(expert_dtype=beside)
+    model = make_config(write(tmp_path / "beside", released(), **fields)).model_config
+    config = model.hf_config
+    rest = {k: v for k, v in config.quantization_config.items() if k != "expert_dtype"}
+    config.quantization_config = rest
+    assert config.expert_dtype == beside
+    quantization = make_quantization_config(model)
+    assert quantization is not None
+    method = quantization.get_experts_method("model.layers.0.ffn.experts")
+    made = UnquantizedExpertsMethod if beside == "fp4" else Fp8ExpertsMethod
+    assert isinstance(method, made)
 
 
 def test_other_element_types_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ def stored_quantization(model: ModelConfig) -> Mapping[str, Any] | None:
     for config in (model.hf_config, model.hf_text_config):
         found = getattr(config, "quantization_config", None)
         if found:
-            return found if isinstance(found, Mapping) else dict(found.to_dict())
+            stored = found if isinstance(found, Mapping) else dict(found.to_dict())
+            # DeepSeek-V4 has this beside it, and transformers before 5.23 leaves it there.
+            experts = getattr(config, "expert_dtype", None)
+            return stored if experts is None else {"expert_dtype": experts, **stored}
     return None
 
 
