@@ -13,13 +13,14 @@ import re
 import sys
 from typing import Any
 
-from benchmarks import gpu_tables, mixture_tables, process_starts
+from benchmarks import gpu_tables, mixture_tables, placement_tables, process_starts
 from benchmarks.disaggregation import Row
 from benchmarks.disaggregation import table as pairs
 from benchmarks.measured_tables import DATA, ROOT, compared, load
 
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "apriel2.md",
     ROOT / "docs" / "disaggregation.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "performance.md",
@@ -219,6 +220,7 @@ TABLES = {
     "steps": gpu_tables.steps,
     "mixture": mixture_tables.served,
     "experts": mixture_tables.experts,
+    "placements": placement_tables.steps,
     "cpu": cpu_table,
     "api": api_table,
     "http": http_table,
