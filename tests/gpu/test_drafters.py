@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with layers of their own replay graphs: texts and proposals are those of eager steps."""
+"""Drafters with layers of their own replay graphs: texts and proposals are those of eager steps,
+also where some steps draft nothing."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dflash_models import Block, write_dflash
 from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
 
@@ -30,6 +33,9 @@ def _settings(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
     if name == "eagle3":
         draft = write_eagle3(path / "draft", target, TINY, {"norm_before_residual": True})
         return target, {"method": "eagle3", "model": str(draft)}
+    if name == "dflash":
+        draft = write_dflash(path / "draft", target, TINY, Block(size=1 + DRAFTS))
+        return target, {"method": "dflash", "model": str(draft)}
     return target, {"method": "draft_model", "model": str(tiny_model("llama"))}
 
 
@@ -72,6 +78,8 @@ def _run(
     drafter.propose = watched
     for graphs in drafter._graphs.values():
         graphs.replay = counting(graphs)
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = []
     for count in COUNTS:
@@ -82,11 +90,10 @@ def _run(
     return texts, proposed, replayed
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle3", "draft_model"])
+@pytest.mark.parametrize("name", ["mtp", "eagle3", "dflash", "draft_model"])
 def test_replayed_drafts_are_the_eager_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: policy.num_drafts)
     target, config = _settings(name, tmp_path)
     texts, proposed, replayed = _run(target, config, monkeypatch, eager=False)
     eager_texts, eager_proposed, none = _run(target, config, monkeypatch, eager=True)

@@ -98,6 +98,9 @@ def test_qkv_heads(form: Format) -> None:
         head = slice(48 * (rank // 2), 48 * (rank // 2 + 1))
         expected = [plain["q"].chunk(4)[rank], plain["k"][head], plain["v"][head]]
         torch.testing.assert_close(dequantised(layer), torch.cat(expected))
+        finish(layer)
+        x = torch.randn(3, HIDDEN)
+        assert torch.equal(layer.keys_and_values(x), layer(x)[0][:, layer.q_size :])
 
 
 @pytest.mark.parametrize("form", CONFIGS)

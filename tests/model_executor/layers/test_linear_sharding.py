@@ -109,6 +109,8 @@ def test_qkv_shards_by_heads_and_copies_kv_heads(size: int) -> None:
         assert layer.num_heads == per_rank and layer.num_kv_heads == max(1, kv_heads // size)
         assert layer.bias is not None
         assert torch.equal(layer.bias[: layer.q_size], biases["q"][rows])
+        x = weights(3, HIDDEN)
+        torch.testing.assert_close(layer.keys_and_values(x), layer(x)[0][:, layer.q_size :])
 
 
 def test_replicated_is_whole() -> None:

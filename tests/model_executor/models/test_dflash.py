@@ -68,7 +68,7 @@ class Drafting:
         for seq, anchor in enumerate(ANCHORS):
             for part in (torch.arange(2), torch.arange(2, anchor)):
                 with set_forward_context(self._context(slots[part] + self._first(seq))):
-                    self.head.write_context(part, fused[part])
+                    self.head.keep_context(part, fused[part])
         ids = torch.tensor([[TOKENS[a], *[MASK_ID] * (size - 1)] for a in ANCHORS])
         positions = torch.tensor(ANCHORS)[:, None] + torch.arange(size)
         places = positions + torch.tensor([[self._first(s)] for s in range(len(ANCHORS))])

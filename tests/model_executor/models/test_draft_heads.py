@@ -24,12 +24,13 @@ from tests.draft_models import (
     write_eagle3,
     write_speculators_mtp,
 )
-from tests.model_executor.harness import Chunk, Harness, get_model, make_config
+from tests.model_executor.harness import BLOCKS_PER_SEQ, Chunk, Harness, get_model, make_config
 from tests.tiny_models import make_tiny
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.config.draft_methods.mtp import MtpSettings
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.step import Progress
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.state_layers import collect_layers
 from vllm.v1.spec_decode.head_drafter import Eagle3Drafter, HeadDrafter, MtpDrafter
@@ -201,6 +202,50 @@ def test_mtp_as_speculators_stores_it(target_path: Path, tmp_path: Path) -> None
     harness = mtp(target_path, model=str(draft))
     hidden = gen("mtp_hidden", [12, 64], 2.0)
     assert_equal_chains(harness, hidden.float(), mtp_reference(), hidden, 12)
+
+
+# ---- steps after which nothing is drafted --------------------------------------------------------
+
+
+def _kept(harness: HeadHarness, fused: Tensor, chunk: int) -> dict[str, Tensor]:
+    """The caches, NaN before, after steps over the tokens and what was fused of them."""
+    for layer in harness.layers.values():
+        layer.kv_cache.fill_(torch.nan)
+    for start in range(0, len(fused), chunk):
+        harness.rows = fused[start : start + chunk]
+        harness.step([Chunk(1, start, TOKENS[1 + start :][: len(harness.rows)])])
+    return {name: layer.kv_cache.clone() for name, layer in harness.layers.items()}
+
+
+@pytest.mark.parametrize("chunk", [12, 5, 1])
+@pytest.mark.parametrize("name", ["mtp", "eagle3 of 1", "eagle3 of 3"])
+def test_state_without_drafts_is_that_of_the_whole_head(
+    name: str, chunk: int, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, and only layers before the last one attend."""
+    if name == "mtp":
+        harness = mtp(with_mtp(target_path, tmp_path / "target", mtp_tensors(GOLDEN)))
+    else:
+        layers = int(name[-1])
+        draft = write_eagle3(tmp_path, target_path, GOLDEN, NBR, layers=layers)
+        harness = eagle3(target_path, draft)
+    fused = gen("kept", [12, 64], 2.0).float()
+    whole = _kept(harness, fused, chunk)
+    attended: list[str] = []
+    attend = Attention._attend
+
+    def watched(layer: Attention, *args: Any) -> None:
+        attended.append(layer.layer_name)
+        attend(layer, *args)
+
+    monkeypatch.setattr(Attention, "_attend", watched)
+    head = harness.head
+    harness.model = lambda ids, positions: head.keep(ids, positions, harness.rows)  # type: ignore[assignment]
+    kept = _kept(harness, fused, chunk)
+    for layer, cache in whole.items():
+        assert torch.equal(kept[layer].view(torch.int32), cache.view(torch.int32))
+        assert not cache[1 + BLOCKS_PER_SEQ].isnan().all()
+    assert set(attended) == set(list(whole)[:-1])
 
 
 # ---- what is shared, and what is refused ---------------------------------------------------------

@@ -229,6 +229,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads = divide(self.q_size, head_size)
         self.num_kv_heads = divide(self.kv_size, head_size)
 
+    def keys_and_values(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size] -> [tokens, 2 * kv_size]`: what `forward` gives, without q."""
+        bias = None if self.skip_bias_add else self.bias
+        return self.quant_method.apply_from(self.q_size, self, x, bias)
+
     def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
         q_size, k_size, v_size = output_sizes
         kv_heads = self.total_num_kv_heads

@@ -111,6 +111,15 @@ class SelfAttention(nn.Module):
         qkv, _ = self.qkv_proj(hidden_states)
         return self.o_proj(self._attend(positions, qkv))[0]
 
+    def keep(self, positions: Tensor, hidden_states: Tensor) -> None:
+        """Keep the keys and values that `forward` keeps, and attend to none."""
+        kv = self.qkv_proj.keys_and_values(hidden_states)
+        self.attn.write_kv(kv, positions, self.rotary_emb.cos_sin_cache, self.k_norm)
+
+    def keep_after_norm(self, norm: RMSNorm, positions: Tensor, stream: ResidualStream) -> None:
+        """Keep the keys and values that `after_norm` keeps."""
+        self.keep(positions, norm.enter(stream)[0])
+
     def after_norm(
         self, norm: RMSNorm, positions: Tensor, stream: ResidualStream
     ) -> tuple[ResidualStream, Tensor]:

@@ -22,9 +22,9 @@ from vllm.config import VllmConfig
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear, linear
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
+from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -65,22 +65,8 @@ def attention_shape(
     )
 
 
-class DFlashAttention(SelfAttention):
-    """Attention of a block's rows, and what it keeps of the tokens before."""
-
-    def write_context(self, positions: Tensor, context: Tensor) -> None:
-        """Keep keys and values of `context [tokens, hidden]`."""
-        projection, heads = self.qkv_proj, self.num_heads * self.attn.head_size
-        bias = None if projection.bias is None else projection.bias[heads:]
-        kv = linear(context, projection.weight[heads:], bias)
-        self.attn.write_kv(kv, positions, self.rotary_emb.cos_sin_cache, self.k_norm)
-
-
 class DFlashLayer(AttentionDecoderLayer):
     """Rotary attention with head norms and a gated MLP."""
-
-    attention_class = DFlashAttention
-    self_attn: DFlashAttention
 
     def __init__(self, vllm_config: VllmConfig, index: int) -> None:
         fields: DFlashConfig = vllm_config.model_config.hf_config
@@ -134,11 +120,11 @@ class DFlashDraftModel(DraftVocabulary):
     def fuse(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
         return self.hidden_norm.normalise(self.fc(torch.cat(aux, dim=-1))[0])
 
-    def write_context(self, positions: Tensor, context: Tensor) -> None:
+    def keep_context(self, positions: Tensor, context: Tensor) -> None:
         """Keep what blocks after them see of tokens at `positions [tokens]` int64, of which `fuse`
         gave `context [tokens, hidden_size]`."""
         for layer in self.layers:
-            cast(DFlashLayer, layer).self_attn.write_context(positions, context)
+            cast(DFlashLayer, layer).self_attn.keep(positions, context)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Blocks one after another, `input_ids, positions [tokens]` int64. Returns what

@@ -73,6 +73,11 @@ class DraftHead(TargetReader):
         `[tokens, hidden_size]`. Returns what `logits` takes and what the next draft's row starts
         from, both `[tokens, hidden_size]`."""
 
+    @abstractmethod
+    def keep(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor) -> None:
+        """Leave in the layers' state what `forward` leaves there, without what nothing but a draft
+        needs: the last layer's attention and all that follows."""
+
     def mark_cache(self) -> None:
         """Say of every layer that its row of a token depends on the token after it."""
         for module in self.modules():

@@ -73,11 +73,23 @@ class Eagle3Layer(AttentionDecoderLayer):
         self, positions: Tensor, tokens: Tensor, hidden: Tensor, *, norm_residual: bool
     ) -> ResidualStream:
         """The first layer: `tokens, hidden [tokens, hidden]`, embeddings and hidden states."""
-        normed = self.hidden_norm.normalise(hidden)
-        joined = torch.cat([self.input_layernorm.normalise(tokens), normed], dim=-1)
+        normed, joined = self._joined(tokens, hidden)
         branch = self.self_attn(positions, joined)
         stream = ResidualStream(normed if norm_residual else hidden, branch)
         return cast(GatedMLP, self.mlp).after_norm(self.post_attention_layernorm, stream)
+
+    def keep_first(self, positions: Tensor, tokens: Tensor, hidden: Tensor) -> None:
+        """The keys and values that `enter` keeps, and nothing else."""
+        self.self_attn.keep(positions, self._joined(tokens, hidden)[1])
+
+    def keep(self, positions: Tensor, stream: ResidualStream) -> None:
+        """The keys and values that a later layer keeps, and nothing else."""
+        self.self_attn.keep_after_norm(self.input_layernorm, positions, stream)
+
+    def _joined(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states' norm, and the attention's input `[tokens, 2 * hidden]`."""
+        normed = self.hidden_norm.normalise(hidden)
+        return normed, torch.cat([self.input_layernorm.normalise(tokens), normed], dim=-1)
 
 
 class Eagle3DraftModel(DraftHead, DraftVocabulary):
@@ -121,17 +133,33 @@ class Eagle3DraftModel(DraftHead, DraftVocabulary):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        first = cast(Eagle3Layer, self.layers[0])
-        stream = first.enter(
-            positions,
-            self._embed(input_ids),
-            hidden_states,
-            norm_residual=self.fields.norm_before_residual,
-        )
-        for layer in self.layers[1:]:
-            stream, _ = layer(positions, stream)
+        stream = self._after_layers(self._layers, input_ids, positions, hidden_states)
         normed, total = self.norm.enter(stream)
         return normed, normed if self.fields.norm_output else total
+
+    def keep(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor) -> None:
+        *before, last = self._layers
+        if not before:
+            last.keep_first(positions, self._embed(input_ids), hidden_states)
+            return
+        stream = self._after_layers(before, input_ids, positions, hidden_states)
+        last.keep(positions, stream)
+
+    @property
+    def _layers(self) -> list[Eagle3Layer]:
+        return [cast(Eagle3Layer, layer) for layer in self.layers]
+
+    def _after_layers(
+        self, layers: list[Eagle3Layer], input_ids: Tensor, positions: Tensor, hidden: Tensor
+    ) -> ResidualStream:
+        """The stream after these, which begin with the first."""
+        first, *others = layers
+        norm_residual = self.fields.norm_before_residual
+        embedded = self._embed(input_ids)
+        stream = first.enter(positions, embedded, hidden, norm_residual=norm_residual)
+        for layer in others:
+            stream, _ = layer(positions, stream)
+        return stream
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.embed_tokens is None:

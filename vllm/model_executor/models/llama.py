@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2 and 3 (arXiv 2407.21783): rotary attention and SwiGLU behind RMS norms."""
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -20,8 +18,6 @@ class AttentionDecoderLayer(DecoderLayer):
     Families give the attention's shape, and `mlp` where it is not a gated MLP.
     """
 
-    attention_class: ClassVar[type[SelfAttention]] = SelfAttention
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -36,7 +32,7 @@ class AttentionDecoderLayer(DecoderLayer):
         quant_config = vllm_config.quant_config
         rope = rotary(vllm_config, shape.head_dim)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = self.attention_class(shape, rope, f"{prefix}.self_attn", quant_config)
+        self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp or gated_mlp(vllm_config, f"{prefix}.mlp", bias=mlp_bias)
 

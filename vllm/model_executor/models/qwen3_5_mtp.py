@@ -8,6 +8,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,23 @@ class Qwen3_5MTP(DraftHead):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token = self.pre_fc_norm_embedding(self._embed(input_ids))
-        joined = torch.cat([token, self.pre_fc_norm_hidden(hidden_states)], dim=-1)
-        stream, _ = self.layers[0](positions, ResidualStream(self.fc(joined)[0]))
+        stream, _ = self._layer(positions, self._joined(input_ids, hidden_states))
         hidden, _ = self.norm.enter(stream)
         return hidden, hidden
+
+    def keep(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor) -> None:
+        layer, stream = self._layer, self._joined(input_ids, hidden_states)
+        layer.self_attn.keep_after_norm(layer.input_layernorm, positions, stream)
+
+    @property
+    def _layer(self) -> Qwen3_5DecoderLayer:
+        return cast(Qwen3_5DecoderLayer, self.layers[0])
+
+    def _joined(self, input_ids: Tensor, hidden_states: Tensor) -> ResidualStream:
+        """What the layer reads."""
+        token = self.pre_fc_norm_embedding(self._embed(input_ids))
+        joined = torch.cat([token, self.pre_fc_norm_hidden(hidden_states)], dim=-1)
+        return ResidualStream(self.fc(joined)[0])
 
     def wants(self, name: str) -> bool:
         return name.startswith((_PREFIX, "mtp_layers."))

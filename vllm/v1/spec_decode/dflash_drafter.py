@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter of method dflash: all drafts of a row in one pass.
 
-After each step its layers keep keys and values of what the target's residual streams say about all
-tokens of the step, so that none is missing, whether or not there is something to draft; then they
-run a block of one row per draft after each row's newest token. What the block's rows leave in the
-slots past that token is replaced when the target has computed it.
+With each step of the target its layers keep keys and values of what the target's residual streams
+say about all tokens of the step, so that none is missing, whether or not there is something to
+draft. To draft they run a block of one row per draft after each row's newest token. What the
+block's rows leave in the slots past that token is replaced when the target has computed it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -30,6 +31,7 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
     tokens are verified: its rows see each other, so a shorter one would predict other tokens."""
 
     head: DFlashDraftModel
+    runs_without_drafts = False
 
     def __init__(
         self, vllm_config: VllmConfig, settings: DFlashSettings, progress: Progress
@@ -60,10 +62,10 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
         with set_current_vllm_config(config):
             return DFlashDraftModel(vllm_config=config, target=target)
 
+    def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
+        self.head.keep_context(inputs.positions, self.head.fuse(hidden, list(residual)))
+
     def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
-        self.head.write_context(inputs.positions, self._kept(inputs))
-        if not num_drafts:
-            return self._none(num_reqs)
         rows = self.loop.begin(inputs, num_reqs)
         block = self._block[:num_reqs]
         newest = self.progress.tokens[:, 0].index_select(0, rows.rows.clamp(min=0))

@@ -30,11 +30,9 @@ from vllm.v1.worker.step_inputs import StepInputs
 
 
 class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
-    """Keeps what its network makes of the target's hidden states; subclasses build the network."""
+    """Its network reads the target's hidden states; subclasses build the network."""
 
     head: TargetReader
-    #: of the step's tokens `[tokens, hidden]`, at a fixed address
-    _hidden: Tensor | None = None
 
     @abstractmethod
     def _new_head(self, target: DraftTarget) -> TargetReader:
@@ -53,16 +51,6 @@ class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
             self.head = self._new_head(cast(DraftTarget, target))
         return self.head
 
-    def bind(self, memory: DrafterMemory) -> None:
-        super().bind(memory)
-        if self._hidden is None:
-            self._allocate(memory.inputs.max_tokens)
-
-    def _allocate(self, tokens: int) -> None:
-        """What lies at fixed addresses: of a step's tokens."""
-        dtype = self.vllm_config.model_config.dtype
-        self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
-
     def load_weights(self) -> None:
         loader = get_model_loader(self.vllm_config.load_config)
         loader.fill(self.head, self.checkpoint)
@@ -73,55 +61,68 @@ class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
         config.model_config, config.quant_config = self.checkpoint, None
         return config
 
+
+class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
+    """Drafts token by token; subclasses build the head."""
+
+    head: DraftHead
+    #: what the head fuses of the step's tokens `[tokens, hidden]`, at a fixed address
+    _hidden: Tensor | None = None
+
+    @abstractmethod
+    def _new_head(self, target: DraftTarget) -> DraftHead:
+        """The head with uninitialised weights."""
+
+    def bind(self, memory: DrafterMemory) -> None:
+        super().bind(memory)
+        if self._hidden is None:
+            self._allocate(memory.inputs.max_tokens)
+
+    def _allocate(self, tokens: int) -> None:
+        """What lies at fixed addresses: of a step's tokens."""
+        dtype = self.vllm_config.model_config.dtype
+        self._hidden = torch.zeros(tokens, self.head.hidden_size, dtype=dtype, device=self.device)
+        depth = 3 if self.vllm_config.scheduler_config.async_scheduling else 2
+        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
+
     # ---- the step ------------------------------------------------------------------------------
 
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
         assert self._hidden is not None
         self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
 
-    def _kept(self, inputs: StepInputs) -> Tensor:
-        """What `observe` kept of the step's tokens, padding included."""
-        assert self._hidden is not None
-        return self._hidden[: inputs.num_padded]
-
-
-class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
-    """Drafts token by token; subclasses build the head."""
-
-    head: DraftHead
-
-    @abstractmethod
-    def _new_head(self, target: DraftTarget) -> DraftHead:
-        """The head with uninitialised weights."""
-
-    def _allocate(self, tokens: int) -> None:
-        super()._allocate(tokens)
-        depth = 3 if self.vllm_config.scheduler_config.async_scheduling else 2
-        self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
-
     def _take(self, step: DraftStep) -> None:
         """The token after each of the step's: what the host knows, and what was sampled. Of drafts
         that were rejected, and of padding, it is any token."""
-        order, inputs = step.order, step.inputs
-        if not order.decode_only:
-            host = self._next_ids.next()
-            known = order.num_known - order.num_computed - 1
-            starts = inputs.query_start_loc_cpu
-            for i in (known > 0).nonzero()[0].tolist():
-                first, count = int(order.num_computed[i]) + 1, int(order.num_scheduled[i])
-                tokens = order.states[i].token_ids[first : first + count]
-                host[starts[i] : starts[i] + len(tokens)] = tokens
-            self._next_ids.upload(inputs.num_tokens)
-        if step.sampled is not None:
-            # A request without a token to sample is at its end.
-            sampled = step.sampled.long().clamp(min=0)
-            self._next_ids.device.index_copy_(0, inputs.sample_indices, sampled)
+        order, inputs, sampled = step.order, step.inputs, step.sampled
+        ids = self._next_ids.device
+        if order.decode_only:
+            # Samples of decodes lie as their tokens do. At its end a request has none: -1.
+            assert sampled is not None
+            torch.clamp(sampled, min=0, out=ids[: len(sampled)])
+            return
+        host = self._next_ids.next()
+        known = order.num_known - order.num_computed - 1
+        starts = inputs.query_start_loc_cpu
+        for i in (known > 0).nonzero()[0].tolist():
+            first, count = int(order.num_computed[i]) + 1, int(order.num_scheduled[i])
+            tokens = order.states[i].token_ids[first : first + count]
+            host[starts[i] : starts[i] + len(tokens)] = tokens
+        self._next_ids.upload(inputs.num_tokens)
+        if sampled is not None:
+            ids.index_copy_(0, inputs.sample_indices, sampled.clamp(min=0))
+
+    def _rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """What the head takes of the step's tokens, padding included."""
+        assert self._hidden is not None
+        count = inputs.num_padded
+        return self._next_ids.device[:count], inputs.positions, self._hidden[:count]
+
+    def _keep(self, inputs: StepInputs) -> None:
+        self.head.keep(*self._rows(inputs))
 
     def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
-        ids, before = self._next_ids.device[: inputs.num_padded], self._kept(inputs)
-        normed, hidden = self.head(ids, inputs.positions, before)
-        if not num_drafts:
-            return self._none(num_reqs)
+        normed, hidden = self.head(*self._rows(inputs))
         rows = self.loop.begin(inputs, num_reqs)
         normed, hidden = normed.index_select(0, rows.last), hidden.index_select(0, rows.last)
         drafts = [self.head.best_tokens(normed)]

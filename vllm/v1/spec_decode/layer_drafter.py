@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic
+from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from vllm.v1.worker.step_inputs import StepInputs
 
 class LayerDrafter(Drafter[S], Generic[S]):
     """Subclasses build the model and say how it drafts."""
+
+    #: whether layers run (`_keep`) after a step for which nothing is drafted
+    runs_without_drafts: ClassVar[bool] = True
 
     def __init__(self, vllm_config: VllmConfig, settings: S, progress: Progress) -> None:
         super().__init__(vllm_config, settings, progress)
@@ -61,6 +64,11 @@ class LayerDrafter(Drafter[S], Generic[S]):
         """Run the layers over the step's tokens and keep `num_drafts` drafts of its requests (see
         `DraftLoop.keep`), inside the step's forward context. Returns them, `[requests, drafts]`."""
 
+    def _keep(self, inputs: StepInputs) -> None:
+        """Where nothing is drafted: leave in the layers' state what `_draft` leaves there of the
+        step's tokens."""
+        return
+
     # ---- start-up ------------------------------------------------------------------------------
 
     def build_model(self, target: nn.Module) -> nn.Module:
@@ -78,9 +86,10 @@ class LayerDrafter(Drafter[S], Generic[S]):
     ) -> Sequence[GraphSet]:
         """Of the two kinds of steps that repeat: with as many drafts as there may be, or none."""
         most = self.settings.num_speculative_tokens
+        kinds = [(1 + most, most), *([(1, 0)] if self.runs_without_drafts else [])]
         self._graphs = {
             kind: new_set(plan.decode_sizes, partial(self._padded, *kind))
-            for kind in ((1 + most, most), (1, 0))
+            for kind in kinds
             if plan.decode_sizes
         }
         return list(self._graphs.values())
@@ -94,7 +103,7 @@ class LayerDrafter(Drafter[S], Generic[S]):
 
         def run() -> Tensor:
             with set_forward_context(context):
-                return self._draft(inputs, size, num_drafts)
+                return self._run(inputs, size, num_drafts)
 
         return run
 
@@ -110,9 +119,12 @@ class LayerDrafter(Drafter[S], Generic[S]):
             if graphs.size_for(size) == size and size * step.order.width == step.inputs.num_padded:
                 graphs.replay(size)
                 return
-        self._draft(step.inputs, step.order.num_reqs, num_drafts)
+        self._run(step.inputs, step.order.num_reqs, num_drafts)
 
-    def _none(self, num_reqs: int) -> Tensor:
-        """No drafts."""
+    def _run(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        """All drafts, `[requests, drafts]`."""
+        if num_drafts:
+            return self._draft(inputs, num_reqs, num_drafts)
+        self._keep(inputs)
         self.progress.num_drafts.zero_()
         return torch.empty(num_reqs, 0, dtype=torch.int64, device=self.device)

@@ -58,12 +58,13 @@ class ModelDrafter(LayerDrafter[DraftModelSettings]):
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
         self.states.observe()
 
-    def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
-        model = cast(VllmModel, self.model)
+    def _keep(self, inputs: StepInputs) -> None:
         self.states.begin_step()
-        model.forward(inputs.input_ids, inputs.positions)
-        if not num_drafts:
-            return self._none(num_reqs)
+        cast(VllmModel, self.model).forward(inputs.input_ids, inputs.positions)
+
+    def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        self._keep(inputs)
+        model = cast(VllmModel, self.model)
         rows = self.loop.begin(inputs, num_reqs)
         token = self.progress.tokens[:, 0].index_select(0, rows.rows.clamp(min=0))
         drafts = []

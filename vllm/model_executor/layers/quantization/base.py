@@ -43,6 +43,10 @@ class LinearMethod(ABC):
     def apply(self, layer: Layer, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
         """`x [..., in] -> [..., out]` in the dtype of `x`; float8 only if `takes_fp8_rows`."""
 
+    def apply_from(self, first: int, layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The features of `apply` from number `first` on, `[..., out - first]`."""
+        return self.apply(layer, x, bias)[..., first:]
+
     def apply_after_norm(
         self, layer: Layer, stream: ResidualStream, norm: Norm, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,10 @@ class UnquantizedLinearMethod(LinearMethod):
         assert isinstance(x, Tensor)
         return current_platform.kernels.linear(x, layer.weight, bias)
 
+    def apply_from(self, first: int, layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
+        part = None if bias is None else bias[first:]
+        return current_platform.kernels.linear(x, layer.weight[first:], part)
+
     def apply_after_norm(
         self, layer: Layer, stream: ResidualStream, norm: Norm, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
