@@ -83,3 +83,16 @@ def test_counts_follow_the_steps() -> None:
     batch.advance(batch.order({"new": 2, "a": 1}, {"a", "new"}))
     assert (state.num_computed_tokens, state.num_output_tokens) == (5, 2)
     assert batch.requests["a"].num_output_tokens == 2
+
+
+def test_counts_of_the_host_by_row() -> None:
+    """As one by one: of a set of decodes, of one that has changed, of a request without a row."""
+    batch = _batch("a", "b", "c")
+    order = _decode(batch, "cab", 5)
+    for names, set_id in (("cab", 5), ("cab", 0), ("bca", 5), ("bxa", 6)):
+        batch.num_computed[:] = 0
+        batch.set_computed(list(names), [7, 8, 9], set_id)
+        expected = {name: n for name, n in zip(names, [7, 8, 9], strict=True) if name in "abc"}
+        found = {name: state.num_computed_tokens for name, state in batch.requests.items()}
+        assert found == dict.fromkeys("abc", 0) | expected
+    assert _decode(batch, "cab", 5).rows is order.rows

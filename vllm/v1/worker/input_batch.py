@@ -152,6 +152,19 @@ class InputBatch:
             self._orders.clear()
         return state
 
+    def set_computed(
+        self, req_ids: list[str], num_computed: list[int], decode_set_id: int = 0
+    ) -> None:
+        """Tokens computed, as the host knows by now how many drafts of older steps were accepted;
+        of those that have a row. The rows of a set of decodes are looked up once."""
+        for set_id, last in self._orders if decode_set_id else ():
+            if set_id == decode_set_id and last.req_ids == req_ids:
+                self.num_computed[last.rows] = num_computed
+                return
+        for req_id, computed in zip(req_ids, num_computed, strict=True):
+            if (state := self.requests.get(req_id)) is not None:
+                self.num_computed[state.row] = computed
+
     def order(
         self, num_scheduled: dict[str, int], sampling_req_ids: set[str], decode_set_id: int = 0
     ) -> StepOrder:

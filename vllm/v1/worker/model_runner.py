@@ -355,11 +355,9 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
             )
         cached = output.scheduled_cached_reqs
         if self.width > 1:
-            # How many drafts were accepted is known by now of older steps.
-            rows = [self.batch.requests[r].row for r in cached.req_ids if r in self.batch.requests]
-            known = (r in self.batch.requests for r in cached.req_ids)
-            computed = [n for n, k in zip(cached.num_computed_tokens, known, strict=True) if k]
-            self.batch.num_computed[rows] = computed
+            self.batch.set_computed(
+                cached.req_ids, cached.num_computed_tokens, output.decode_set_id
+            )
         for i, block_ids in enumerate(cached.new_block_ids):
             if block_ids is None:
                 continue

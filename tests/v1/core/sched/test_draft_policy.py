@@ -62,6 +62,25 @@ def test_a_new_request_is_expected_to_be_like_the_others() -> None:
     assert policy.choose([fresh]) == 0
 
 
+def test_the_same_decodes_are_asked_once() -> None:
+    """Until one of them verifies drafts, or another one, like whom new ones are expected to be."""
+
+    class Counted(DraftPolicy):
+        asked = 0
+
+        def _yield_of(self, request: Request) -> float:
+            self.asked += 1
+            return super()._yield_of(request)
+
+    policy, batch, (other,) = Counted(3), requests(4), requests(1)
+    assert {policy.choose(batch) for _ in range(3)} == {3}
+    assert policy.asked == 4
+    policy.observe(other, 0)
+    policy.choose(batch)
+    policy.choose(list(batch))
+    assert policy.asked == 4 + 1 + 4 + 4
+
+
 def test_what_stops_paying_is_tried_again_now_and_then() -> None:
     policy, batch = DraftPolicy(3), requests(4, 3.0)
     chosen = []

@@ -42,6 +42,8 @@ class DraftPolicy:
         self._clock = clock
         #: the yield that a new request is expected to have
         self._expected = float(num_drafts)
+        #: the decodes of the last choice and what drafting gains with them, until a yield changes
+        self._last: tuple[Sequence[Request], float] | None = None
         self._pays = True
         self._steps = 0
         self._recorded_at = float("-inf")
@@ -51,10 +53,12 @@ class DraftPolicy:
         """A step verified drafts of the request and accepted so many."""
         before = self._yield_of(request)
         request.draft_yield = before + _NEWEST * (num_accepted - before)
+        self._last = None
         self._expected += _NEWEST / 8 * (num_accepted - self._expected)
 
     def choose(self, decodes: Sequence[Request]) -> int:
-        """Drafts per request of the next step if it decodes these."""
+        """Drafts per request of the next step if it decodes these. A list that was asked about in
+        the last choice is taken to hold the same requests."""
         count = len(decodes)
         if not count or not self.num_drafts:
             return self.num_drafts
@@ -62,8 +66,7 @@ class DraftPolicy:
         most = 1.0 + self.num_drafts
         if ratio * _MARGIN >= most:
             return self._turn(False, count, "the batch is too large for any acceptance to pay")
-        gained = sum(self._yield_of(request) for request in decodes if request.grammar is None)
-        pays = 1 + gained / count > ratio * _MARGIN
+        pays = 1 + self._gained(decodes) / count > ratio * _MARGIN
         if pays:
             return self._turn(True, count, "steps gain more tokens than they take longer")
         pause = max(_PAUSE, int(_TRIAL * (ratio - 1) / _TRIALS_SHARE))
@@ -73,6 +76,13 @@ class DraftPolicy:
                 self._steps = 0
             return self.num_drafts
         return self._turn(False, count, "too few drafts are accepted for what verifying costs")
+
+    def _gained(self, decodes: Sequence[Request]) -> float:
+        """Drafts of theirs that a step is expected to accept."""
+        if self._last is None or self._last[0] is not decodes:
+            yields = (self._yield_of(request) for request in decodes if request.grammar is None)
+            self._last = decodes, sum(yields)
+        return self._last[1]
 
     def _yield_of(self, request: Request) -> float:
         return self._expected if request.draft_yield is None else request.draft_yield

@@ -168,7 +168,9 @@ class Scheduler(SchedulerAdmission):
     def _make_output(self, step: StepPlan) -> SchedulerOutput:
         decodes = self._decode_set(step)
         self._decodes[self._step % self.num_stages] = decodes
-        drafts = self.draft_policy.choose(step.requests) if self.width > 1 else 0
+        drafts = 0
+        if self.width > 1:
+            drafts = self.draft_policy.choose(decodes.requests if decodes else step.requests)
         copies_before, copies_after = self.caches[step.placement].take_copies()
         kept_states: dict[str, int] = {}
         for cache in self.caches.values():
