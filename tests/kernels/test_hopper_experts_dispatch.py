@@ -14,6 +14,8 @@ from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER, CudaOps
 from vllm.kernels.moe import ClampedSwiglu, ExpertScales, ExpertsProblem, Routing, hopper
 from vllm.kernels.moe.hopper import FEW, LEAST_TOKENS, MANY, SOME, block_height, takes_experts
+from vllm.kernels.moe.slots import SlotOutputs
+from vllm.kernels.residual_stream import ResidualStream
 
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, INNER = 3, 128, 256
@@ -119,9 +121,16 @@ def test_hopper_prefers_them(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(len(problem.x))
         return problem.x
 
+    def run_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
+        return ResidualStream(residual, run(problem))
+
     monkeypatch.setattr(hopper, "run_experts", replace(hopper.run_experts, run=run))
+    monkeypatch.setattr(hopper, "run_experts_add", replace(hopper.run_experts_add, run=run_add))
     kernels = CudaKernels(HOPPER)
     kernels.run_experts(problem_of(40))
-    assert calls == [40]
+    kernels.run_experts_add(problem_of(30), zeros(30, HIDDEN))
+    assert calls == [40, 30]
     assert kernels.run_experts(problem_of(0)).shape == (0, HIDDEN)
-    assert calls == [40]
+    stream = kernels.run_experts_add(problem_of(0), zeros(0, HIDDEN))
+    assert isinstance(stream.branch, SlotOutputs) and stream.total.shape == (0, HIDDEN)
+    assert calls == [40, 30]

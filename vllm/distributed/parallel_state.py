@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vllm.distributed.device_communicators.peer_sums import PeerSums, connect_peers
+from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums, connect_peers
 from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
 
@@ -72,11 +72,11 @@ class GroupCoordinator:
             first += other
         return first
 
-    def sums_before_norm(self, x: Tensor, residual: Tensor) -> PeerSums | None:
-        """What adds up a part like `x` together with the residual stream and the norm after it;
-        None where `all_reduce` has to come first."""
+    def part_before_norm(self, x: Tensor, residual: Tensor) -> PeerPart | None:
+        """`x` as this rank's part of a branch of the residual stream, which the norm after it adds
+        up; None where `all_reduce` has to come first."""
         peers = None if _groups.communicates_not else self.peer_sums
-        return peers if peers is not None and peers.takes_norm(x, residual) else None
+        return PeerPart(x, peers) if peers is not None and peers.takes_norm(x, residual) else None
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The group's tensors concatenated along `dim` in rank order."""

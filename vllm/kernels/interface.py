@@ -113,13 +113,20 @@ class Kernels(Registry):
         """
         return ResidualStream(residual, self.linear(x, weight, bias))
 
+    @composed("moe", cuda=("hopper", "triton"))
+    def run_experts_add(self, problem: moe.ExpertsProblem, residual: Tensor) -> ResidualStream:
+        """`run_experts`, rounded, as a branch of `residual [tokens, hidden]`, or its slots, for who
+        reads the stream to add up; the bits are the same.
+        """
+        return ResidualStream(residual, self.run_experts(problem))
+
     def enter(self, stream: ResidualStream, norm: Norm) -> tuple[Tensor, Tensor]:
         """The stream's norm, and the stream added up; both `[tokens, n]`."""
         x, branch = stream.residual, stream.branch
         if branch is None:
             return self.rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus), x
-        if stream.sums is not None:
-            return stream.sums.sum_add_norm(branch, x, norm)
+        if not isinstance(branch, Tensor):
+            return branch.sum_add_norm(x, norm)
         return self.fused_add_rms_norm(branch, x, norm.weight, norm.eps, one_plus=norm.one_plus)
 
     @composed("linear", cuda=("skinny",))

@@ -18,15 +18,15 @@ class Norm:
     one_plus: bool
 
 
-class RankSums(Protocol):
-    """Adds up the parts that several ranks have of a branch, `[tokens, n]` each."""
+class BranchParts(Protocol):
+    """A branch `[tokens, n]` in parts that are yet to be added up: of ranks, or of experts."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`."""
+    def sum(self) -> Tensor:
+        """The branch, rounded to the model dtype."""
         ...
 
-    def sum_add_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """`(norm(s), s)` with `s = sum(x) + residual`, in one launch."""
+    def sum_add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """`(norm(s), s)` with `s = sum() + residual`, in one launch with the bits of several."""
         ...
 
 
@@ -34,22 +34,21 @@ class RankSums(Protocol):
 class ResidualStream:
     """`residual + branch` rounded to the model dtype, both `[tokens, n]`.
 
-    `branch` is what the norm that reads the stream has yet to add, or None. With `sums` it is this
-    rank's part of it, and the norm adds up the parts, too.
+    `branch` is what the norm that reads the stream has yet to add, or None; of parts the norm adds
+    up these, too.
     """
 
     residual: Tensor
-    branch: Tensor | None = None
-    sums: RankSums | None = None
+    branch: Tensor | BranchParts | None = None
 
-    def reduced(self) -> ResidualStream:
-        """With a branch whose parts are added up, for who has no use for `sums`."""
-        if self.sums is None or self.branch is None:
-            return self
-        return ResidualStream(self.residual, self.sums.sum(self.branch))
+    @property
+    def added_branch(self) -> Tensor | None:
+        """The branch with its parts added up, for who reads it by itself."""
+        branch = self.branch
+        return branch if branch is None or isinstance(branch, Tensor) else branch.sum()
 
     @property
     def total(self) -> Tensor:
         """The stream added up, for layers that start without a norm; nothing overwrites it."""
-        branch = self.reduced().branch
+        branch = self.added_branch
         return self.residual if branch is None else self.residual + branch

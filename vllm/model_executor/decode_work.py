@@ -26,8 +26,8 @@ from vllm.model_executor.state_layers import collect_layers, modules_in_use
 from vllm.v1.core.decode_cost import ExpertsWork, PartWork, StateWork
 from vllm.v1.kv_cache_interface import MambaSpec
 
-#: kernels of a mixture beside its router's product: routing, sorting, two products, their sum
-_MIXTURE_LAUNCHES = 5
+#: kernels of a mixture beside its router's product: routing, sorting, two products
+_MIXTURE_LAUNCHES = 4
 #: of the choice among copies of experts
 _CHOICE_LAUNCHES = 8
 #: of an exchange among replicas, which begins with two copies and ends with a sum of their parts
@@ -126,7 +126,9 @@ class _Part:
         self.experts.append(ExpertsWork(routed, chosen, expert_bytes, replicas))
         self.weight_bytes += expert_bytes * shape.stacks_shared
         self.flops += round(2 * elements * (chosen * replicas + shape.stacks_shared))
-        self.launches += _MIXTURE_LAUNCHES + (module.copies is not None) * _CHOICE_LAUNCHES
+        # The slots' sum is the next norm's, or a launch of its own.
+        self.launches += _MIXTURE_LAUNCHES + (not module.ends_with_slots)
+        self.launches += (module.copies is not None) * _CHOICE_LAUNCHES
         if replicas > 1:
             self.launches += _EXCHANGE_LAUNCHES + replicas
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm import decisions
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import peer_sums
-from vllm.distributed.device_communicators.peer_sums import PeerSums, connect_peers
+from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums, connect_peers
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.layers.linear import RowParallelLinear
@@ -208,12 +208,10 @@ def test_whoever_reads_the_stream_gets_the_sum(two: TwoRanks) -> None:
     stream = layer.add_to(residual, x)
     part = x @ layer.weight.T
     torch.testing.assert_close(stream.total, residual + 2 * part)
-    reduced = stream.reduced()
-    assert reduced.sums is None and reduced.branch is not None
-    torch.testing.assert_close(reduced.branch, 2 * part)
-    assert reduced.reduced() is reduced
+    assert isinstance(stream.branch, PeerPart) and stream.added_branch is not None
+    torch.testing.assert_close(stream.added_branch, 2 * part)
     alone = ResidualStream(residual)
-    assert alone.reduced() is alone and alone.total is residual
+    assert alone.added_branch is None and alone.total is residual
 
 
 def test_a_part_that_nobody_adds_up_stays_one(two: TwoRanks) -> None:
@@ -227,7 +225,7 @@ def test_a_run_without_communication_sums_nothing(two: TwoRanks) -> None:
     x = torch.randn(2, 16)
     with parallel_state.without_communication():
         assert parallel_state.get_tp_group().all_reduce(x) is x
-        assert layer_of(two).add_to(x, x).sums is None
+        assert isinstance(layer_of(two).add_to(x, x).branch, Tensor)
     assert not two.calls
 
 

@@ -19,7 +19,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.fp8 import FP8, GROUP
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers import moe
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
@@ -158,6 +160,23 @@ def test_the_layer_is_the_sum_of_its_experts(shape: MixtureShape) -> None:
     torch.testing.assert_close(
         make(shape)(x, IDS).double(), expected(shape, x), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if not s.hashed_vocab])
+def test_a_mixture_is_a_branch_of_the_stream_that_it_normalises(
+    name: str, size: int, pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "tensor_model_parallel_all_reduce", lambda x, in_place: x)
+    layer, norm = make(SHAPES[name], 0, size), RMSNorm(HIDDEN)
+    nn.init.normal_(norm.weight)
+    x, branch = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN)
+    stream = ResidualStream(x, branch if pending else None)
+    added = x + branch if pending else x
+    after, total = layer.after_norm(norm, stream)
+    assert torch.equal(total, added)
+    assert torch.equal(after.total, added + layer(norm.normalise(added)))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

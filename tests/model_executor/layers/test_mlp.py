@@ -90,10 +90,10 @@ def test_a_branch_that_is_yet_to_be_added_is_made_float8_with_the_norm() -> None
     nn.init.ones_(norm.weight)
     mlp.gate_up_proj.quant_method = method = RowsMethod()
     x, branch = torch.randn(5, 16), torch.randn(5, 16)
-    stream = mlp.after_norm(norm, ResidualStream(x, branch))
-    assert method.got == [True] and torch.equal(stream.residual, x + branch)
+    stream, total = mlp.after_norm(norm, ResidualStream(x, branch))
+    assert method.got == [True] and torch.equal(total, x + branch)
     rows, _ = norm.add_and_normalise_fp8(branch, x)
-    assert stream.branch is not None and torch.equal(stream.branch, mlp(rows))
+    assert stream.residual is total and torch.equal(stream.added_branch, mlp(rows))
     assert method.got == [True, True]
     mlp.after_norm(norm, ResidualStream(x))
     assert method.got[2:] == [False]

@@ -68,6 +68,20 @@ class PeerSums:
         self._memory.close()
 
 
+@dataclass(frozen=True)
+class PeerPart:
+    """This rank's `part [tokens, n]` of a branch: see `BranchParts`."""
+
+    part: Tensor
+    sums: PeerSums
+
+    def sum(self) -> Tensor:
+        return self.sums.sum(self.part)
+
+    def sum_add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return self.sums.sum_add_norm(self.part, residual, norm)
+
+
 def _travels(x: Tensor) -> bool:
     return (
         x.is_cuda

@@ -17,8 +17,10 @@ from torch import Tensor
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.moe import ExpertsProblem
 from vllm.kernels.moe.blocks import Blocks, most_blocks
-from vllm.kernels.moe.triton import make_operand, sum_slots
+from vllm.kernels.moe.slots import SlotOutputs
+from vllm.kernels.moe.triton import make_operand
 from vllm.kernels.registry import Implementation
+from vllm.kernels.residual_stream import ResidualStream
 
 OPS = CudaOps(
     what="products of experts",
@@ -92,7 +94,7 @@ def sort_into_blocks(experts: Tensor, num_experts: int, height: int) -> Blocks:
     return Blocks(height, count, pairs, block_experts, ends)
 
 
-def _run_experts(problem: ExpertsProblem) -> Tensor:
+def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     x, experts = problem.x, problem.experts
     tokens, slots = experts.shape
     height = _height_of(problem)
@@ -114,7 +116,20 @@ def _run_experts(problem: ExpertsProblem) -> Tensor:
         operand.values, problem.down, operand.scale, outer_scale, *places, outputs,
         1, height, False, overlaps(),
     )  # fmt: skip
-    return sum_slots(problem, outputs)
+    return SlotOutputs(problem, outputs)
+
+
+def _run_experts(problem: ExpertsProblem) -> Tensor:
+    return _slot_outputs(problem).sum()
+
+
+def _run_experts_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
+    return ResidualStream(residual, _slot_outputs(problem))
+
+
+def _takes_addition(problem: ExpertsProblem, residual: Tensor) -> bool:
+    return takes_experts(problem)
 
 
 run_experts = Implementation(_run_experts, takes_experts, OPS)
+run_experts_add = Implementation(_run_experts_add, _takes_addition, OPS)

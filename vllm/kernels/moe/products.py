@@ -185,32 +185,5 @@ def _down_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=exists & used[None, :])
 
 
-@triton.jit
-def _add_slots_kernel(
-    outputs_ptr, weights_ptr, experts_ptr, shared_ptr, out_ptr, stride_experts, stride_shared,
-    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, columns): the weighted sum over a token's slots, in order, but for those whose
-    expert is not here."""
-    start_next(PDL)
-    await_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = column < N
-    weights = weights_ptr + token * (SLOTS + SHARED)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        expert = tl.load(experts_ptr + token * stride_experts + slot)
-        here = exists & (expert >= 0) & (expert < EXPERTS)
-        at = outputs_ptr + (token * SLOTS + slot) * N + column
-        total += tl.load(weights + slot) * tl.load(at, mask=here, other=0.0).to(tl.float32)
-    if SHARED:
-        at = shared_ptr + token * stride_shared + column
-        total += tl.load(weights + SLOTS) * tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + column, total, mask=exists)
-
-
 gate_up = Launcher(_gate_up_kernel)
 down = Launcher(_down_kernel)
-add_slots = Launcher(_add_slots_kernel)

@@ -16,16 +16,15 @@ from vllm.kernels.fp8 import GROUP
 from vllm.kernels.fp8.quantize import quantize_groups, quantize_rows
 from vllm.kernels.moe import ExpertScales, ExpertsProblem
 from vllm.kernels.moe.blocks import Blocks, sort_into_blocks
-from vllm.kernels.moe.products import add_slots, down, gate_up
+from vllm.kernels.moe.products import down, gate_up
 from vllm.kernels.moe.route import route_experts
+from vllm.kernels.moe.slots import SlotOutputs
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.kernels.triton.configs import Configs, Tile, device_configs
 from vllm.kernels.triton.dependent_launch import dependent_launch
 from vllm.utils.math_utils import cdiv
 
-__all__ = ["Operand", "make_operand", "route_experts", "run_experts", "sum_slots"]
-
-#: columns of the result that one program sums
-_SUM_COLUMNS = 1024
+__all__ = ["Operand", "make_operand", "route_experts", "run_experts", "run_experts_add"]
 
 
 def block_rows(num_pairs: int, num_experts: int, configs: Configs) -> int:
@@ -36,11 +35,20 @@ def block_rows(num_pairs: int, num_experts: int, configs: Configs) -> int:
 
 def run_experts(problem: ExpertsProblem) -> Tensor:
     """See `naive.run_experts`."""
+    return _slot_outputs(problem).sum()
+
+
+def run_experts_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
+    """See `Kernels.run_experts_add`."""
+    return ResidualStream(residual, _slot_outputs(problem))
+
+
+def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     x, experts = problem.x, problem.experts
     tokens, slots = experts.shape
     hidden, inner = x.shape[1], problem.intermediate
     if tokens == 0:
-        return torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+        return SlotOutputs(problem, x)
     configs, pdl = device_configs(x.device), dependent_launch(x.device)
     num_pairs = tokens * slots
     rows = block_rows(num_pairs, problem.num_experts * problem.ranks, configs)
@@ -77,23 +85,7 @@ def run_experts(problem: ExpertsProblem) -> Tensor:
         **_launch(tile, scales), **constants,
     )  # fmt: skip
 
-    return sum_slots(problem, outputs)
-
-
-def sum_slots(problem: ExpertsProblem, outputs: Tensor) -> Tensor:
-    """The weighted sum of the stack's `outputs [pairs, hidden]` and the shared expert's:
-    `[tokens, hidden]`."""
-    x, experts, shared = problem.x, problem.experts, problem.shared
-    tokens, slots = experts.shape
-    hidden = x.shape[1]
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    add_slots[(tokens, cdiv(hidden, _SUM_COLUMNS))](
-        outputs, problem.routing.weights, experts, shared, out,
-        experts.stride(0), 0 if shared is None else shared.stride(0),
-        SLOTS=slots, EXPERTS=problem.num_experts, SHARED=shared is not None, N=hidden,
-        BLOCK=_SUM_COLUMNS, **dependent_launch(x.device),
-    )  # fmt: skip
-    return out
+    return SlotOutputs(problem, outputs)
 
 
 @dataclass(frozen=True)

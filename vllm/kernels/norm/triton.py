@@ -97,6 +97,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -
 
 
 @triton.jit
+def normed_row(x, w, N: tl.constexpr, eps, ONE_PLUS: tl.constexpr):
+    """The norm of a row `[1, N]`, in fp32 and not rounded; `w [1, N]` in fp32."""
+    return _weigh(_normalise(x.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
+
+
+@triton.jit
 def added_norm(
     x_row, residual_row, sum_row, w, col, mask, eps, N: tl.constexpr, ONE_PLUS: tl.constexpr
 ):  # fmt: skip
@@ -105,7 +111,7 @@ def added_norm(
     residual = tl.load(residual_row + col, mask=mask, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(sum_row + col, total, mask=mask)
-    return _weigh(_normalise(total.to(tl.float32), N, eps), w, x.dtype, ONE_PLUS)
+    return normed_row(total, w, N, eps, ONE_PLUS)
 
 
 @triton.jit

@@ -285,9 +285,10 @@ class RowParallelLinear(LinearBase, Communicates):
         """The output of `forward` as a branch of the stream `residual [tokens, output_size]`."""
         if self.tp_size > 1:
             part = self._part(x)
-            sums = get_tp_group().sums_before_norm(part, residual) if self.reduce_results else None
-            branch = self._reduced(part) if sums is None else part
-            return ResidualStream(residual, branch, sums)
+            of_ranks = None
+            if self.reduce_results:
+                of_ranks = get_tp_group().part_before_norm(part, residual)
+            return ResidualStream(residual, of_ranks or self._reduced(part))
         bias = None if self.skip_bias_add else self.bias
         return self.quant_method.apply_and_add(self, x, bias, residual)
 

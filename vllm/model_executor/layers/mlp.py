@@ -69,21 +69,19 @@ class GatedMLP(nn.Module):
         """`[tokens, hidden] -> [tokens, hidden]`."""
         return self.down_proj(self.activated(x))[0]
 
-    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> ResidualStream:
-        """The stream, added up, with this network of its norm as a branch."""
-        if self.takes_fp8_rows:
-            stream = stream.reduced()
-        if self.takes_fp8_rows and stream.branch is not None:
-            rows, total = norm.add_and_normalise_fp8(stream.branch, stream.residual)
-            return self.down_proj.add_to(total, self.activated(rows))
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        """The stream, added up, with this network of its norm as a branch; and its sum."""
+        if self.takes_fp8_rows and (branch := stream.added_branch) is not None:
+            rows, total = norm.add_and_normalise_fp8(branch, stream.residual)
+            return self.down_proj.add_to(total, self.activated(rows)), total
         if self._fuses_activation:
             weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
             gated, total = current_platform.kernels.norm_linear_silu_and_mul(
                 stream, norm.arguments, weight, bias
             )
-            return self.down_proj.add_to(total, gated)
+            return self.down_proj.add_to(total, gated), total
         normed, total = norm.enter(stream)
-        return self.down_proj.add_to(total, self.activated(normed))
+        return self.down_proj.add_to(total, self.activated(normed)), total
 
     @property
     def _fuses_activation(self) -> bool:
@@ -139,6 +137,6 @@ class UngatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)[0]))[0]
 
     def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
-        """The stream, added up, with this network of its norm as a branch; and its sum."""
+        """As `GatedMLP.after_norm`."""
         up, total = self.up_proj.after_norm(norm, stream)
         return self.down_proj.add_to(total, self.act_fn(up)), total

@@ -20,9 +20,11 @@ from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
+from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_exchange import ExpertExchange
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.mlp import GatedMLP, UngatedMLP
@@ -284,21 +286,37 @@ class MixtureOfExperts(nn.Module, Communicates):
     def forward(self, x: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """`[tokens, hidden] -> [tokens, hidden]`; `input_ids [tokens]` are read where they choose
         the experts."""
-        shape, kernels = self.shape, current_platform.kernels
-        bias = self.router.e_score_correction_bias
-        logits = self.router(x)
+        return self._mix(x, self._route(self.router(x), input_ids))
+
+    def after_norm(self, norm: RMSNorm, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
+        """The stream, added up, with the mixture of its norm as a branch; and its sum."""
+        x, total = norm.enter(stream)
+        routing = self._route(self.router(x), None)
+        if not self.ends_with_slots:
+            return ResidualStream(total, self._mix(x, routing)), total
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        problem = self._problem(x, routing, shared)
+        return current_platform.kernels.run_experts_add(problem, total), total
+
+    @property
+    def ends_with_slots(self) -> bool:
+        """Whether nothing comes after the sum over a token's slots."""
+        return self.exchange is None and self.fc2_latent_proj is None and self.tp_size == 1
+
+    def _route(self, logits: Tensor, input_ids: Tensor | None) -> Routing:
+        shape = self.shape
         slots = None
         if self.counts is not None:
             # Those of any layer that has some tell tokens from padding.
             slots = next(iter(get_forward_context().slot_mapping.values()), None)
         added = None if shape.latent_size else shape.shared
         first = self.experts.first if self.exchange is None else 0
-        routing = kernels.route_experts(
+        routing = current_platform.kernels.route_experts(
             RoutingProblem(
                 logits,
                 shape.num_experts,
                 shape.rule,
-                bias,
+                self.router.e_score_correction_bias,
                 added,
                 self.counts,
                 slots,
@@ -308,11 +326,16 @@ class MixtureOfExperts(nn.Module, Communicates):
         )
         if self.copies is not None:
             routing = self.copies.choose(routing, logits, first)
+        return routing
+
+    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
+        """`[tokens, hidden] -> [tokens, hidden]`."""
+        shape = self.shape
         shared = None if self.shared_expert is None else self.shared_expert(x)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)[0]
         weighted = None if shape.latent_size else shared
         if self.exchange is None:
-            out = self._run_experts(latent, routing, weighted)
+            out = current_platform.kernels.run_experts(self._problem(latent, routing, weighted))
         else:
             out = self._exchanged(self.exchange, latent, routing)
             if weighted is not None:
@@ -328,25 +351,25 @@ class MixtureOfExperts(nn.Module, Communicates):
         top_k = self.shape.rule.top_k
         routed = Routing(routing.weights[:, :top_k].contiguous(), routing.experts[:, :top_k])
         rows, choices = exchange.gather(x, routed)
-        return exchange.scatter(self._run_experts(rows, choices, None), len(x))
+        return exchange.scatter(
+            current_platform.kernels.run_experts(self._problem(rows, choices, None)), len(x)
+        )
 
-    def _run_experts(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """Those of this rank; `[rows, width] -> [rows, width]`."""
+    def _problem(self, x: Tensor, routing: Routing, shared: Tensor | None) -> ExpertsProblem:
+        """Of the experts of this rank."""
         experts, shape = self.experts, self.shape
-        return current_platform.kernels.run_experts(
-            ExpertsProblem(
-                x,
-                experts.gate_up_proj,
-                experts.down_proj,
-                routing,
-                shared,
-                gated=shape.gated,
-                gate_up_bias=experts.gate_up_proj_bias,
-                down_bias=experts.down_proj_bias,
-                clamp=shape.clamp,
-                scales=experts.method.scales(experts),
-                ranks=self.expert_ranks,
-            )
+        return ExpertsProblem(
+            x,
+            experts.gate_up_proj,
+            experts.down_proj,
+            routing,
+            shared,
+            gated=shape.gated,
+            gate_up_bias=experts.gate_up_proj_bias,
+            down_bias=experts.down_proj_bias,
+            clamp=shape.clamp,
+            scales=experts.method.scales(experts),
+            ranks=self.expert_ranks,
         )
 
     def collectives(self, element_bytes: int) -> list[Collective]:

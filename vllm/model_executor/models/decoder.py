@@ -23,6 +23,7 @@ from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -57,6 +58,10 @@ Hidden = Tensor | tuple[Tensor, list[Tensor]] | IntermediateTensors
 STREAM, CAPTURED = "hidden_states", "captured.{}"
 
 
+#: what a layer may have behind its second norm
+FeedForward = GatedMLP | MixtureOfExperts
+
+
 class DecoderLayer(nn.Module):
     """A token mixer and a feed-forward network, each behind a norm.
 
@@ -66,7 +71,7 @@ class DecoderLayer(nn.Module):
 
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
-    mlp: nn.Module
+    mlp: FeedForward
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """The token mixer, `[tokens, hidden] -> [tokens, hidden]`."""
@@ -83,11 +88,7 @@ class DecoderLayer(nn.Module):
     def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
         """The stream after this layer, and the sum `[tokens, hidden]` that it came with."""
         stream, total = self.mix_stream(positions, stream)
-        norm = self.post_attention_layernorm
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp.after_norm(norm, stream), total
-        normed, residual = norm.enter(stream)
-        return ResidualStream(residual, self.mlp(normed)), total
+        return self.mlp.after_norm(self.post_attention_layernorm, stream)[0], total
 
 
 class DecoderModel(nn.Module, EagleModelMixin):

@@ -21,7 +21,6 @@ from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import llama
@@ -76,7 +75,7 @@ class Eagle3Layer(AttentionDecoderLayer):
         normed, joined = self._joined(tokens, hidden)
         branch = self.self_attn(positions, joined)
         stream = ResidualStream(normed if norm_residual else hidden, branch)
-        return cast(GatedMLP, self.mlp).after_norm(self.post_attention_layernorm, stream)
+        return self.mlp.after_norm(self.post_attention_layernorm, stream)[0]
 
     def keep_first(self, positions: Tensor, tokens: Tensor, hidden: Tensor) -> None:
         """The keys and values that `enter` keeps, and nothing else."""

@@ -6,7 +6,7 @@ What enters the residual stream, attention's products and the logits have multip
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, no_rope
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral
-from vllm.model_executor.models.decoder import DecoderLayer
+from vllm.model_executor.models.decoder import DecoderLayer, FeedForward
 from vllm.model_executor.models.hybrid import (
     HybridForCausalLM,
     MultipliedEmbeddingsModel,
@@ -115,7 +115,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
         return ResidualStream(residual, branch), total
 
 
-def _new_mlp(vllm_config: VllmConfig, prefix: str) -> nn.Module:
+def _new_mlp(vllm_config: VllmConfig, prefix: str) -> FeedForward:
     config, quant_config = vllm_config.model_config.hf_text_config, vllm_config.quant_config
     if config.num_local_experts:
         return MixtureOfExperts(mixture_shape(config), prefix, quant_config)

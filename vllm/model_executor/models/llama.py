@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2 and 3 (arXiv 2407.21783): rotary attention and SwiGLU behind RMS norms."""
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, FeedForward
 from vllm.model_executor.models.utils import gated_mlp, head_dim, rotary
 
 
@@ -25,7 +25,7 @@ class AttentionDecoderLayer(DecoderLayer):
         prefix: str,
         *,
         mlp_bias: bool = False,
-        mlp: nn.Module | None = None,
+        mlp: FeedForward | None = None,
     ) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config

@@ -85,7 +85,7 @@ class NemotronHDecoderLayer(DecoderLayer):
         mixer = self.mixer
         if isinstance(mixer, SelfAttention):
             return mixer.after_norm(self.norm, positions, stream)
-        if isinstance(mixer, UngatedMLP):
+        if isinstance(mixer, UngatedMLP | MixtureOfExperts):
             return mixer.after_norm(self.norm, stream)
         normed, total = self.norm.enter(stream)
         return ResidualStream(total, mixer(normed)), total

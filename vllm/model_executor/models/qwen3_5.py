@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
@@ -12,7 +12,7 @@ from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDelta
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, FeedForward
 from vllm.model_executor.models.hybrid import HybridForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
@@ -68,7 +68,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = self.make_mlp(vllm_config, f"{prefix}.mlp")
 
-    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> FeedForward:
         """The feed-forward network of the layer."""
         return gated_mlp(vllm_config, prefix)
 

@@ -4,7 +4,6 @@
 The shared expert's output is multiplied by a gate of its own.
 """
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
@@ -34,7 +33,7 @@ def mixture_shape(config: PretrainedConfig) -> MixtureShape:
 class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
     """Gated delta net or gated attention, then experts."""
 
-    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> MixtureOfExperts:
         shape = mixture_shape(vllm_config.model_config.hf_text_config)
         return MixtureOfExperts(shape, prefix, vllm_config.quant_config)
 

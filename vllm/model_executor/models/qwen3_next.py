@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
@@ -14,6 +14,7 @@ from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models import qwen3_moe
+from vllm.model_executor.models.decoder import FeedForward
 from vllm.model_executor.models.qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5ForCausalLM,
@@ -61,7 +62,7 @@ def ungrouped(
 class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
     """Gated delta net or gated attention, then experts or a gated MLP."""
 
-    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    def make_mlp(self, vllm_config: VllmConfig, prefix: str) -> FeedForward:
         config = vllm_config.model_config.hf_text_config
         if qwen3_moe.is_sparse(config, extract_layer_index(prefix)):
             return MixtureOfExperts(mixture_shape(config), prefix, vllm_config.quant_config)
