@@ -38,6 +38,14 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + tl.where(small, e, log)
 
 
+@triton.jit
+def _ordered(x):
+    """Integers in the order of `x` in fp32, but for zeros' signs: a warp finds the largest of such
+    in one instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=["stride_logits"])
 def _route_kernel(
     logits_ptr, bias_ptr, chosen_ptr, weights_ptr, experts_ptr, counts_ptr, cache_slots_ptr,
@@ -72,6 +80,8 @@ def _route_kernel(
     choice = tl.where(inside, choice, float("-inf"))
     if TOP_GROUPS < GROUPS:
         choice = _in_best_groups(choice, member, BLOCK_G, TOP_GROUPS, TOP2)
+    choice = _ordered(choice)
+    score_bits = score.to(tl.int32, bitcast=True)
     slot = tl.arange(0, BLOCK_S)
     weights = tl.zeros((BLOCK_S,), tl.float32)
     experts = tl.zeros((BLOCK_S,), tl.int32)
@@ -83,10 +93,10 @@ def _route_kernel(
             candidates = tl.where((choice == largest) & inside, expert, GROUPS * MEMBERS - 1)
             first = tl.min(tl.min(candidates, 1), 0)
         chosen = (expert == first) & inside
-        weight = tl.sum(tl.sum(tl.where(chosen, score, 0.0), 1), 0)
-        weights = tl.where(slot == k, weight, weights)
+        weight = tl.sum(tl.sum(tl.where(chosen, score_bits, 0), 1), 0)
+        weights = tl.where(slot == k, weight.to(tl.float32, bitcast=True), weights)
         experts = tl.where(slot == k, first, experts)
-        choice = tl.where(chosen, float("-inf"), choice)
+        choice = tl.where(chosen, -(2**31), choice)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + epsilon)
     weights = weights * scale
