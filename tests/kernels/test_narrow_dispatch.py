@@ -78,13 +78,20 @@ def test_some_tokens_are_narrow(tokens: int) -> None:
     assert is_narrow(ones(tokens, K + 8)[:, 8:], weight, None, gated=True)
 
 
+def test_small_weights_of_few_rows_are_narrow() -> None:
+    for n, k in ((264, 2048), (1024, 2048), (128, 2048)):
+        assert is_narrow(ones(32, k), ones(n, k), None)
+    assert not is_narrow(ones(32, 2048), ones(1032, 2048), None)
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "bias"),
     [
         pytest.param(ones(16, K), ones(N, K), None, id="few tokens"),
         pytest.param(ones(65, K), ones(N, K), None, id="many tokens"),
         pytest.param(ones(32, 1, K), ones(N, K), None, id="three dimensions"),
-        pytest.param(ones(32, K), ones(N - 8, K), None, id="small weight"),
+        pytest.param(ones(32, K - 8), ones(N, K - 8), None, id="small weight"),
+        pytest.param(ones(32, 2032), ones(128, 2032), None, id="very small weight"),
         pytest.param(
             ones(32, K, dtype=torch.half), ones(N, K, dtype=torch.half), None, id="another dtype"
         ),

@@ -31,15 +31,16 @@ LEAST_ROWS = 72
 ROWS_OF_MANY = 128
 #: CTAs that may share out a tile's columns
 SPLITS = (1, 2, 4, 8)
-#: of a weight: the smallest that was measured
-LEAST_ELEMENTS = 1 << 23
+#: of a weight, and of one that has at most a row for every two columns, as routers have: cuBLAS
+#: shares out few tiles with long sums
+LEAST_ELEMENTS, LEAST_OF_FEW_ROWS = 1 << 23, 1 << 18
 KB = 1024
 
 OPS = CudaOps(
     what="matmuls of 17 to 64 tokens",
     why="reads weights nearer to the memory's speed",
     instead_of="cuBLAS",
-    chosen="vllm_cuda for bfloat16 and weights from 16 MB on",
+    chosen="vllm_cuda for bfloat16 and weights from 16 MB on, from 512 kB where rows are few",
 )
 
 
@@ -118,7 +119,7 @@ def is_narrow(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = F
         x.dim() == 2
         and MIN_TOKENS <= len(x) <= MAX_TOKENS
         and x.dtype == weight.dtype == torch.bfloat16
-        and n * k >= LEAST_ELEMENTS
+        and n * k >= (LEAST_OF_FEW_ROWS if 2 * n <= k else LEAST_ELEMENTS)
         and n % (2 * GROUP if gated else GROUP) == 0
         and k % ALIGNMENT == 0
         and weight.is_contiguous()
