@@ -14,7 +14,7 @@ from vllm.kernels.triton.dependent_launch import await_previous, dependent_launc
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
-TILE_ELEMENTS = 1024
+TILE_ELEMENTS = 2048
 FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 
 
@@ -102,9 +102,10 @@ def _qk_norm_rope_cache_kernel(
     slot = tl.load(slot_ptr + token).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
     row = qkv_ptr + token * stride_token
-    position = tl.load(position_ptr + token, mask=slot >= 0, other=0)
+    # Both are fetched at once; what padding has for a position is not used.
+    position = tl.load(position_ptr + token).to(tl.int64)
     await_previous(PDL)
-    angles = cos_sin_ptr + position.to(tl.int64) * ROT
+    angles = cos_sin_ptr + tl.where(slot >= 0, position, 0) * ROT
     if tile < q_tiles:
         head = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < HEADS)[:, None] & (d < HEAD_DIM)
@@ -137,7 +138,7 @@ _qk_norm_rope_cache = Launcher(_qk_norm_rope_cache_kernel)
 
 
 def qk_norm_rope_cache(p: RotaryProblem) -> Tensor:
-    """Positions of padding rows are not read."""
+    """Positions of padding rows are not used."""
     tokens, device = len(p.qkv), p.qkv.device
     q = torch.empty(tokens, p.num_heads, p.head_dim, dtype=p.qkv.dtype, device=device)
     if tokens == 0:
