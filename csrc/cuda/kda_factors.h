@@ -18,6 +18,7 @@ struct KdaFactorsArgs {
   void *T, *P;                    // [chunks, heads, 64, 64] bf16
   float* decays;                  // [chunks, heads, 128]
   int64_t q_stride, k_stride, a_stride, b_stride;
+  int64_t tokens;
   int num_chunks, heads;
   float scale;  // of the queries
 };

@@ -72,6 +72,7 @@ void kda_factors(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor
   args.k_stride = k.stride(0);
   args.a_stride = a.stride(0);
   args.b_stride = b.stride(0);
+  args.tokens = tokens;
   args.num_chunks = static_cast<int>(chunks);
   args.heads = static_cast<int>(heads);
   args.scale = static_cast<float>(scale);

@@ -2,11 +2,11 @@
 // The sequential part of chunked delta rules for bf16 and heads of 128 (sm_90a). A rule says what
 // it keeps per chunk (`Stage`, `Rows`), how that is fetched and what a step makes of it.
 //
-// A warpgroup holds 64 rows of S^T [dv, dk] in fp32 and goes through the chunks of its sequence,
-// everything transposed: each product's left operand is the result before it, in registers. A
-// further warp fetches the chunks ahead. Products run in the order in which they are queued: what
-// the next state does not wait for (T v, q S, P V') is queued behind what it does wait for, and so
-// covers the arithmetic between the two.
+// A warpgroup, one of a CTA's one or two, holds 64 rows of S^T [dv, dk] in fp32 and goes through
+// the chunks of its sequence, everything transposed: each product's left operand is the result
+// before it, in registers. A further warp fetches the chunks ahead. Products run in the order in
+// which they are queued: what the next state does not wait for (T v, q S, P V') is queued behind
+// what it does wait for, and so covers the arithmetic between the two.
 #pragma once
 
 #include "hopper/chunk_scan_registers.cuh"
@@ -21,6 +21,7 @@ struct Consumer {
   const Place& place;
   Shared<Rule>& shared;
   uint32_t phase;  // of the ring of stages
+  const int group = Rule::kWarpgroups > 1 ? threadIdx.x / kWarpgroup : 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Where the lane writes: 8 of the warp's 16 columns of every 16th token.
   __nv_bfloat16* own_out = static_cast<__nv_bfloat16*>(args.out) +
@@ -46,7 +47,7 @@ struct Consumer {
   }
   // fresh = v T^T
   __device__ void queue_values(const Stage& stage) {
-    const uint64_t v = transposed_descriptor(stage.v, 0), T = tile_descriptor(stage.T);
+    const uint64_t v = transposed_descriptor(stage.v[group], 0), T = tile_descriptor(stage.T);
     products_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -114,7 +115,7 @@ struct Consumer {
 
   template <int AT>
   __device__ Ring ring() {
-    Ring ring(shared.barriers, kStages);
+    Ring ring(shared.barriers, Rule::kStages);
     ring.index = AT;
     ring.phase = phase;
     return ring;
@@ -133,7 +134,7 @@ struct Consumer {
   template <int AT>
   __device__ void end_step(int done) {
     if (done > 0) copy_output<true>(kChunk);
-    constexpr int NEXT = (AT + 1) % kStages;
+    constexpr int NEXT = (AT + 1) % Rule::kStages;
     if (NEXT == 0) phase ^= 1;
     if (done + kChunk < place.length) wait_stage<NEXT>(done + kChunk);
     products_wait<1>(S);
@@ -147,50 +148,56 @@ struct Consumer {
   // The compiler follows a product from where it is queued to where it is waited for only along
   // straight code, else it puts them one after another: hence once round the ring at a time.
   __device__ void scan() {
-    static_assert(kStages == 3);
+    static_assert(Rule::kStages == 2 || Rule::kStages == 3);
     wait_stage<0>(0);
     queue_seen(shared.stages[0]);
     products_wait<0>(seen);
-    for (int done = 0; done < place.length; done += kStages * kChunk) {
+    for (int done = 0; done < place.length; done += Rule::kStages * kChunk) {
       Rule::template step<0>(*this, done);
       if (done + kChunk >= place.length) {
         products_wait<0>(seen);
         break;
       }
       Rule::template step<1>(*this, done + kChunk);
-      if (done + 2 * kChunk >= place.length) {
-        products_wait<0>(seen);
-        break;
+      if constexpr (Rule::kStages > 2) {
+        if (done + 2 * kChunk >= place.length) {
+          products_wait<0>(seen);
+          break;
+        }
+        Rule::template step<2>(*this, done + 2 * kChunk);
       }
-      Rule::template step<2>(*this, done + 2 * kChunk);
       products_wait<0>(seen);
     }
     copy_output<false>((place.length - 1) % kChunk + 1);
   }
 };
 
-constexpr int kThreads = kConsumers + 32;
+// Two warpgroups and a third, of which a warp fetches, share the registers unevenly.
+template <typename Rule>
+constexpr int kThreads = kConsumers<Rule> + (Rule::kWarpgroups > 1 ? kWarpgroup : 32);
 
-// Grid (dv tiles, value heads, sequences).
+// Grid (dv tiles / warpgroups, value heads, sequences).
 template <typename Rule, typename State>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads<Rule>, 1)
     chunk_scan_kernel(const __grid_constant__ typename Rule::Maps maps,
                       const typename Rule::Args args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<Rule>*>(memory);
   Place place;
   if (!find_place<Rule>(args, place)) return;
-  if (threadIdx.x == 0) Ring(shared.barriers, kStages).init(kConsumers / 32);
+  if (threadIdx.x == 0) Ring(shared.barriers, Rule::kStages).init(kConsumers<Rule> / 32);
   __syncthreads();
-  if (threadIdx.x < kConsumers) {
+  if (threadIdx.x < kConsumers<Rule>) {
+    if constexpr (Rule::kWarpgroups > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     Consumer<Rule> consumer{args, place, shared, 0};
     State* const own = static_cast<State*>(args.states) + place.state +
                        (16 * consumer.warp + consumer.lane / 4) * kHead + 2 * (consumer.lane % 4);
     load_state(consumer.S, own, place.carried);
     consumer.scan();
     store_state(own, consumer.S);
-  } else if (threadIdx.x == kConsumers) {
-    produce<Rule>(maps, args, place, shared);
+  } else {
+    if constexpr (Rule::kWarpgroups > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == kConsumers<Rule>) produce<Rule>(maps, args, place, shared);
   }
 }
 

@@ -39,8 +39,9 @@ const char* launch_typed(const typename Rule::Maps& maps, const typename Rule::A
   constexpr auto kernel = chunk_scan_kernel<Rule, State>;
   const cudaError_t error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
-  const dim3 ctas(kTiles, args.heads, args.sequences);
-  return launch_kernel<kernel>({ctas, kThreads, sizeof(Shared<Rule>), launch.stream}, maps, args);
+  const dim3 ctas(kTiles / Rule::kWarpgroups, args.heads, args.sequences);
+  return launch_kernel<kernel>({ctas, kThreads<Rule>, sizeof(Shared<Rule>), launch.stream}, maps,
+                               args);
 }
 
 template <typename Rule>

@@ -16,24 +16,25 @@ namespace vllm_cuda::chunk_scan {
 
 constexpr int kChunk = 64;
 constexpr int kHead = 128;
-constexpr int kColumns = 64;  // of dv, per CTA
+constexpr int kColumns = 64;  // of dv, per warpgroup
 constexpr int kTiles = kHead / kColumns;
-constexpr int kConsumers = 128;
-constexpr int kStages = 3;
+constexpr int kWarpgroup = 128;
+template <typename Rule>
+constexpr int kConsumers = Rule::kWarpgroups * kWarpgroup;
 
 using Tile = __nv_bfloat16[kChunk][64];
 
 template <typename Rule>
 struct Shared {
-  typename Rule::Stage stages[kStages];
-  uint4 out[kConsumers / 32][kChunk][2];  // per warp
-  typename Rule::Rows rows[kStages];
-  uint64_t barriers[2 * kStages];
+  typename Rule::Stage stages[Rule::kStages];
+  uint4 out[kConsumers<Rule> / 32][kChunk][2];  // per warp
+  typename Rule::Rows rows[Rule::kStages];
+  uint64_t barriers[2 * Rule::kStages];
 };
 
 // What a CTA works on.
 struct Place {
-  int key_head, part;         // part: which of the dv tiles of all value heads
+  int key_head, part;         // part: the first of its dv tiles, of those of all value heads
   int first, length, chunks;  // tokens from the batch's first on, chunks of 64
   int matrix;                 // of the first chunk's T, P and rows
   int64_t state;              // elements from the pool's beginning
@@ -49,7 +50,7 @@ __device__ bool find_place(const typename Rule::Args& args, Place& place) {
   if (index < 0 || place.length <= 0) return false;
   const int head = blockIdx.y;
   place.key_head = Rule::key_head(args, head);
-  place.part = head * kTiles + blockIdx.x;
+  place.part = head * kTiles + blockIdx.x * Rule::kWarpgroups;
   place.chunks = (place.length + kChunk - 1) / kChunk;
   place.matrix = args.offsets[seq] * args.heads + head;
   place.state = index * args.state_stride + int64_t{place.part} * kColumns * kHead;
@@ -61,7 +62,7 @@ __device__ bool find_place(const typename Rule::Args& args, Place& place) {
 template <typename Rule>
 __device__ void produce(const typename Rule::Maps& maps, const typename Rule::Args& args,
                         const Place& place, Shared<Rule>& shared) {
-  Ring ring(shared.barriers, kStages);
+  Ring ring(shared.barriers, Rule::kStages);
   for (int chunk = 0; chunk < place.chunks; ++chunk, ring.advance()) {
     auto& rows = shared.rows[ring.index];
     const int matrix = place.matrix + chunk * args.heads;
@@ -76,11 +77,11 @@ __device__ void produce(const typename Rule::Maps& maps, const typename Rule::Ar
 template <typename Rule>
 __device__ void clear_rows(typename Rule::Stage& stage, int length, int thread) {
   constexpr int kPieces = kTileRowBytes / sizeof(uint4);
-  for (int i = length * kPieces + thread; i < kChunk * kPieces; i += kConsumers) {
+  for (int i = length * kPieces + thread; i < kChunk * kPieces; i += kConsumers<Rule>) {
     Rule::for_tiles_of_tokens(stage, [i](Tile& tile) { reinterpret_cast<uint4*>(tile)[i] = {}; });
   }
   shared_fence();
-  consumers_sync<kConsumers>();
+  consumers_sync<kConsumers<Rule>>();
 }
 
 }  // namespace vllm_cuda::chunk_scan

@@ -47,7 +47,9 @@ __global__ void __launch_bounds__(THREADS, 5) kernel(const ChunkFactorsArgs args
   // The columns' lengths differ: a warp that has a long one of one head has a short one of the
   // other.
 #pragma unroll 1
-  for (int head = 0; head < HEADS; ++head) join(s, head, head == 0 ? warp : 3 - warp);
+  for (int head = 0; head < HEADS; ++head) {
+    join(s.res, s.beta[head], head, head == 0 ? warp : 3 - warp);
+  }
   __syncthreads();
 #pragma unroll
   for (int head = 0; head < HEADS; ++head) {

@@ -65,30 +65,33 @@ __device__ inline void add_split_product(Sums& d, const Split& a, const Split& b
   add_product(d, a.high, b.high);
 }
 
-// Column j of X's tiles, below the diagonal, as row j of X^T; beta X^T goes to T's tiles.
+// Column j of X's tiles, below the diagonal, as row j of X^T; beta X^T goes to T's tiles. A tile is
+// multiplied into all sums that it is part of at once: they do not wait for one another.
 template <int HEADS>
-__device__ inline void join(Shared<HEADS>& s, int h, int j) {
+__device__ inline void join(Results<HEADS>& res, const float* beta, int h, int j) {
   const Fragment f;
   const Piece left = left_piece(), right = right_piece();
-  const uint32_t diagonal = split_address(s.res.diagonal[h][j], left);
-  Split x[3];
-  x[0] = {load_tile(diagonal), load_tile(diagonal ^ LOW)};
+  const uint32_t diagonal = split_address(res.diagonal[h][j], left);
+  Split x = {load_tile(diagonal), load_tile(diagonal ^ LOW)};
+  Sums y[3] = {};
 #pragma unroll
-  for (int distance = 1; distance < 4; ++distance) {
-    const int i = j + distance;
+  for (int above = 0; above < 3; ++above) {
+    const int i = j + above + 1;
     if (i > 3) break;
-    Sums y = {}, of_x = {};
 #pragma unroll
-    for (int m = 0; m < distance; ++m) {
-      const uint32_t from = split_address(s.res.below[h][below_index(i, j + m)], right);
-      add_split_product(y, x[m], {load_tile(from), load_tile(from ^ LOW)});
+    for (int row = above; row < 3; ++row) {
+      if (j + row + 1 > 3) break;
+      const char* tile = res.below[h][below_index(j + row + 1, j + above)];
+      const uint32_t from = split_address(tile, right);
+      add_split_product(y[row], x, {load_tile(from), load_tile(from ^ LOW)});
     }
-    const uint32_t from = split_address(s.res.diagonal[h][i], left);
-    add_split_product(of_x, split(y), {load_transposed(from), load_transposed(from ^ LOW)});
-    if (distance < 3) x[distance] = split(of_x);
-    scale_columns(of_x, Columns(s.beta[h], i, f));
+    Sums of_x = {};
+    const uint32_t from = split_address(res.diagonal[h][i], left);
+    add_split_product(of_x, split(y[above]), {load_transposed(from), load_transposed(from ^ LOW)});
+    if (above < 2) x = split(of_x);
+    scale_columns(of_x, Columns(beta, i, f));
     // The quadrants of X^T change places as they are transposed.
-    store_transposed(tile_address(s.res.out[h][lower_index(i, j)], right), rounded(of_x));
+    store_transposed(tile_address(res.out[h][lower_index(i, j)], right), rounded(of_x));
   }
 }
 

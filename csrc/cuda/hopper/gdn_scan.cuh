@@ -11,13 +11,13 @@ namespace vllm_cuda {
 struct GdnScan {
   using Args = GdnScanArgs;
   using Tile = chunk_scan::Tile;
-  static constexpr int kChunk = chunk_scan::kChunk;
+  static constexpr int kChunk = chunk_scan::kChunk, kWarpgroups = 1, kStages = 3;
 
   struct Maps {
     CUtensorMap q, k, v, T, P;
   };
   struct alignas(1024) Stage {
-    Tile keys[2], queries[2], v;  // rows are tokens; 64 columns of the head each
+    Tile keys[2], queries[2], v[kWarpgroups];  // rows are tokens; 64 columns of the head each
     Tile T, P;
   };
   using Rows = float[4][kChunk];
@@ -37,7 +37,7 @@ struct GdnScan {
   template <typename Function>
   static __device__ void for_tiles_of_tokens(Stage& stage, Function function) {
     for (Tile* tile :
-         {&stage.keys[0], &stage.keys[1], &stage.queries[0], &stage.queries[1], &stage.v}) {
+         {&stage.keys[0], &stage.keys[1], &stage.queries[0], &stage.queries[1], &stage.v[0]}) {
       function(*tile);
     }
   }

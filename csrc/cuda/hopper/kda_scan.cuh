@@ -8,16 +8,21 @@
 
 namespace vllm_cuda {
 
+// Two warpgroups of a CTA read a head's factors once, but share the tensor cores: one is faster
+// while there are multiprocessors left for the other half.
+template <int WARPGROUPS>
 struct KdaScan {
   using Args = KdaScanArgs;
   using Tile = chunk_scan::Tile;
-  static constexpr int kChunk = chunk_scan::kChunk;
+  static constexpr int kChunk = chunk_scan::kChunk, kWarpgroups = WARPGROUPS;
+  static constexpr int kStages = WARPGROUPS > 1 ? 2 : 3;  // what shared memory has room for
 
   struct Maps {
     CUtensorMap queries, keys, ends, v, T, P;
   };
   struct alignas(1024) Stage {
-    Tile keys[2], queries[2], ends[2], v;  // rows are tokens; 64 columns of the head each
+    // Rows are tokens; 64 columns of the head each.
+    Tile keys[2], queries[2], ends[2], v[kWarpgroups];
     Tile T, P;
   };
   using Rows = float[1][chunk_scan::kHead];
@@ -36,7 +41,7 @@ struct KdaScan {
   // What was made of the other tokens is zero past the end.
   template <typename Function>
   static __device__ void for_tiles_of_tokens(Stage& stage, Function function) {
-    function(stage.v);
+    for (Tile& tile : stage.v) function(tile);
   }
 
   // The chunk in stage AT. Begins with `seen` queued (complete, for the first stage).
