@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import OffloadingStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import OffloadingSettings
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, _Both
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.arena_planner import plan_arena
@@ -327,6 +327,23 @@ def test_a_tier_evicts_what_was_used_longest_ago() -> None:
     held = tier.take(key(9))
     assert held is not None and tier.take(key(8)) is None, "all is in use"
     assert tier.used_bytes == 3 * plan.page_bytes
+
+
+def test_a_prefix_may_lie_in_both_tiers() -> None:
+    plan = cache_of(ATTENTION, STATE).plan
+    host, files = Tier(plan, 3), Tier(plan, 3)
+    names = [BlockHash(number.to_bytes(32, "big")) for number in range(4)]
+    held = []
+    for number, tier in ((0, files), (1, host), (3, files)):
+        block, state = tier.take(key(number)), tier.take(key(number + 10, 1))
+        assert block is not None and state is not None
+        tier.publish(block, key(number), None)
+        tier.publish(state, key(number + 10, 1), Tail(key(number + 10, 1), key(number, 1), 5))
+        held.append(block)
+    both = _Both(host, files)
+    assert both.get_cached_run(names, 0) == held[:2]
+    assert both.get_cached_run(names[2:], 0) == [] and host.get_cached_run(names, 0) == []
+    assert list(both.followed_by_tails(names, 1)) == [3, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -309,3 +309,44 @@ def test_refreshed_blocks_are_ordered_as_if_they_had_been_held(seed):
         pool.free_blocks([blocks[i] for i in held])
         orders.append(evictions(pool, blocks))
     assert orders[0] == orders[1] and len(orders[0]) == 24
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_held_and_released_together_are_ordered_as_if_one_by_one(seed):
+    """Some are held twice, and some hold nothing that the cache could find."""
+    chance = random.Random(seed)
+    chosen = [chance.sample(range(24), chance.randrange(1, 24)) for _ in range(4)]
+    nameless = chance.sample(range(24), 3)
+    orders = []
+    for at_once in (True, False):
+        pool = pool_of(4, num_pages=7)
+        blocks = take(pool, 24)[0]
+        cache(pool, [block for i, block in enumerate(blocks) if i not in nameless], "x")
+        pool.free_blocks([blocks[i] for i in range(24) if i not in nameless])
+        for indices in chosen:
+            for each in [indices] if at_once else [[i] for i in indices]:
+                pool.touch([blocks[i] for i in each])
+        assert pool.pages.num_live_blocks == len({*nameless, *(i for c in chosen for i in c)})
+        assert not pool.can_allocate([24])
+        for indices in (*chosen, nameless):
+            for each in [indices] if at_once else [[i] for i in indices]:
+                pool.free_blocks([blocks[i] for i in each])
+        assert not pool.pages.num_live_blocks and pool.can_allocate([24])
+        orders.append(evictions(pool, blocks))
+    assert orders[0] == orders[1] and len(orders[0]) == 24 - len(nameless)
+
+
+def test_look_ups_of_many_blocks():
+    """Of one group blocks 0, 1 and 3 are there, of the other tails after blocks 1 and 3."""
+    pool = pool_of(4, 1, num_pages=9)
+    full, states = take(pool, 3, 2)
+    names = [BlockHash(f"x{i}".encode()) for i in range(5)]
+    for block, i in zip(full, (0, 1, 3), strict=True):
+        pool.cache_block(block, names[i])
+    assert pool.get_cached_run(names, 0) == full[:2]
+    assert pool.get_cached_run(names[2:], 0) == pool.get_cached_run(names, 1) == []
+    for block, i in zip(states, (1, 3), strict=True):
+        pool.cache_tail(block, BlockHash(f"tail {i}".encode()), names[i], 7)
+    assert list(pool.followed_by_tails(names, 1)) == [3, 1]
+    assert list(pool.followed_by_tails(names[:3], 1)) == [1]
+    assert list(pool.followed_by_tails(names, 0)) == []

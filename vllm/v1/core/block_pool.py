@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from vllm.v1.core.block_events import BlockEvents
@@ -105,15 +105,11 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold blocks the cache found."""
-        for block in blocks:
-            if not block.is_null:
-                self.pages.touch(block)
+        self.pages.touch(block for block in blocks if not block.is_null)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Let go of blocks; those given first are evicted first."""
-        for block in ordered_blocks:
-            if not block.is_null:
-                self.pages.release(block)
+        self.pages.release(block for block in ordered_blocks if not block.is_null)
 
     # ---- prefix cache --------------------------------------------------------------------------
 
@@ -125,6 +121,19 @@ class BlockPool:
     def get_cached_block(self, block_hash: BlockHash, group_id: int) -> KVCacheBlock | None:
         """The group's block with this content, live or idle."""
         return self._cached.get(make_block_hash_with_group_id(block_hash, group_id))
+
+    def get_cached_run(
+        self, block_hashes: Iterable[BlockHash], group_id: int
+    ) -> list[KVCacheBlock]:
+        """The group's blocks with these contents, up to the first that it does not have."""
+        cached, suffix = self._cached, group_id.to_bytes(4, "big")
+        found: list[KVCacheBlock] = []
+        for block_hash in block_hashes:
+            block = cached.get(BlockHashWithGroupId(block_hash + suffix))
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def cache_block(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let the cache find a live block's content, unless another block holds the same."""
@@ -142,6 +151,13 @@ class BlockPool:
         """Lengths of the tails there are after these full blocks, longest first."""
         lengths = self._lengths.get(make_block_hash_with_group_id(parent, group_id))
         return sorted(lengths, reverse=True) if lengths else []
+
+    def followed_by_tails(self, parents: Sequence[BlockHash], group_id: int) -> Iterator[int]:
+        """Indices of the prefixes of full blocks that tails follow, the last one first."""
+        lengths, suffix = self._lengths, group_id.to_bytes(4, "big")
+        for index in range(len(parents) - 1, -1, -1):
+            if parents[index] + suffix in lengths:
+                yield index
 
     def cache_tail(
         self, block: KVCacheBlock, prefix: BlockHash, parent: BlockHash, length: int

@@ -234,38 +234,53 @@ class PagePool:
 
     # ---- a block's life ------------------------------------------------------------------------
 
-    def touch(self, block: KVCacheBlock) -> None:
-        """One more request holds the block."""
-        block.ref_cnt += 1
-        if block.ref_cnt == 1:
-            page = self._page_of(block)
-            group = page.group
-            group.idle.remove(block)
-            page.idle -= 1
-            page.live += 1
-            group.live += 1
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One more request holds each of the blocks."""
+        changed: dict[Page, None] = {}
+        for block in blocks:
+            block.ref_cnt += 1
+            if block.ref_cnt == 1:
+                page = self._page_of(block)
+                group = page.group
+                group.idle.remove(block)
+                page.idle -= 1
+                page.live += 1
+                group.live += 1
+                changed[page] = None
+        for page in changed:
             self._place(page)
 
-    def release(self, block: KVCacheBlock) -> None:
-        """One request less holds the block; the last one leaves it idle if hashed, else free."""
-        if block.ref_cnt <= 0:
-            raise RuntimeError(f"{block} is released but nobody holds it")
-        block.ref_cnt -= 1
-        if block.ref_cnt:
-            return
-        page = self._page_of(block)
-        group = page.group
-        page.live -= 1
-        group.live -= 1
-        if block.block_hash is None and not block.tails:
-            page.spare.append(block)
-            if self.journal is not None:
-                self.journal.freed(block)
-        else:
-            self._rank(block, page)
-            group.idle.add(block)
-            page.idle += 1
-        self._place(page)
+    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """One request less holds each of the blocks; the last one leaves it idle if hashed, else
+        free. Those given first are evicted first."""
+        changed: dict[Page, None] = {}
+        for block in blocks:
+            if block.ref_cnt <= 0:
+                raise RuntimeError(f"{block} is released but nobody holds it")
+            if block.ref_cnt > 1:
+                block.ref_cnt -= 1
+                continue
+            page = self._page_of(block)
+            group = page.group
+            if page.live == 1:
+                self._begin_rest(page)
+            block.ref_cnt = 0
+            page.live -= 1
+            group.live -= 1
+            if block.block_hash is None and not block.tails:
+                page.spare.append(block)
+                if self.journal is not None:
+                    self.journal.freed(block)
+            else:
+                self._rank(block, page)
+                group.idle.add(block)
+                page.idle += 1
+            changed[page] = None
+        for page in changed:
+            self._place(page)
+
+    def _begin_rest(self, page: Page) -> None:
+        """The page's only live block is about to be released."""
 
     def refresh(self, blocks: Iterable[KVCacheBlock]) -> None:
         """These were used: of idle blocks they are evicted last, in this order. As if each were

@@ -233,12 +233,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
         prefix = self.keys(prefix)
         max_tokens = min(max_tokens, max(prefix.num_tokens, 0))
-        found: list[KVCacheBlock] = []
-        for block_hash in prefix.block_hashes[: max_tokens // self.block_size]:
-            block = self.pool.get_cached_block(block_hash, self.group_id)
-            if block is None:
-                break
-            found.append(block)
+        block_hashes = prefix.block_hashes[: max_tokens // self.block_size]
+        found = self.pool.get_cached_run(block_hashes, self.group_id)
         partial = self.find_partial(prefix, len(found), max_tokens)
         if partial is not None:
             return GroupHit(partial[0], found, partial[1])
@@ -310,7 +306,9 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return self.pool.get_cached_block(key, self.group_id) is source
 
     def find_longest_hit(self, prefix: Prefix, max_tokens: int) -> GroupHit:
-        for num_blocks in range(max_tokens // prefix.hash_block_size, -1, -1):
+        num_full = max_tokens // prefix.hash_block_size
+        parents = [prefix.prefix_parent(0), *prefix.block_hashes[:num_full]]
+        for num_blocks in self.pool.followed_by_tails(parents, self.group_id):
             tail = self.find_tail(prefix, num_blocks, max_tokens)
             if tail is not None:
                 return GroupHit(tail[0], [], tail[1])

@@ -199,12 +199,10 @@ class _ArcPages(PagePool):
         self._arc = arc
         super().__init__(plan, on_evict)
 
-    def release(self, block: KVCacheBlock) -> None:
-        page = self._page_of(block)
-        if block.ref_cnt == 1 and page.live == 1:  # it becomes idle: what left it counts no more
-            idle = [b.rank for b in page.blocks if b.is_cached and not b.ref_cnt]
-            page.rank = max(idle, default=(_T1, 0))
-        super().release(block)
+    def _begin_rest(self, page: Page) -> None:
+        """What left the page counts no more."""
+        idle = [b.rank for b in page.blocks if b.is_cached and not b.ref_cnt]
+        page.rank = max(idle, default=(_T1, 0))
 
     def _make_queue(self) -> _ArcQueue:
         return _ArcQueue(self._arc)

@@ -6,7 +6,7 @@ of the device's cache, and the managers of the groups search them with the same 
 can be restored exactly where the device could have continued it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import EvictionPolicy
@@ -42,7 +42,7 @@ class Tier(BlockPool):
 
     def block_of(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds this content."""
-        return self.get_cached_block(get_block_hash(key), get_group_id(key))
+        return self._cached.get(key)
 
     def take(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """A held block for content that the tier does not have; None if all are in use."""
@@ -95,9 +95,24 @@ class _Both(Tier):
         found = first.get_cached_block(block_hash, group_id)
         return second.get_cached_block(block_hash, group_id) if found is None else found
 
+    def get_cached_run(
+        self, block_hashes: Iterable[BlockHash], group_id: int
+    ) -> list[KVCacheBlock]:
+        found: list[KVCacheBlock] = []
+        for block_hash in block_hashes:
+            block = self.get_cached_block(block_hash, group_id)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def tail_lengths(self, parent: BlockHash, group_id: int) -> list[int]:
         lengths = {n for tier in self._tiers for n in tier.tail_lengths(parent, group_id)}
         return sorted(lengths, reverse=True)
+
+    def followed_by_tails(self, parents: Sequence[BlockHash], group_id: int) -> Iterator[int]:
+        found = {n for tier in self._tiers for n in tier.followed_by_tails(parents, group_id)}
+        yield from sorted(found, reverse=True)
 
 
 class TierSearch:
