@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_step_without_tokens(recorder: Recorder) -> None:
         "errors",
         "stats",
     ]
+
+
+def test_step_that_only_waits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits before it asks what has ended."""
+    output = step_output()
+    output.pause_s = 0.5
+    monkeypatch.setattr(recorder, "wait_for_transfers", lambda s: recorder.log(f"waits {s}"))
+    KVConnectorModelRunnerMixin.kv_connector_no_forward(output)
+    assert recorder.calls[:3] == ["start_load_kv", "waits 0.5", "get_finished ['a', 'b']"]
+
+
+def test_connectors_wait_by_sleeping(recorder: Recorder) -> None:
+    began = time.perf_counter()
+    recorder.wait_for_transfers(0.02)
+    assert time.perf_counter() - began >= 0.02
 
 
 def test_failed_forward_unbinds(recorder: Recorder) -> None:

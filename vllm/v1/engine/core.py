@@ -68,6 +68,7 @@ class EngineCore:
         #: results that a call had to have taken
         self._taken_early: deque[dict[int, EngineCoreOutputs]] = deque()
         self._last_step_computed = False
+        self._last_step_paused = False
         self._state_arrived = False
         #: with replicas that share experts
         self.joint: JointSteps | None = None
@@ -210,8 +211,12 @@ class EngineCore:
 
     @property
     def only_waits(self) -> bool:
-        """Whether the last step computed nothing and no state that a request waits for came: what
-        is left are transfers to wait for."""
+        """Whether the last step computed nothing, did not wait itself, and no state that a request
+        waits for came: what is left are transfers to wait for."""
+        return self._nothing_happens and not self._last_step_paused
+
+    @property
+    def _nothing_happens(self) -> bool:
         return not (self._last_step_computed or self._in_flight or self._state_arrived)
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -227,11 +232,15 @@ class EngineCore:
             self._placements.bring_in()
         if not self._in_flight:
             self._experts.run()
+        self._last_step_paused = False
         may_launch = self._in_flight.has_room and not self._experts.is_due
         if may_launch and self._has_next_step():
             output = self.scheduler.schedule()
             if self.joint is not None:
                 output.joint = self.joint.join(output.shape(self._width))
+            self._last_step_paused = self._may_pause(output)
+            if self._last_step_paused:
+                output.pause_s = _TICK_S
             self._in_flight.launch(output, self._masks_of(output))
             self._in_flight.send_masks()
             self._last_step_computed = (
@@ -244,6 +253,11 @@ class EngineCore:
         if not self._in_flight or self._in_flight.is_called_before_result():
             return {}
         return self._take_oldest()
+
+    def _may_pause(self, output: SchedulerOutput) -> bool:
+        """Whether nobody needs a step's result before a transfer of its connector has ended."""
+        has_work = output.total_num_scheduled_tokens or output.joint is not None
+        return not has_work and self._nothing_happens and output.kv_connector_metadata is not None
 
     def _take_oldest(self) -> dict[int, EngineCoreOutputs]:
         """Wait for the oldest step in flight; what it produced, for each client."""

@@ -57,7 +57,8 @@ class KVConnectorModelRunnerMixin:
         with cls.maybe_get_kv_connector_output(
             scheduler_output, context, wait_for_save=False
         ) as report:
-            pass
+            if scheduler_output.pause_s and has_kv_transfer_group():
+                get_kv_transfer_group().wait_for_transfers(scheduler_output.pause_s)
         return report
 
     @staticmethod

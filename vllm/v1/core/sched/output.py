@@ -128,6 +128,8 @@ class SchedulerOutput:
     `placement`: which of the placements of a supernet that the engine has the step runs; all its
     requests use it, and blocks and copies are of this placement's groups, counted from 0.
 
+    `pause_s`: of a step without tokens, how long workers wait in it for a transfer to end.
+
     Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
     each decodes equally many tokens and samples. Such steps share `num_scheduled_tokens`,
     `sampling_req_ids` and `scheduled_cached_reqs.req_ids`, which nobody changes.
@@ -154,6 +156,7 @@ class SchedulerOutput:
     num_next_drafts: int = 0
     placement: int = 0
     joint: StepShape | None = None
+    pause_s: float = 0.0
 
     def shape(self, width: int) -> StepShape:
         """`width`: what decodes are padded to in a step that verifies drafts. The shape of no

@@ -13,12 +13,14 @@ decides (what to load, what to save, when blocks may be freed) and sends its dec
   `start_load_kv`, per layer `wait_for_layer_load` and `save_kv_layer`, then `wait_for_save`,
   `get_finished`, `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`,
   `take_failed_requests`, statistics and events, `clear_connector_metadata`. A step without tokens
-  has no layer calls and no `wait_for_save`.
+  has no layer calls and no `wait_for_save`; with nothing to do but to wait for transfers it calls
+  `wait_for_transfers` before `get_finished`.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -280,6 +282,11 @@ class KVConnectorBase_V1(ABC):
     @abstractmethod
     def wait_for_save(self) -> None:
         """Return when the cache may be overwritten (in stream order)."""
+
+    def wait_for_transfers(self, timeout_s: float) -> None:
+        """In a step that has nothing to compute: return when a transfer has ended that the step's
+        reports can tell of, after `timeout_s` at the latest."""
+        time.sleep(timeout_s)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """`(sending, recving)`: requests whose transfers are complete.
