@@ -2,13 +2,12 @@
 """What a waiting request gets back from host memory and files."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import content_of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadJob, MovedBlock
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.stores import Place
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, TierSearch
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
@@ -18,11 +17,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 
-@dataclass
+@dataclass(slots=True)
 class _Loaded:
     """A block of a load. `file`: where `host` is filled from, if it has to be."""
 
-    place: Place
+    moved: MovedBlock
     host: KVCacheBlock
     file: KVCacheBlock | None
     key: BlockHashWithGroupId | None
@@ -81,6 +80,8 @@ class LoadScheduling:
 
     def _has_room(self, match: PrefixMatch) -> bool:
         """Whether host memory can take what has to be read from files."""
+        if self._files is None:
+            return True
         demands, held = [0] * len(match.hits), []
         for group, hit in enumerate(match.hits):
             for block in (*hit.blocks, hit.source):
@@ -98,68 +99,94 @@ class LoadScheduling:
         if found is None:
             return
         match = found.match
-        by_tier: dict[Tier, list[KVCacheBlock]] = {}
-        for hit in match.hits:
-            for block in (*hit.blocks, hit.source):
-                if block is not None and not block.is_null:
-                    by_tier.setdefault(self._tier_of(block), []).append(block)
-        for tier, found_there in by_tier.items():
-            tier.refresh(found_there)
         self._counts["query_tokens"] += request.num_tokens - 1
-        if not num_external_tokens:
-            return
         self._counts["hit_tokens"] += num_external_tokens
+        wanted = self._wanted(match, blocks, num_external_tokens) if num_external_tokens else []
+        # Held before any slot is taken, which could evict them.
+        for tier, read in self._by_tier(block for _, _, block in wanted):
+            tier.touch(read)
+        used = [b for hit in match.hits for b in (*hit.blocks, hit.source) if b is not None]
+        for tier, found_there in self._by_tier(b for b in used if not b.is_null):
+            tier.refresh(found_there)
+        if wanted:
+            self._loads[request.request_id] = [self._to_load(*one) for one in wanted]
+            self._new.append(request.request_id)
+
+    def _wanted(
+        self, match: PrefixMatch, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> list[tuple[int, int, KVCacheBlock]]:
+        """Group, block on the device, and the tiers' block that fills it, of the last
+        `num_external_tokens` of the match."""
         start = match.num_tokens - num_external_tokens
         ids = blocks.get_block_ids()
-        wanted: list[tuple[Place, KVCacheBlock]] = []
+        wanted: list[tuple[int, int, KVCacheBlock]] = []
         for group, hit in enumerate(match.hits):
             size = self._block_sizes[group]
             for i in range(start // size, len(hit.blocks)):
                 if not hit.blocks[i].is_null:
-                    wanted.append(((group, ids[group][i]), hit.blocks[i]))
+                    wanted.append((group, ids[group][i], hit.blocks[i]))
             if hit.source is not None:
                 last = 0 if self._recurrent[group] else match.num_tokens // size
-                wanted.append(((group, ids[group][last]), hit.source))
-        # Held before any slot is taken, which could evict them.
-        for _, block in wanted:
-            self._tier_of(block).touch([block])
-        loads = [self._to_load(place, block) for place, block in wanted]
-        self._loads[request.request_id] = loads
-        self._new.append(request.request_id)
+                wanted.append((group, ids[group][last], hit.source))
+        return wanted
 
     @property
     def _file_tier(self) -> Tier:
         assert self._files is not None
         return self._files
 
-    def _tier_of(self, block: KVCacheBlock) -> Tier:
-        return self._host if self._host.owns(block) else self._file_tier
+    def _in_host(self, block: KVCacheBlock) -> bool:
+        """Or else in files."""
+        return self._files is None or self._host.owns(block)
 
-    def _to_load(self, place: Place, block: KVCacheBlock) -> _Loaded:
-        if self._host.owns(block):
-            return _Loaded(place, block, None, None, None)
+    def _by_tier(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[Tier, list[KVCacheBlock]]]:
+        """Each tier that has some of the blocks, with these in their order."""
+        in_host: list[KVCacheBlock] = []
+        in_files: list[KVCacheBlock] = []
+        for block in blocks:
+            (in_host if self._in_host(block) else in_files).append(block)
+        yield self._host, in_host
+        if in_files:
+            yield self._file_tier, in_files
+
+    def _to_load(self, group: int, device_block: int, block: KVCacheBlock) -> _Loaded:
+        if self._in_host(block):
+            moved = MovedBlock(group, device_block, block.block_id, None)
+            return _Loaded(moved, block, None, None, None)
         key, tail = content_of(block)
         host = self._host.take(key)
         assert host is not None, "room for it was checked"
-        return _Loaded(place, host, block, key, tail)
+        moved = MovedBlock(group, device_block, host.block_id, file_name(key, tail))
+        return _Loaded(moved, host, block, key, tail)
 
-    def end(self, request_id: str) -> None:
-        """Let go of what was read; broken content goes, what came from files stays in the host."""
-        for loaded in self._loads.pop(request_id, ()):
-            host, file = loaded.host, loaded.file
-            slot = host.group_id, host.block_id
-            broken = slot in self._broken
-            self._broken.discard(slot)
-            if file is not None:
-                if broken:
-                    self._file_tier.uncache_block(file)
-                else:
-                    assert loaded.key is not None
-                    self._host.publish(host, loaded.key, loaded.tail)
-                self._file_tier.free_blocks([file])
-            elif broken:
-                self._host.uncache_block(host)
-            self._host.free_blocks([host])
+    def end(self, request_id: str) -> set[BlockHashWithGroupId]:
+        """Let go of what was read; broken content goes, what came from files stays in the host.
+
+        Names of full blocks that the device and host memory have now.
+        """
+        loads = self._loads.pop(request_id, ())
+        for loaded in loads:
+            if self._broken or loaded.file is not None:
+                self._settle(loaded)
+        hosts = [loaded.host for loaded in loads]
+        self._host.free_blocks(hosts)
+        return {host.block_hash for host in hosts if host.block_hash is not None}
+
+    def _settle(self, loaded: _Loaded) -> None:
+        """See `end`; the host's block is still held."""
+        host, file = loaded.host, loaded.file
+        slot = host.group_id, host.block_id
+        if broken := slot in self._broken:
+            self._broken.remove(slot)
+        if file is not None:
+            if broken:
+                self._file_tier.uncache_block(file)
+            else:
+                assert loaded.key is not None
+                self._host.publish(host, loaded.key, loaded.tail)
+            self._file_tier.free_blocks([file])
+        elif broken:
+            self._host.uncache_block(host)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
@@ -168,7 +195,7 @@ class LoadScheduling:
     def take_jobs(self) -> list[LoadJob]:
         """The step's loads."""
         jobs = [
-            LoadJob(request_id, [_message(loaded) for loaded in self._loads[request_id]])
+            LoadJob(request_id, [loaded.moved for loaded in self._loads[request_id]])
             for request_id in self._new
         ]
         self._new.clear()
@@ -177,11 +204,3 @@ class LoadScheduling:
     def note_broken(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Blocks of host memory that are not what was sealed, of loads that are about to end."""
         self._broken.update(blocks)
-
-
-def _message(loaded: _Loaded) -> MovedBlock:
-    name = None
-    if loaded.file is not None:
-        assert loaded.key is not None
-        name = file_name(loaded.key, loaded.tail)
-    return MovedBlock(*loaded.place, loaded.host.block_id, name)

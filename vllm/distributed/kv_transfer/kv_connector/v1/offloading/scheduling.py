@@ -87,7 +87,7 @@ class OffloadingScheduler:
             self.loads.note_broken(reports.broken)
             self.stores.take_reports(reports)
         for request_id in output.finished_recving or ():
-            self.loads.end(request_id)
+            self.stores.note_loaded(self.loads.end(request_id))
 
     def has_work(self) -> bool:
         """Whether transfers go on, or wait for a step to begin in."""

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, Tail
 Place = tuple[int, int]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Content:
     """What a device block holds under `key`."""
 
@@ -32,7 +32,7 @@ class _Content:
     tail: Tail | None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stored:
     """A block of a store job. `file`: its place in the file tier, if it goes there. `valid`: it
     holds what its key says."""
@@ -79,6 +79,8 @@ class StoreScheduling:
         self._overwritten: dict[Place, list[_Content]] = {}
         #: found in host memory, which has not been told yet
         self._known: list[KVCacheBlock] = []
+        #: keys of what came from the host, which has it still
+        self._loaded: set[BlockHashWithGroupId] = set()
         #: keys on their way to the host
         self._leaving: set[BlockHashWithGroupId] = set()
         #: device blocks whose content was sent to the host since they got it: key by key
@@ -97,9 +99,16 @@ class StoreScheduling:
     # ---- what the device's cache holds ---------------------------------------------------------
 
     def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
+        if key in self._loaded:
+            return
         place = block.group_id, block.block_id
         contents = self._filling if tail is None else self._waiting
         contents.setdefault(place, []).append(_Content(key, tail))
+
+    def note_loaded(self, keys: set[BlockHashWithGroupId]) -> None:
+        """The device has got these back, and its cache finds them in the step that is scheduled
+        next, or later."""
+        self._loaded |= keys
 
     def evicted(self, block: KVCacheBlock) -> None:
         place = block.group_id, block.block_id
@@ -147,6 +156,7 @@ class StoreScheduling:
         for place, contents in self._filling.items():
             self._waiting.setdefault(place, []).extend(contents)
         self._filling.clear()
+        self._loaded.clear()
         self._refresh_known()
         if not blocks:
             return None
@@ -249,6 +259,7 @@ class StoreScheduling:
         """Forget everything; what is being copied is worth nothing when it arrives."""
         for contents in (self._filling, self._waiting, self._overwritten):
             contents.clear()
+        self._loaded.clear()
         self._sent.clear()
         self._leaving.clear()
         for store in self._stores.values():
