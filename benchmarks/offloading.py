@@ -36,9 +36,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import (
     Arc,
     EvictionPolicy,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import MovedBlock, StoreJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import HostMemory, Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
 from vllm.inputs import TokensPrompt

@@ -93,7 +93,7 @@ ELSEWHERE = {
     "python -m benchmarks.report": "writes the docs; tests/benchmarks/test_report.py",
     "python -m benchmarks.offline": "needs a GPU",
     "python -m benchmarks.offloading": "needs a GPU",
-    "python -m benchmarks.placements": "needs a GPU; tests/benchmarks/test_placements.py",
+    "python -m benchmarks.placements": "needs a GPU; tests/benchmarks/test_placement_figures.py",
     "python -m benchmarks.starts": "needs a GPU",
     "python -m benchmarks.process_starts": "minutes; tests/benchmarks/test_process_starts.py",
     "python -m benchmarks.gpu_kernels": "needs a GPU",

@@ -43,6 +43,34 @@ def test_digests_are_those_of_the_host(size: int) -> None:
     assert sealer.digests(data.to(CUDA), []) == []
 
 
+def test_digests_of_parts_that_are_brought_meanwhile() -> None:
+    """Copies run on another stream, part by part; the memory for sums is used again for each."""
+    sizes = [2**22, 2**22 - 1000, 70_000, 300]
+    source = torch.randint(256, (sum(sizes),), dtype=torch.uint8, pin_memory=True)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    half = sizes[2] // 2
+    parts = [[(start, size)] for start, size in zip(starts, sizes, strict=True)]
+    parts[2] = [(starts[2], half), (starts[2] + half, half)]
+    target = torch.zeros(sum(sizes), dtype=torch.uint8, device=CUDA)
+    torch.cuda.synchronize()
+    sealer, stream, brought = DeviceSealer(CUDA, 2**22, 300, 5), torch.cuda.Stream(), []
+
+    def bring(part: int) -> torch.cuda.Event:
+        brought.append(part)
+        span = slice(starts[part], starts[part] + sizes[part])
+        with torch.cuda.stream(stream):
+            target[span].copy_(source[span], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    spans = [span for part in parts for span in part]
+    assert sealer.digests_in_parts(target, parts, bring) == seal.digests(source, spans)
+    assert brought == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="6 spans are more than were planned for"):
+        sealer.digests(target, [(0, 300)] * 6)
+
+
 def test_a_changed_bit_changes_the_digest() -> None:
     data = torch.randint(256, (5000,), dtype=torch.uint8, device=CUDA)
     torch.cuda.synchronize()

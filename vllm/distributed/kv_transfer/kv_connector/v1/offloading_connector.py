@@ -16,8 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     StateTier,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arrival import arrival_device_bytes
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore, store_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
+    MovedBlock,
     OffloadingMetadata,
     OffloadingPromMetrics,
     OffloadingStats,
@@ -29,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.settings import (
     check_engine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import HostMemory, Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.block_pool import BlockPool
@@ -64,7 +67,7 @@ class OffloadingConnector(ArenaConnector):
         # worker side
         self._transfers: Transfers | None = None
         self._reports = OffloadingWorkerMetadata()
-        self._load_blocks: dict[str, list[tuple[int, int, int]]] = {}
+        self._load_blocks: dict[str, list[MovedBlock]] = {}
         self._stats = OffloadingStats()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = self._make_scheduling(plan)
@@ -94,6 +97,10 @@ class OffloadingConnector(ArenaConnector):
         parallel = self._vllm_config.parallel_config
         rank += parallel.data_parallel_rank * parallel.world_size
         return FileStore(self._settings.files.root_dir, identity, rank)
+
+    @classmethod
+    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
+        return arrival_device_bytes(device_type)
 
     @classmethod
     def state_tiers(
@@ -130,18 +137,21 @@ class OffloadingConnector(ArenaConnector):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, OffloadingMetadata)
         for job in metadata.loads:
-            self._load_blocks[job.req_id] = [block[:3] for block in job.blocks]
+            self._load_blocks[job.req_id] = job.blocks
             self._moves.load(job)
         if get_tensor_model_parallel_rank() == 0:
             self._stats.add(**metadata.counts)
             self._stats.data.update(metadata.gauges)
+
+    def wait_for_transfers(self, timeout_s: float) -> None:
+        self._moves.wait_for_reports(timeout_s)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         loaded = self._moves.take_loaded()
         for req_id, failed in loaded.items():
             blocks = self._load_blocks.pop(req_id)
             for i in failed:
-                group, device_block, host_block = blocks[i]
+                group, device_block, host_block, _ = blocks[i]
                 self._load_errors.add((group, device_block))
                 self._reports.broken.add((group, host_block))
         return None, set(loaded) or None

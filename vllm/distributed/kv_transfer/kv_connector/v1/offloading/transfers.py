@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arrival import make_check
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
     LoadJob,
@@ -34,42 +37,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.seal import (
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ArenaPlan
 
-
-class HostMemory:
-    """`num_pages` pages; the null page of the plan takes no memory. Page-locked with `pinned`, so
-    that a device copies at the link's speed."""
-
-    def __init__(self, plan: ArenaPlan, num_pages: int, pinned: bool) -> None:
-        self._plan = plan
-        self._num_pages = num_pages
-        self.buffer = torch.empty(num_pages * plan.page_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._bytes = self.buffer.numpy()
-
-    def num_blocks(self, group: int) -> int:
-        """One more than the largest block id of the group."""
-        return (self._num_pages + 1) * self._plan.groups[group].blocks_per_page
-
-    def span(self, group: int, block: int, count: int) -> Tensor:
-        """`uint8 [count * block_stride]`: `count` blocks from `block` on."""
-        stride = self._plan.block_stride(group)
-        start = block * stride - self._plan.page_bytes
-        return self.buffer[start : start + count * stride]
-
-    def extent(self, group: int, block: int) -> tuple[int, int]:
-        """First byte in `buffer` and bytes of a block's data, without padding."""
-        start = block * self._plan.block_stride(group) - self._plan.page_bytes
-        return start, self._plan.groups[group].block_bytes
-
-    def block(self, group: int, block: int) -> np.ndarray:
-        """`uint8 [block_bytes]`: a block's data."""
-        start, size = self.extent(group, block)
-        return self._bytes[start : start + size]
-
-
 logger = init_logger(__name__)
 
 
-#: about the most that is copied before its digests begin
+#: about the most that is copied out before its digests begin
 _PART_BYTES = 2**25
 
 
@@ -100,12 +71,14 @@ class Transfers:
         self._arena, self._plan, self._host, self._files = arena, plan, host, files
         #: digest of what every host block holds, by group
         self._seals = [np.zeros(host.num_blocks(g), np.uint64) for g in range(len(plan.groups))]
+        self._check = make_check(arena, plan, host, self._count_seals)
         on_gpu = arena.is_cuda
         self._out = torch.cuda.Stream(arena.device) if on_gpu else None
         self._in = torch.cuda.Stream(arena.device) if on_gpu else None
         self._threads = ThreadPoolExecutor(num_threads(), "kv-offload")
         self._writer = ThreadPoolExecutor(1, "kv-offload-files")
         self._lock = threading.Lock()
+        self._reported = threading.Condition(self._lock)
         self._copied: dict[int, JobReport] = {}
         self._written: dict[int, JobReport] = {}
         self._loaded: dict[str, set[int]] = {}
@@ -125,6 +98,13 @@ class Transfers:
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         return loaded
+
+    def wait_for_reports(self, timeout_s: float) -> None:
+        """Until there is one to take, `timeout_s` at most."""
+        with self._reported:
+            self._reported.wait_for(
+                lambda: self._copied or self._written or self._loaded, timeout_s
+            )
 
     def take_stats(self) -> OffloadingStats:
         with self._lock:
@@ -147,12 +127,13 @@ class Transfers:
             num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
             seconds = time.perf_counter() - began
             self._count(store_bytes=num_bytes, store_blocks=len(job.blocks), store_seconds=seconds)
-            with self._lock:
+            with self._reported:
                 self._copied[job.job_id] = JobReport(1, frozenset(failed))
+                self._reported.notify_all()
             if any(block.name is not None for block in job.blocks):
                 self._writer.submit(self._write, job, failed)
 
-        parts = self._split(job.blocks)
+        parts = self._split(job.blocks, _PART_BYTES, num_threads())
         counter = _Parts(len(parts), done)
         for part in parts:
             copied = self._copy([job.blocks[i] for i in part], self._out, to_host=True)
@@ -175,7 +156,11 @@ class Transfers:
         try:
             if copied is not None:
                 copied.synchronize()
-            for i, sealed in zip(part, self._digests(blocks, part), strict=True):
+            spans = [self._host.extent(blocks[i].group, blocks[i].host_block) for i in part]
+            began = time.perf_counter()
+            found = digests(self._host.buffer, spans)
+            self._count_seals(sum(size for _, size in spans), time.perf_counter() - began)
+            for i, sealed in zip(part, found, strict=True):
                 self._seals[blocks[i].group][blocks[i].host_block] = sealed
         except Exception:
             logger.exception("blocks could not be copied to host memory")
@@ -197,8 +182,9 @@ class Transfers:
                 logger.error("cannot write %s: %s", self._files.path(block.name), error)
                 self._count(file_write_failures=1)
                 failed = failed | {i}
-        with self._lock:
+        with self._reported:
             self._written[job.job_id] = JobReport(1, frozenset(failed))
+            self._reported.notify_all()
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove files, after what is being written."""
@@ -224,29 +210,41 @@ class Transfers:
             num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
             seconds = time.perf_counter() - began
             self._count(load_bytes=num_bytes, load_blocks=len(job.blocks), load_seconds=seconds)
-            with self._lock:
+            with self._reported:
                 self._loaded[job.req_id] = failed
+                self._reported.notify_all()
 
-        parts = self._split(job.blocks)
-        counter = _Parts(len(parts), done)
-        for part in parts:
-            self._threads.submit(self._fill, job, part, counter)
+        tasks = self._load_tasks(job)
+        counter = _Parts(len(tasks), done)
+        for task in tasks:
+            self._threads.submit(self._fill, job, task, counter)
 
-    def _fill(self, job: LoadJob, part: Sequence[int], counter: _Parts) -> None:
-        """Thread: read what comes from files, copy, and check the digests meanwhile."""
+    def _load_tasks(self, job: LoadJob) -> list[list[list[int]]]:
+        """The parts of a job for each thread; files are read by all threads."""
+        check = self._check
+        if all(block.name is None for block in job.blocks):
+            return check.tasks(self._split(job.blocks, check.part_bytes, check.num_parts))
+        parts = self._split(job.blocks, check.part_bytes, num_threads())
+        return [task for part in parts for task in check.tasks([part])]
+
+    def _fill(self, job: LoadJob, parts: list[list[int]], counter: _Parts) -> None:
+        """Thread: read what comes from files, copy the parts and check their digests."""
         failed: set[int] = set()
         try:
-            for i in part:
+            for i in chain.from_iterable(parts):
                 if job.blocks[i].name is not None and not self._read(job, i):
                     failed.add(i)
-            good = [i for i in part if i not in failed]
-            arrived = self._copy([job.blocks[i] for i in good], self._in, to_host=False)
-            failed.update(self._broken(job, good))
-            if arrived is not None:
-                arrived.synchronize()
+            good = [[i for i in part if i not in failed] for part in parts]
+            blocks = [[job.blocks[i] for i in part] for part in good]
+            found = self._check.digests(
+                blocks, lambda part: self._copy(blocks[part], self._in, to_host=False)
+            )
+            for i, one in zip(chain.from_iterable(good), found, strict=True):
+                if self._is_broken(job, job.blocks[i], one):
+                    failed.add(i)
         except Exception:
             logger.exception("request %s: loading failed", job.req_id)
-            failed.update(part)
+            failed.update(*parts)
         if failed:
             self._count(broken_blocks=len(failed))
         counter.end(failed)
@@ -266,24 +264,20 @@ class Transfers:
         self._count(file_read_bytes=target.nbytes, promoted_blocks=1)
         return True
 
-    def _broken(self, job: LoadJob, part: Sequence[int]) -> list[int]:
-        """Those whose bytes in host memory are not what was sealed."""
-        broken = []
-        for i, found in zip(part, self._digests(job.blocks, part), strict=True):
-            block = job.blocks[i]
-            sealed = int(self._seals[block.group][block.host_block])
-            if found != sealed:
-                broken.append(i)
-                logger.error(
-                    "request %s, state group %d, block %d: sealed with digest %016x, arrived with "
-                    "%016x",
-                    job.req_id,
-                    block.group,
-                    block.device_block,
-                    sealed,
-                    found,
-                )
-        return broken
+    def _is_broken(self, job: LoadJob, block: MovedBlock, found: int) -> bool:
+        """Whether a block's bytes are not what was sealed."""
+        sealed = int(self._seals[block.group][block.host_block])
+        if found == sealed:
+            return False
+        logger.error(
+            "request %s, state group %d, block %d: sealed with digest %016x, arrived with %016x",
+            job.req_id,
+            block.group,
+            block.device_block,
+            sealed,
+            found,
+        )
+        return True
 
     # ---- both ways -----------------------------------------------------------------------------
 
@@ -307,21 +301,21 @@ class Transfers:
             event.record(stream)
             return event
 
-    def _digests(self, blocks: Sequence[MovedBlock], part: Sequence[int]) -> list[int]:
-        spans = [self._host.extent(blocks[i].group, blocks[i].host_block) for i in part]
-        began = time.perf_counter()
-        found = digests(self._host.buffer, spans)
-        seconds = time.perf_counter() - began
-        self._count(seal_bytes=sum(size for _, size in spans), seal_seconds=seconds)
-        return found
+    def _count_seals(self, num_bytes: int, seconds: float) -> None:
+        self._count(seal_bytes=num_bytes, seal_seconds=seconds)
 
-    def _split(self, blocks: Sequence[MovedBlock]) -> list[list[int]]:
-        """Indices of a job's blocks, in parts for the threads. Parts of a large job are many, so
-        that the digests of one are made while the next is copied."""
-        order = sorted(range(len(blocks)), key=lambda i: blocks[i][:3])
-        sizes = [self._plan.groups[blocks[i].group].block_bytes for i in order]
-        count = max(num_threads(), sum(sizes) // _PART_BYTES)
-        return [[order[i] for i in part] for part in balanced(sizes, count)]
+    def _split(
+        self, blocks: Sequence[MovedBlock], part_bytes: int, num_parts: int
+    ) -> list[list[int]]:
+        """Indices of a job's blocks, the largest blocks first, in at least `num_parts` parts of up
+        to `part_bytes`, or one block. Parts of a large job are many, so that the digests of one are
+        made while the next is copied."""
+        sizes = [group.block_bytes for group in self._plan.groups]
+        order = sorted(range(len(blocks)), key=blocks.__getitem__)
+        order.sort(key=lambda i: -sizes[blocks[i].group])
+        ordered = [sizes[blocks[i].group] for i in order]
+        count = max(num_parts, -(-sum(ordered) // part_bytes))
+        return [[order[i] for i in part] for part in balanced(ordered, count)]
 
     def close(self) -> None:
         """Finish what was begun."""

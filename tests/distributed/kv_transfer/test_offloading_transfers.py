@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads are checked where they arrive, and whoever waits for a transfer is woken by its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.kv_transfer.offload_engines import (
+    connector_of,
+    core_of,
+    drain,
+    engine,
+    evict_device,
+    offloading,
+    prompt,
+    run,
+    tokens,
+    worker_connector_of,
+)
+from vllm import decisions
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import arrival
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
+    LoadJob,
+    MovedBlock,
+    StoreJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan
+
+#: states with padding, and four blocks of attention per page
+PLAN = ArenaPlan(5120, 12, (GroupPlan(1, 5000, {}), GroupPlan(4, 1280, {})))
+#: group, device block, host block
+PLACES = [(0, 3, 2), (1, 16, 12), (1, 17, 13), (1, 31, 5), (0, 9, 4)]
+
+
+def moved(places: list[tuple[int, int, int]]) -> list[MovedBlock]:
+    return [MovedBlock(*place, None) for place in places]
+
+
+def make_transfers(device: str = "cpu") -> tuple[torch.Tensor, Transfers]:
+    """An arena of random bytes, and its transfers, which have stored `PLACES`."""
+    arena = torch.randint(256, (12 * 5120,), dtype=torch.uint8, device=device)
+    host = HostMemory(PLAN, 6, pinned=device == "cuda")
+    transfers = Transfers(arena, PLAN, host, None)
+    transfers.store(StoreJob(1, moved(PLACES)))
+    transfers.wait_for_reports(10)
+    assert not transfers.take_stored()[0][1].failed
+    return arena, transfers
+
+
+def loaded(transfers: Transfers, places: list[tuple[int, int, int]]) -> set[int]:
+    """Which of the blocks arrived broken."""
+    transfers.load(LoadJob("a", moved(places)))
+    transfers.wait_for_reports(10)
+    return transfers.take_loaded()["a"]
+
+
+def contents(arena: torch.Tensor) -> list[torch.Tensor]:
+    spans = [(block * PLAN.block_stride(g), PLAN.groups[g].block_bytes) for g, block, _ in PLACES]
+    return [arena[start : start + size].cpu() for start, size in spans]
+
+
+def check_loads(device: str) -> None:
+    """Blocks come back bit by bit; one that is broken in host memory, at either end, is found."""
+    arena, transfers = make_transfers(device)
+    expected = [block.clone() for block in contents(arena)]
+    arena.zero_()
+    assert loaded(transfers, PLACES) == set()
+    assert all(map(torch.equal, contents(arena), expected))
+    for i, (group, _, block) in enumerate(PLACES):
+        data = transfers._host.block(group, block)
+        for at in (0, -1):
+            data[at] ^= 1
+            assert loaded(transfers, PLACES) == {i}
+            data[at] ^= 1
+    assert loaded(transfers, PLACES) == set()
+    transfers.close()
+
+
+def test_loads_are_checked() -> None:
+    check_loads("cpu")
+
+
+def test_what_breaks_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is as it was sealed, and the arena gets something else."""
+    arena, transfers = make_transfers()
+    copy = transfers._copy
+
+    def breaks(blocks: list[MovedBlock], *arguments: Any, **options: Any) -> None:
+        copy(blocks, *arguments, **options)
+        if moved(PLACES)[2] in blocks:
+            arena[17 * 1280 + 5] ^= 1
+
+    monkeypatch.setattr(transfers, "_copy", breaks)
+    assert loaded(transfers, PLACES) == {2}
+    transfers.close()
+
+
+def test_a_part_is_a_share_of_bytes_or_one_block() -> None:
+    _, transfers = make_transfers()
+    blocks = moved(PLACES)
+    assert transfers._split(blocks, 2**20, 1) == [[0, 4, 1, 2, 3]], "the largest come first"
+    assert transfers._split(blocks, 3000, 1) == [[0], [4], [1, 2], [3]]
+    assert transfers._split(blocks, 2**20, 5) == [[0], [4], [1, 2], [3]]
+    transfers.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([], []),
+        ([[5, 6], [7], [8]], [[[5, 6], [7]], [[8]]]),
+        ([[1, 2, 3, 4, 5, 6, 7], [8, 9]], [[[1, 2, 3]], [[4, 5, 6]], [[7], [8, 9]]]),
+    ],
+)
+def test_a_thread_gets_as_many_blocks_as_the_device_takes(parts: Any, expected: Any) -> None:
+    assert arrival._grouped(parts, 3) == expected
+
+
+def test_short_blocks_are_checked_on_the_host() -> None:
+    with decisions.DecisionLog().current():
+        assert not arrival._device_makes_digests(240)
+        (found,) = (d for d in decisions.decisions() if d.what == "digests of loaded state")
+    assert found.chosen == "on the host" and "more than 240" in found.why
+
+
+def test_device_memory_of_checks_is_planned() -> None:
+    config: Any = None
+    assert OffloadingConnector.device_bytes(config, "cpu") == 0
+    assert OffloadingConnector.device_bytes(config, "cuda") == 2**26 // 16 + 2**16 * 32
+
+
+def test_waiting_ends_with_the_transfer() -> None:
+    _, transfers = make_transfers()
+    began = time.perf_counter()
+    transfers.wait_for_reports(0.05)
+    assert time.perf_counter() - began >= 0.05, "nothing goes on"
+    timer = threading.Timer(0.05, transfers.load, (LoadJob("a", moved(PLACES)),))
+    timer.start()
+    began = time.perf_counter()
+    transfers.wait_for_reports(30)
+    assert time.perf_counter() - began < 15 and transfers.take_loaded() == {"a": set()}
+    transfers.close()
+
+
+@pytest.mark.slow
+def test_the_core_does_not_pause_once_state_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request is loaded the core's steps wait in the worker, and the step after the one
+    that reports it computes."""
+    with engine(offloading()) as llm:
+        expected = tokens(run(llm, prompt(1, 70)))
+        evict_device(llm)
+        core, connector, seen = core_of(llm), worker_connector_of(llm), []
+        schedule, wait = core.scheduler.schedule, connector.wait_for_transfers
+
+        def scheduled() -> Any:
+            output = schedule()
+            seen.append(output.total_num_scheduled_tokens)
+            return output
+
+        def waited(timeout_s: float) -> None:
+            assert not seen[-1] and core.scheduler.transfer.loading
+            seen.append("waits")
+            wait(30)  # a hang, unless the end of the load is told
+
+        monkeypatch.setattr(core.scheduler, "schedule", scheduled)
+        monkeypatch.setattr(connector, "wait_for_transfers", waited)
+        assert tokens(run(llm, prompt(1, 70), max_tokens=1)) == [expected[0][:1]]
+        monkeypatch.undo()
+        assert seen[:3] == [0, "waits", 1]
+        drain(llm)
+
+
+@pytest.mark.slow
+def test_what_was_loaded_is_not_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has it: the scheduler does not even look. What broke there is stored anew."""
+    with engine(offloading(), "llama") as llm:
+        stores, sent = connector_of(llm)._scheduling.stores, []
+        to_store = stores._to_store
+
+        def counted(place: Any, contents: list[Any], blocks: list[Any]) -> Any:
+            sent.append(len(contents))
+            return to_store(place, contents, blocks)
+
+        def answered() -> list[list[int]]:
+            answer = tokens(run(llm, prompt(1, 70), max_tokens=1))
+            evict_device(llm)
+            return answer
+
+        monkeypatch.setattr(stores, "_to_store", counted)
+        expected = answered()
+        assert sent == [1] * 4
+        assert answered() == expected and sent == [1] * 4
+        worker_connector_of(llm)._transfers._host.buffer.zero_()
+        assert answered() == expected and sent == [1] * 8
+        assert not stores._loaded
