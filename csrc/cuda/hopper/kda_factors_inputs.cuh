@@ -143,10 +143,9 @@ __device__ inline void fetch(const Maps& maps, const Work& work, Shared& s) {
   Ring ring(s.barriers, 1);
   ring.expect(sizeof(Inputs));
   const int row = static_cast<int>(work.start), column = 2 * work.head;
-  const uint64_t policy = evict_first_policy();
-  load_tile(s.in.a, &maps.a, 0, row, column, ring.full(), policy);
-  load_tile(s.in.k, &maps.k, 0, row, column, ring.full(), policy);
-  load_tile(s.in.q, &maps.q, 0, row, column, ring.full(), policy);
+  load_tile(s.in.a, &maps.a, 0, row, column, ring.full());
+  load_tile(s.in.k, &maps.k, 0, row, column, ring.full());
+  load_tile(s.in.q, &maps.q, 0, row, column, ring.full());
 }
 
 // The rows past a sequence's end belong to others. They become zero, with inputs of the gates for

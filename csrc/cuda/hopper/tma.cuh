@@ -20,16 +20,6 @@ __device__ inline void load_tile(void* to, const CUtensorMap* map, int x, int y,
       : "memory");
 }
 
-// Of what is read once.
-__device__ inline void load_tile(void* to, const CUtensorMap* map, int x, int y, int z,
-                                 uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
 // Dense; `bytes` and both addresses are multiples of 16.
 __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
