@@ -56,6 +56,14 @@ struct Consumer {
   const int warpgroup, warp, lane;
   float sums[S::BLOCKS][S::OUTPUTS];  // [64 tokens, rows of the weight]
 
+  // A piece of a block of 64 tokens is two groups of 8 outputs. Where registers hold two tiles, the
+  // last one's pieces are activated and written while the next is multiplied.
+  static constexpr int GROUPS = S::OUTPUTS / 8, PIECES = (GROUPS + 1) / 2;
+  static constexpr bool LATE = S::BLOCKS == 1;
+  uint32_t rounded[S::BLOCKS][S::OUTPUTS / 2];  // sums, in pairs
+  int piece = PIECES;                           // of the last tile, the next to write
+  int last_token, last_output;
+
   __device__ Consumer(const Maps& maps_, Shared<S>& shared_)
       : maps(maps_), shared(shared_), ring(shared_.barriers, S::STAGES),
         warpgroup(threadIdx.x / kWarpgroup - 1), warp(threadIdx.x / 32 % 4),
@@ -91,6 +99,7 @@ struct Consumer {
         }
       }
       products_commit();
+      if (LATE && piece < PIECES) write_piece();
       products_wait<1>();
       if (step > 0) release(behind);
       behind = ring.empty();
@@ -113,44 +122,71 @@ struct Consumer {
     return box + row * 2 * S::WIDTH + 16 * inside;
   }
 
-  // Two neighbours of the outputs from `at` on of what a thread holds.
-  __device__ static Pair finished(const float (&sum)[S::OUTPUTS], int at) {
-    const float *gate = sum + at, *up = gate + S::OUTPUTS / 2;
-    return activated({gate[0], gate[1]}, {up[0], up[1]});
+  __device__ void round_sums() {
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; ++block) {
+#pragma unroll
+      for (int i = 0; i < S::OUTPUTS / 2; ++i) {
+        rounded[block][i] = Pair(sums[block][2 * i], sums[block][2 * i + 1]).bits;
+      }
+    }
   }
 
-  __device__ void stage_outputs(const float (&sum)[S::OUTPUTS]) const {
-    constexpr int GROUPS = S::OUTPUTS / 8;
-    const int row = 16 * warp + lane % 16;
+  __device__ void stage_piece(int block, int index) const {
+    const int row = 16 * warp + lane % 16, group = 2 * index;
+    const uint32_t *gate = rounded[block] + 2 * group, *up = gate + S::OUTPUTS / 4;
+    uint32_t word[4];
 #pragma unroll
-    for (int group = 0; group < GROUPS; group += 2) {
-      uint32_t word[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * group + 2 * i;
-        if (at < S::OUTPUTS / 2) word[i] = finished(sum, at).bits;
-      }
-      if (group + 1 < GROUPS) {
-        store_matrices(place(row, group + lane / 16), word[0], word[1], word[2], word[3]);
-      } else {
-        store_matrices(place(row, group), word[0], word[1]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      if (group + i / 2 < GROUPS) word[i] = activated(Pair(gate[i]), Pair(up[i])).bits;
+    }
+    if (group + 1 < GROUPS) {
+      store_matrices(place(row, group + lane / 16), word[0], word[1], word[2], word[3]);
+    } else {
+      store_matrices(place(row, group), word[0], word[1]);
     }
   }
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
-  __device__ void write(int token, int output) {
+  // The last stores have read what is written over now.
+  __device__ void begin_write() const {
+    if (leads()) wait_for_stores<0>();
+    __syncwarp();
+    warpgroup_sync(warpgroup);
+  }
+  __device__ void end_write(int block) const {
+    shared_fence();
+    warpgroup_sync(warpgroup);
+    if (leads()) store(last_output, last_token + (warpgroup * S::BLOCKS + block) * 64);
+    __syncwarp();
+  }
+
+  // The next piece of the last tile.
+  template <int INDEX = 0>
+  __device__ void write_piece() {
+    if constexpr (INDEX < PIECES) {
+      if (piece != INDEX) return write_piece<INDEX + 1>();
+      if (INDEX == 0) begin_write();
+      stage_piece(0, INDEX);
+      if (INDEX == PIECES - 1) end_write(0);
+      ++piece;
+    }
+  }
+
+  // The last tile, what of it is not written yet.
+  __device__ void write() {
+    if constexpr (LATE) {
+#pragma unroll 1
+      while (piece < PIECES) write_piece();
+    } else {
 #pragma unroll
-    for (int block = 0; block < S::BLOCKS; ++block) {
-      if (leads()) wait_for_stores<0>();
-      __syncwarp();
-      warpgroup_sync(warpgroup);
-      stage_outputs(sums[block]);
-      shared_fence();
-      warpgroup_sync(warpgroup);
-      if (leads()) store(output, token + (warpgroup * S::BLOCKS + block) * 64);
-      __syncwarp();
+      for (int block = 0; block < S::BLOCKS; ++block) {
+        begin_write();
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) stage_piece(block, i);
+        end_write(block);
+      }
     }
   }
   __device__ void store(int output, int row) const {
@@ -167,8 +203,12 @@ struct Consumer {
       int token, output;
       grid.template place<S>(tile, token, output);
       multiply(steps);
-      write(token, output);
+      if (LATE) write();
+      round_sums();
+      last_token = token, last_output = output, piece = 0;
+      if (!LATE) write();
     }
+    if (LATE) write();
     if (leads()) wait_for_stores<0>();
   }
 };
