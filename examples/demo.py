@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import torch
@@ -76,7 +76,7 @@ def serve_command(model: Path, port: int, layers: list[int], hidden_dir: str) ->
 @contextmanager
 def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     """The server, healthy; stopped at the end, whatever happens. A failure comes with its log."""
-    # Held back until the server is known, and thus can be stopped.
+    # Held back until the server is known, and thus can be stopped; an interrupted bar complains.
     arrived: list[int] = []
     handlers = {n: signal.signal(n, lambda got, _: arrived.append(got)) for n in _INTERRUPTS}
     with log.open("w") as out:
@@ -84,13 +84,15 @@ def running(command: list[str], base: str, log: Path) -> Iterator[None]:
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+    bar = tqdm(desc="starting the server", bar_format="{desc}: {elapsed}", leave=False)
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if arrived:
             interrupt(arrived[0], None)
         started = time.monotonic()
-        wait_until_healthy(server, base)
+        with bar:
+            wait_until_healthy(server, base, bar)
         print(f"server ready after {time.monotonic() - started:.1f} s")
         yield
         if server.poll() is not None:
@@ -107,16 +109,14 @@ def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     print("server stopped cleanly")
 
 
-def wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+def wait_until_healthy(server: subprocess.Popen[bytes], base: str, bar: tqdm[NoReturn]) -> None:
     deadline = time.monotonic() + 120
-    layout = "{desc}: {elapsed}"
-    progress = tqdm(desc="starting the server", bar_format=layout, leave=False)
-    with progress, httpx.Client(base_url=base, timeout=2) as client:
+    with httpx.Client(base_url=base, timeout=2) as client:
         while not healthy(client):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("error: the server did not start")
             time.sleep(0.2)
-            progress.refresh()
+            bar.refresh()
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Without a GPU the Triton kernels run in the interpreter, which is chosen before their import."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -66,10 +67,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _own_settings() -> Iterator[None]:
+@contextlib.contextmanager
+def _kept_settings() -> Iterator[None]:
     """Commands set variables and the level of the log for their process, which here is that of the
-    tests after them too; so do libraries when they are imported."""
+    tests after them too; so do libraries when they are imported or used."""
     logger = logging.getLogger("vllm")
     level = logger.level
     before = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
@@ -81,6 +82,19 @@ def _own_settings() -> Iterator[None]:
     if logger.level != level:
         # Which makes every logger of the process forget what it knows.
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _own_settings() -> Iterator[None]:
+    with _kept_settings():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_settings_of_a_module() -> Iterator[None]:
+    """What fixtures of the module change, which are made before those of its first test."""
+    with _kept_settings():
+        yield
 
 
 @pytest.fixture
