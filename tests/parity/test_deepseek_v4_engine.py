@@ -24,6 +24,8 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
+from vllm.kernels.fp8 import naive
+from vllm.platforms import current_platform
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -143,10 +145,16 @@ def rounded_logits(path: Path) -> Tensor:
 
 
 def test_a_quantised_checkpoint_computes_what_it_stands_for(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float8 around experts in four bits, under the release's names, which transformers reads, too:
-    without quantisation as exactly as ever; with it, up to the rounding of activations."""
+    without quantisation as exactly as ever; with it, up to the rounding of activations.
+
+    On a GPU products are plain torch's: tensor cores keep some 14 bits of float8 sums, which takes
+    activations over the next boundary of their rounding (`tests/kernels/test_fp8.py` bounds it)."""
+    kernels = current_platform.kernels
+    if torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "linear_fp8_block", naive.linear_fp8_block)
     stored, plain = quantised(packed)
     reference = write(tmp_path / "plain", plain)
     exact = hf_reference_logits(reference, IDS)[:-1].log_softmax(-1)
