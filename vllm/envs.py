@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     VLLM_MAX_N_SEQUENCES: int
     VLLM_PLUGINS: list[str] | None
     VLLM_PP_LAYER_PARTITION: list[int] | None
+    VLLM_RESTARTS: str
     VLLM_RPC_BASE_PATH: str
     VLLM_SANITIZE: bool
     VLLM_SERVER_DEV_MODE: bool

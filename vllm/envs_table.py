@@ -105,6 +105,7 @@ _VARIABLES = (
     Variable("VLLM_API_KEY", _optional, None, "key that HTTP requests must present"),
     Variable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "seconds an idle connection is kept"),
     Variable("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _bool, False, "keep serving errors"),
+    Variable("VLLM_RESTARTS", str, "", "set by --on-failure restart: when the server restarted"),
     Variable("VLLM_SERVER_DEV_MODE", _bool, False, "mount the development routes"),
     Variable("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", _bool, False, "log response bodies"),
     Variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _bool, False, "mount the adapter routes"),

@@ -74,9 +74,8 @@ class RemoteServer:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended: {self.process.returncode}\n{self.log()}")
-            with contextlib.suppress(httpx.TransportError):
-                if self.http.get("/health").status_code == 200:
-                    return self
+            if self.is_healthy():
+                return self
             time.sleep(0.05)
         self._kill_group()
         raise RuntimeError(f"the server was not ready in {_START_TIMEOUT_S} s\n{self.log()}")
@@ -96,6 +95,12 @@ class RemoteServer:
             print(self.log(), file=sys.stderr)
         self.http.close()
         self._log.close()
+
+    def is_healthy(self) -> bool:
+        """Whether it serves now."""
+        with contextlib.suppress(httpx.TransportError):
+            return self.http.get("/health").status_code == 200
+        return False
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -79,6 +80,31 @@ def test_killed_engine_fails_requests_and_ends_the_server() -> None:
         assert replies[0].status_code == 500
         assert replies[0].json()["error"]["type"] == "InternalServerError"
         assert server.wait(EXIT_LIMIT_S) != 0
+        assert gone(children)
+
+
+def test_a_server_starts_its_engine_again_if_told_to() -> None:
+    """As the same process, which then stops as any other does."""
+    flags = (*FLAGS, "--on-failure", "restart")
+    with RemoteServer(tiny_model("llama"), *flags, fresh=True) as server:
+        replies: list[Any] = []
+        thread = in_background(server, LONG, replies)
+        dead = server.children()
+        for process in dead:
+            process.kill()
+        thread.join(EXIT_LIMIT_S)
+        assert replies[0].status_code == 500
+        assert gone(dead)
+        deadline = time.monotonic() + 240
+        while not server.is_healthy():
+            assert server.process.poll() is None and time.monotonic() < deadline, server.log()
+            time.sleep(0.1)
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", **body)["usage"]["completion_tokens"] == 4
+        assert "restarting, 1 of at most 3 times an hour" in server.log()
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
         assert gone(children)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.openai import run_server
-from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.openai.cli_args import FrontEndArgs, make_arg_parser
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def test_what_is_imported_is_looked_at_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +45,28 @@ def test_one_host_has_the_api(
     engine: Any = SimpleNamespace(nnodes=nodes, node_rank=node_rank)
     with nullcontext() if words is None else pytest.raises(VLLMValidationError, match=words):
         run_server.check_node_role(args, engine)
+
+
+@pytest.mark.parametrize(
+    ("status", "policy", "restarts"),
+    [(1, "restart", 1), (1, "stop", 0), (0, "restart", 0)],
+)
+def test_a_server_restarts_after_a_failure_if_told_to(
+    status: int, policy: str, restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(run_server, "_run", lambda args, engine_args: status)
+    monkeypatch.setattr(run_server, "restart", lambda: asked.append(None))
+    parser = FlexibleArgumentParser()
+    make_arg_parser(parser)
+    namespace = parser.parse_args(["--model", "none", "--on-failure", policy])
+    assert run_server.run_server(namespace) == status
+    assert len(asked) == restarts
+
+
+def test_restarting_and_serving_errors_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_server.check_failure_policy(FrontEndArgs(on_failure="restart"))
+    monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
+    run_server.check_failure_policy(FrontEndArgs())
+    with pytest.raises(VLLMValidationError, match="exclude each other; unset one of them"):
+        run_server.check_failure_policy(FrontEndArgs(on_failure="restart"))

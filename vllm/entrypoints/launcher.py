@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Counted, Tallies
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -272,6 +273,7 @@ def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
     """Plain handlers, not the loop's: they run even while shutting down blocks the loop."""
 
     def stop(number: int, frame: object) -> None:
+        note_stop()
         name = signal.Signals(number).name
         if server.should_exit:
             logger.warning("%s again: exiting at once", name)

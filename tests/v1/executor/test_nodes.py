@@ -29,7 +29,7 @@ from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor import node_link, stationed
 from vllm.v1.executor.multiproc import MultiprocExecutor
-from vllm.v1.executor.node import NodeEndedError, run_node
+from vllm.v1.executor.node import NodeEndedError, NodeRefusedError, run_node
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
 
@@ -302,7 +302,7 @@ def test_settings_that_differ_are_named_on_both_hosts(hosts: Hosts) -> None:
         hosts.executor()
     assert caught.value.parameter == "node_rank"
     error = node.result()
-    assert isinstance(error, NodeEndedError) and differ in str(error)
+    assert isinstance(error, NodeRefusedError) and differ in str(error)
 
 
 def test_a_host_that_never_comes_is_named(make_hosts: Callable[..., Hosts]) -> None:
@@ -335,7 +335,7 @@ def test_two_hosts_of_one_rank(make_hosts: Callable[..., Hosts]) -> None:
         hosts.executor()
     for node in nodes:
         error = node.result()
-        assert isinstance(error, NodeEndedError) and "--node-rank 1" in str(error)
+        assert isinstance(error, NodeRefusedError) and "--node-rank 1" in str(error)
 
 
 def test_strangers_are_no_hosts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from vllm.entrypoints.api_processes.process import ApiSetup, run_api_process
 from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
+from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
 from vllm.utils.fork_server import ForkError, start
@@ -266,6 +267,7 @@ class Supervisor:
     # ---- the end -------------------------------------------------------------------------------
 
     def _take_signal(self, number: int) -> None:
+        note_stop()
         name = signal.Signals(number).name
         if self._stopping:
             logger.warning("%s again: exiting at once", name)

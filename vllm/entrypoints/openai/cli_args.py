@@ -110,6 +110,11 @@ class FrontEndArgs:
         help="What follows when one of several API processes dies: another one takes its place, or "
         "the server stops.",
     )
+    on_failure: Literal["stop", "restart"] = option(
+        default="stop",
+        help="What follows when the engine dies, one of its workers, hosts or Ray actors included: "
+        "the server stops with status 1, or starts anew, at most three times within an hour.",
+    )
     renderer_num_workers: PositiveInt | None = option(
         default=None,
         help="Threads that apply chat templates and tokenise; one per CPU, at most 8, if unset.",

@@ -12,10 +12,13 @@ import gc
 import importlib
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
+from vllm.entrypoints.restart import restart
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
 
 _APPLICATION = "vllm.entrypoints.openai.api_server"
 
@@ -37,8 +42,16 @@ def run_server(namespace: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(namespace)
     # These fail in milliseconds; loading a model first would hide the mistake for minutes.
     check_node_role(args, engine_args)
+    check_failure_policy(args)
+    status = _run(args, engine_args)
+    if status != 0 and args.on_failure == "restart":
+        restart()
+    return status
+
+
+def _run(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
     if args.headless:
-        return _run_headless(engine_args)
+        return _run_headless(args, engine_args)
     with _forking(args, engine_args):
         return _run_api(args, engine_args)
 
@@ -86,6 +99,16 @@ def _run_api(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
     return serve(sock, args, make_engine, make_app)
 
 
+def check_failure_policy(args: FrontEndArgs) -> None:
+    """`VLLMValidationError` where a server is to go on after its engine's death in two ways."""
+    if args.on_failure == "restart" and envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+        raise VLLMValidationError(
+            "--on-failure restart and VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1, which serves errors after "
+            "the engine's death, exclude each other; unset one of them",
+            "on_failure",
+        )
+
+
 def check_node_role(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> None:
     """`VLLMValidationError` unless `--headless` is given on all hosts but the first."""
     nodes, node_rank = engine_args.nnodes, engine_args.node_rank
@@ -109,20 +132,23 @@ def check_node_role(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> None:
         )
 
 
-def _run_headless(engine_args: AsyncEngineArgs) -> int:
-    """Workers for another host, until its engine is stopped."""
+def _run_headless(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
+    """Workers for another host, until its engine is stopped; 1 where its failure is no error."""
     from vllm.engine.batch_defaults import UsageContext
     from vllm.entrypoints.cli.types import CommandError
     from vllm.entrypoints.launcher import stop_start_at_signals
-    from vllm.v1.executor.node import NodeEndedError, run_node
+    from vllm.v1.executor.node import NodeEndedError, NodeRefusedError, run_node
 
     stop_start_at_signals()
     config = engine_args.create_engine_config(UsageContext.API_SERVER)
     try:
         with config.decisions.current():
             run_node(config)
-    except (NodeEndedError, TimeoutError) as error:
-        raise CommandError(str(error)) from error
+    except (NodeEndedError, NodeRefusedError, TimeoutError) as error:
+        if args.on_failure == "stop" or not isinstance(error, NodeEndedError):
+            raise CommandError(str(error)) from error
+        logger.error("%s", error)
+        return 1
     return 0
 
 

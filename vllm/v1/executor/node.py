@@ -36,11 +36,15 @@ class NodeEndedError(RuntimeError):
     """The engine has ended otherwise than by being stopped."""
 
 
+class NodeRefusedError(RuntimeError):
+    """The first host does not start an engine with this one."""
+
+
 def run_node(config: VllmConfig) -> None:
     """Join the first host and run this one's workers until the engine is stopped.
 
     Raises `VLLMValidationError` for devices that do not suit, `TimeoutError` if the first host does
-    not answer, `NodeEndedError` when the engine fails.
+    not answer, `NodeRefusedError` if it does not start, `NodeEndedError` when the engine fails.
     """
     check_devices(config)
     parallel = config.parallel_config
@@ -86,7 +90,7 @@ def _join(hello: Hello, connection: MessageSocket, place: str, timeout_s: float)
     except (OSError, EOFError) as error:
         raise NodeEndedError(f"{place} is gone: {error}") from None
     if message[0] == Tag.END:
-        raise NodeEndedError(f"{place} does not start: {json.loads(message[1:])['reason']}")
+        raise NodeRefusedError(f"{place} does not start: {json.loads(message[1:])['reason']}")
     setup: NodeSetup = pickle.loads(message[1:])
     return setup
 
