@@ -2,8 +2,7 @@
 """Ray's cluster of two nodes on this machine, in a process of its own: Ray's connections do not
 survive the forks of other tests.
 
-As a script: prints the address, then what is in use for each line that it reads, and ends with its
-input.
+As a script: prints the address, then answers each line that it reads, and ends with its input.
 """
 
 from __future__ import annotations
@@ -55,12 +54,19 @@ class RayCluster:
             assert line, "the cluster has ended"
         return json.loads(line)["answer"]
 
+    def _ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self._read()
+
     def free_cpus(self) -> float:
         """Those that no actor and no placement group has."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._read())
+        return float(self._ask("free"))
+
+    def kill_second_node(self) -> None:
+        """As a machine that loses its power: Ray's processes there are killed."""
+        self._ask("kill")
 
     def actors(self) -> list[psutil.Process]:
         """The processes of workers."""
@@ -78,10 +84,12 @@ def main() -> None:
 
     head = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+    second = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
     ray.init(address=cluster.address, log_to_driver=False)
     print(json.dumps({"answer": cluster.address}), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.strip() == "kill":
+            cluster.remove_node(second, allow_graceful=False)
         print(json.dumps({"answer": ray.available_resources().get("CPU", 0)}), flush=True)
     ray.shutdown()
     cluster.shutdown()
