@@ -106,6 +106,8 @@ def named(*excluded: str) -> Fp8Config:
         ("re:.*layers[.]3[.].*", "model.layers.3.mlp.gate_up_proj", True),
         ("*.mlp.*", "model.layers.3.mlp.gate_up_proj", True),
         ("lm_head", "model.layers.3.mlp.gate_up_proj", False),
+        ("model.layers.0.linear_attn.in_proj_ba", "model.layers.0.linear_attn.in_proj_ba", True),
+        ("model.layers.0.linear_attn.in_proj_ba", "model.layers.0.linear_attn.in_proj_qkvz", False),
     ],
 )
 def test_excluded_modules(entry: str, prefix: str, expected: bool) -> None:
@@ -115,6 +117,12 @@ def test_excluded_modules(entry: str, prefix: str, expected: bool) -> None:
     assert isinstance(method, UnquantizedLinearMethod) is expected
     config.use_names(Qwen3_5ForCausalLM.fused_names, Qwen3_5ForCausalLM.weights_mapper)
     assert config.is_excluded(prefix) is expected
+
+
+def test_layers_fused_in_the_checkpoint_are_listed_as_such() -> None:
+    """Qwen3-Next's two projections, both excluded, are our one."""
+    mixer = "model.layers.0.linear_attn"
+    assert named(f"{mixer}.in_proj_qkvz", f"{mixer}.in_proj_ba").is_excluded(f"{mixer}.in_proj")
 
 
 def test_part_of_a_fused_layer_cannot_be_excluded() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantized_models import Format, Quantised, quantise_checkpoint
-from tiny_models import tiny_model
+from tiny_models import make_tiny, tiny_model
 from torch import Tensor, nn
 
 from tests.model_executor.harness import Chunk, Harness
@@ -23,12 +23,15 @@ from tests.model_executor.models.test_fp8_parity import (
     quantised_at_load,
     reference,
 )
+from tests.nightly import nightly
 from vllm.model_executor.layers.moe import mixtures_of
 
 pytestmark = pytest.mark.parity
 #: what these checkpoints keep in 16 bits
-KEPT = ("in_proj_a", "in_proj_b", "kv_a_proj_with_mqa")
+KEPT = ("in_proj_a", "in_proj_b", "in_proj_ba", "kv_a_proj_with_mqa")
 IDS = list(range(5, 60))
+#: fields of checkpoints by blocks: rows of its linear layers are grouped by head
+WHOLE_BLOCKS = {"qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
 
 
 def round_activations(model: nn.Module, rounding: Rounding) -> None:
@@ -50,7 +53,10 @@ def round_activations(model: nn.Module, rounding: Rounding) -> None:
 
 
 def checkpoint(family: str, form: Format, path: Path) -> Quantised:
-    return quantise_checkpoint(tiny_model(family), path, form, KEPT)
+    source = tiny_model(family)
+    if form == "block" and family in WHOLE_BLOCKS:
+        source = make_tiny(family, path / "16-bit", **WHOLE_BLOCKS[family])
+    return quantise_checkpoint(source, path, form, KEPT)
 
 
 def stacks(harness: Harness) -> list[Tensor]:
@@ -72,10 +78,13 @@ def stacks(harness: Harness) -> list[Tensor]:
     [
         ("qwen3_5_moe", "block"),
         ("qwen3_5_moe", "tensor"),
+        ("qwen3_next", "block"),
+        ("qwen3_next", "compressed"),
         ("mixtral", "compressed"),
         ("deepseek_v3", "block"),
         ("deepseek_v3", "compressed"),
         ("kimi_linear", "tensor"),
+        *nightly(("qwen3_next", "tensor")),
     ],
 )
 def test_experts_are_those_of_the_checkpoint(family: str, form: Format, tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from tests.model_executor.harness import get_model, make_config
 from tests.tiny_models import tiny_model
 from vllm.kernels.moe import RoutingRule
+from vllm.model_executor.layers.gated_delta_net import GatedDeltaNetShape
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.interfaces import VllmModel
+from vllm.model_executor.models.qwen3_next import ungrouped
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
 
 FUSED = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1), *Router.CHECKPOINT_NAMES)
@@ -103,6 +105,38 @@ def test_grouped_projections_of_another_size_are_reported() -> None:
         model.load_weights(weights.items())
     assert f"surplus: {name} [7, 64]" in caught.value.problems
     assert any("missing: model.layers.0.linear_attn.in_proj_b" in p for p in caught.value.problems)
+
+
+def grouped(
+    kind: str, scale: Tensor, module: str = "in_proj_qkvz", **sizes: int
+) -> dict[str, Tensor]:
+    """Parts of a scale of a layer with 2 key heads, 4 value heads."""
+    heads = {"head_k_dim": 128, "head_v_dim": 128, **sizes}
+    shape = GatedDeltaNetShape(64, 2, 4, conv_kernel_size=4, eps=1e-6, **heads)
+    return dict(ungrouped([(f"a.{module}.{kind}", scale)], shape))
+
+
+def test_scales_of_grouped_projections_follow_their_rows() -> None:
+    """Of a group of 768 rows q and k are blocks 0 and 1, v 2 and 3, z 4 and 5."""
+    blocks = torch.arange(12.0)[:, None] + torch.tensor([0.0, 0.5])
+    found = grouped("weight_scale_inv", blocks)
+    first, last = found["a.in_proj_qkv.weight_scale_inv"], found["a.in_proj_z.weight_scale_inv"]
+    assert first[:, 0].tolist() == [0, 6, 1, 7, 2, 3, 8, 9]
+    assert last.tolist() == [[4, 4.5], [5, 5.5], [10, 10.5], [11, 11.5]]
+    by_row = blocks[:, :1].repeat_interleave(128, 0)
+    found = grouped("weight_scale", by_row)
+    assert torch.equal(found["a.in_proj_qkv.weight_scale"], first[:, :1].repeat_interleave(128, 0))
+    assert torch.equal(found["a.in_proj_z.weight_scale"], last[:, :1].repeat_interleave(128, 0))
+    for whole in (torch.tensor(0.5), torch.tensor([[0.5, 0.25]])):  # the block holds all rows
+        found = grouped("weight_scale_inv", whole, "in_proj_ba")
+        assert found.keys() == {f"a.in_proj_{part}.weight_scale_inv" for part in "ba"}
+        assert all(torch.equal(scale, whole) for scale in found.values())
+
+
+def test_blocks_of_scales_that_hold_rows_of_several_heads_are_refused() -> None:
+    scales = torch.arange(9.0)[:, None]  # 2 * (2 * 96 + 2 * 2 * 96) = 1152 rows
+    with pytest.raises(WeightsError, match="in_proj_qkvz.weight_scale_inv: a block of 128 rows"):
+        grouped("weight_scale_inv", scales, head_k_dim=96, head_v_dim=96)
 
 
 #: how a family's released checkpoints name a tensor

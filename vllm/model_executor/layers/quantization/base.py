@@ -82,7 +82,8 @@ class QuantizationConfig(ABC):
     """What a checkpoint, or the user, says about the weights of a whole model.
 
     `excluded`: module names, as in the checkpoint, whose weights are not quantised: a module's
-    full name, a parent's, its last parts, or `re:` and a regular expression.
+    full name, a parent's, its last parts, or `re:` and a regular expression. A module that is fused
+    here may also be listed as one (`in_proj_ba`).
     """
 
     #: the method, as checkpoints and the flag call it
@@ -94,12 +95,14 @@ class QuantizationConfig(ABC):
         self.excluded = tuple(excluded)
         self._excluded = self.excluded
         self._fused: dict[str, list[str]] = {}
+        self._fused_into: dict[str, list[str]] = {}
 
     def use_names(self, fused: Sequence[FusedName], mapper: WeightsMapper) -> None:
         """Learn how the model calls what the checkpoint names; called when the model is built."""
-        self._fused = {}
+        self._fused, self._fused_into = {}, {}
         for module, source, _ in fused:
             self._fused.setdefault(module, []).append(source)
+            self._fused_into.setdefault(source, []).append(module)
         # A mapper has parts of tensors' names, which go on behind a module's.
         names = (n if n.startswith("re:") else mapper.map_name(f"{n}.") for n in self.excluded)
         self._excluded = tuple(name.removesuffix(".") for name in names if name is not None)
@@ -133,7 +136,10 @@ class QuantizationConfig(ABC):
         return bool(kept)
 
     def _lists(self, name: str) -> bool:
-        return any(_matches(entry, name) for entry in self._excluded)
+        parent, _, last = name.rpartition(".")
+        fused = (f"{parent}.{module}" for module in self._fused_into.get(last, ()))
+        names = [name, *fused]
+        return any(_matches(entry, each) for entry in self._excluded for each in names)
 
 
 def _matches(entry: str, name: str) -> bool:
