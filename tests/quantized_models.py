@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torch import Tensor
 from vllm.kernels import fp8
 
 FP8 = fp8.FP8
-Format = Literal["tensor", "static", "block", "compressed"]
+Format = Literal["tensor", "static", "block", "compressed", "modelopt"]
+#: of every kind of weight; "modelopt" is "static" by another name
 FORMATS: tuple[Format, ...] = ("tensor", "static", "block", "compressed")
 
 #: activation scale of "static" checkpoints
@@ -29,6 +31,19 @@ _CONFIGS: dict[Format, dict[str, Any]] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "dynamic": False},
+                "input_activations": {"type": "float", "num_bits": 8, "dynamic": False},
+            }
+        },
+        "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False},
+        "producer": {"name": "modelopt", "version": "0.37.0"},
     },
     "compressed": {
         "quant_method": "compressed-tensors",
@@ -47,7 +62,7 @@ _CONFIGS: dict[Format, dict[str, Any]] = {
         },
     },
 }
-_IGNORE_KEY = {"compressed": "ignore"}
+_IGNORE_KEY = {"compressed": "ignore", "modelopt": "ignore"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,8 @@ class Quantised:
 def _is_linear(name: str, tensor: Tensor) -> bool:
     if ".experts." in name:
         return tensor.dim() == 2
+    if "_linear.weight" in name:  # of Granite; those of all experts are one tensor
+        return True
     return name.endswith("_proj.weight") or ("in_proj" in name and tensor.dim() == 2)
 
 
@@ -87,12 +104,13 @@ def quantise(weight: Tensor, form: Format) -> tuple[dict[str, Tensor], Tensor]:
         stored = {"weight": values, "weight_scale_inv": scale}
         return stored, values.float() * _expand(scale, weight.shape)
     if form == "compressed":
-        values, scale = fp8.quantize_rows(weight)
+        values, scale = fp8.quantize_rows(weight.flatten(0, -2))
+        values, scale = values.view_as(weight), scale.view(*weight.shape[:-1], 1)
     else:
         scale = weight.abs().max().reshape(()) / 448
         values = (weight / scale).to(FP8)
     stored = {"weight": values, "weight_scale": scale}
-    if form == "static":
+    if form in ("static", "modelopt"):
         stored["input_scale"] = torch.tensor(STATIC_SCALE)
     return stored, values.float() * scale
 
@@ -113,7 +131,11 @@ def quantise_checkpoint(
     kept = sorted(
         n.removesuffix(".weight") for n in tensors if n.endswith(tuple(f"{k}.weight" for k in keep))
     )
-    config = {**_CONFIGS[form], _IGNORE_KEY.get(form, "modules_to_not_convert"): [*kept, "lm_head"]}
+    config = copy.deepcopy(_CONFIGS[form])
+    if form == "compressed" and any("block_sparse_moe.input_linear" in name for name in tensors):
+        targets = config["config_groups"]["group_0"]["targets"]
+        targets.append("GraniteMoeHybridParallelExpertsLinear")
+    config = {**config, _IGNORE_KEY.get(form, "modules_to_not_convert"): [*kept, "lm_head"]}
     return Quantised(
         _write(source, target / "fp8", stored, config),
         _write(source, target / "plain", plain, None),

@@ -71,6 +71,37 @@ def test_broken_directories(tmp_path: Path, text: str | None, message: str) -> N
     assert tmp_path.name in str(caught.value)
 
 
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        ({"quantization": MODELOPT}, {"quant_method": "modelopt", **MODELOPT}),
+        ({"quantization": {**MODELOPT, "quant_algo": None}}, None),
+    ],
+)
+def test_modelopts_own_file(
+    tmp_path: Path, stored: dict[str, Any], found: dict[str, Any] | None
+) -> None:
+    """Older checkpoints of it say nothing in config.json, which goes before where it does."""
+    path = write_config(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stored))
+    assert getattr(get_config(path), "quantization_config", None) == found
+    other = {"quant_method": "fp8"}
+    assert (
+        get_config(write_config(tmp_path, quantization_config=other)).quantization_config == other
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"quantization": 1}'])
+def test_a_broken_file_of_modelopt(tmp_path: Path, text: str) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(VLLMValidationError, match=r"hf_quant_config.json cannot be used"):
+        get_config(path)
+
+
 def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"")

@@ -17,6 +17,7 @@ from vllm.utils.options import merged
 
 #: old names of entries of `rope_parameters`
 _ROPE_DICT, _ROPE_ENTRY = "rope_scaling", "rope_theta"
+_MODELOPT_FILE = "hf_quant_config.json"
 #: keys that describe the checkpoint as a whole, never a part of it
 _TOP_ONLY = frozenset({"architectures", "model_type"})
 
@@ -110,10 +111,30 @@ def get_config(
     raw = read_config_dict(model, revision=revision)
     _refuse_speculators(str(model), raw)
     config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
+    if getattr(config, "quantization_config", None) is None:
+        _add_modelopt(config, str(model), revision)
     if callable(hf_overrides):
         return _checked(hf_overrides(config))
     _override(config, hf_overrides or {})
     return config
+
+
+def _add_modelopt(config: PretrainedConfig, model: str, revision: str | None) -> None:
+    """The `quantization_config` of older ModelOpt checkpoints, which have it in another file."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(model, _MODELOPT_FILE, revision=revision)
+    except OSError:
+        path = None
+    if path is None:
+        return
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))["quantization"]
+        if found["quant_algo"] is not None:  # of keys and values alone
+            config.quantization_config = {"quant_method": "modelopt", **found}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _model_error(f"{model}/{_MODELOPT_FILE} cannot be used: {error!r}", model) from None
 
 
 def _refuse_speculators(model: str, raw: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.model_executor.layers.ranks import as_rank
+from vllm import decisions
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.current import set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels.fp8 import FP8, GROUP
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
@@ -23,9 +23,10 @@ from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers import moe
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mixture_shape import MixtureShape
-from vllm.model_executor.layers.moe import MixtureOfExperts
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config, fp8_at_load
 from vllm.model_executor.model_loader.base import initialize_dummy_weights
+from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
 from vllm.model_executor.parameter import SHARED_EXPERT, WeightDtypeError, WeightShapeError
 from vllm.model_executor.utils import get_weight_attr
 
@@ -378,9 +379,26 @@ def test_what_a_checkpoint_leaves_in_16_bits() -> None:
     assert together.shared_expert is None and len(together.experts.gate_up_proj) == EXPERTS + 1
 
 
-def test_fixed_activation_scales_are_refused() -> None:
-    with pytest.raises(VLLMValidationError, match=r"mlp.experts: experts with fixed activation"):
-        MixtureOfExperts(PLAIN, "mlp", Fp8Config(static=True))
+def test_fixed_activation_scales_are_left_out_where_a_checkpoint_has_them() -> None:
+    """Those of a shared expert that is a network of its own are used."""
+    shape = replace(PLAIN, shared_intermediate_size=INNER + 16)
+    names = (*Experts.CHECKPOINT_NAMES,)
+    fused = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1))
+    kinds = ("experts.0.up_proj", "experts.1.down_proj", "shared_expert.down_proj")
+    tensors = {f"mlp.{kind}.input_scale": torch.tensor(0.5) for kind in kinds}
+
+    def problems(config: Fp8Config) -> str:
+        model = nn.Module()
+        model.mlp = MixtureOfExperts(shape, "mlp", config)
+        with pytest.raises(WeightsError) as caught:
+            AutoWeightsLoader(model, fused=fused, stacked=names).load_weights(tensors.items())
+        return "\n".join(caught.value.problems)
+
+    decisions.clear()
+    assert "surplus" not in problems(Fp8Config(static=True))
+    (record,) = [d for d in decisions.decisions() if "experts' activations" in d.what]
+    assert record.chosen == "per token"
+    assert problems(Fp8Config()).count("surplus") == 3
 
 
 def test_what_cannot_be_routed_or_activated_is_refused() -> None:

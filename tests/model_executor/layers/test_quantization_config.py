@@ -13,12 +13,14 @@ from vllm.model_executor.layers.quantization.fp8_config import (
     Fp8Config,
     fp8_from_checkpoint,
     fp8_from_compressed_tensors,
+    fp8_from_modelopt,
 )
 from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
 LAYER = nn.Module()
+PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 FLOAT8 = {"type": "float", "num_bits": 8}
 
 
@@ -53,6 +55,28 @@ def test_compressed_tensors(weights: str, inputs: dict[str, Any], static: bool) 
     config = fp8_from_compressed_tensors(stored)
     assert config.static is static and config.excluded == ("lm_head",)
     assert config.name == "compressed-tensors"
+
+
+@pytest.mark.parametrize(("algorithm", "static"), [("FP8", True), (PER_CHANNEL, False)])
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
+def test_modelopt(algorithm: str, static: bool, key: str) -> None:
+    kept = ["lm_head", "model.layers.0.self_attn*"]
+    config = fp8_from_modelopt({"quant_algo": algorithm, key: kept, "kv_cache_quant_algo": None})
+    assert (config.static, config.weights, config.name) == (static, "rows", "modelopt")
+    assert config.is_excluded("model.layers.0.self_attn.o_proj")
+    assert not config.is_excluded("model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; supported: FP8, FP8_PER_CHANNEL_PER_TOKEN"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, "'INT8'; supported: FP8"),
+    ],
+)
+def test_other_modelopt_variants_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp8_from_modelopt(fields)
 
 
 @pytest.mark.parametrize(

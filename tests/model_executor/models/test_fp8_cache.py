@@ -87,21 +87,29 @@ def test_results_and_specs(fp8_caches: None, monkeypatch: pytest.MonkeyPatch, fa
             assert isinstance(spec, MambaSpec) and spec == other
 
 
-@pytest.mark.parametrize("names", ["{}_scale", "{}_proj.{}_scale", "attn.{}_scale"])
-def test_scales_from_the_checkpoint(fp8_caches: None, tmp_path: Path, names: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", "{}_scale"),
+        ("llama", "{0}_proj.{0}_scale"),
+        ("llama", "attn.{}_scale"),
+        ("nemotron_h", "{0}_proj.{0}_scale"),
+    ],
+)
+def test_scales_from_the_checkpoint(
+    fp8_caches: None, tmp_path: Path, family: str, names: str
+) -> None:
     """Keys are written divided by their scale and read times it, values by theirs."""
-    names = names.replace("{}_proj.{}", "{0}_proj.{0}")
-    plain = harness(tiny_model("llama"))
-    scaled = harness(with_scales(tiny_model("llama"), tmp_path / "m", names, 0.5, 4.0))
+    plain = harness(tiny_model(family))
+    scaled = harness(with_scales(tiny_model(family), tmp_path / "m", names, 0.5, 4.0))
     logits = [h.logits([Chunk(0, 0, IDS)]) for h in (plain, scaled)]
     assert _distance(*logits) < 0.1
-    for name, layer in scaled.layers.items():
-        other = plain.layers[name].kv_cache
-        assert isinstance(layer.kv_cache, Tensor) and isinstance(other, Tensor)
-        keys, values = (cache[1, i].float() for cache in (layer.kv_cache,) for i in range(2))
-        if name.startswith("model.layers.0."):
-            torch.testing.assert_close(keys, other[1, 0].float() * 2, rtol=0.08, atol=0.01)
-            torch.testing.assert_close(values, other[1, 1].float() / 4, rtol=0.08, atol=0.01)
+    # Of the first layer with keys and values, whose input is the same.
+    caches = [[layer.kv_cache for layer in h.layers.values()] for h in (plain, scaled)]
+    other, cache = (next(c for c in each if isinstance(c, Tensor)) for each in caches)
+    keys, values = cache[1].float()
+    torch.testing.assert_close(keys, other[1, 0].float() * 2, rtol=0.08, atol=0.01)
+    torch.testing.assert_close(values, other[1, 1].float() / 4, rtol=0.08, atol=0.01)
 
 
 def test_scales_of_a_16_bit_cache_are_not_loaded(tmp_path: Path) -> None:

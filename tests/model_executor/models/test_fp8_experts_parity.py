@@ -28,23 +28,33 @@ from vllm.model_executor.layers.moe import mixtures_of
 
 pytestmark = pytest.mark.parity
 #: what these checkpoints keep in 16 bits
-KEPT = ("in_proj_a", "in_proj_b", "in_proj_ba", "kv_a_proj_with_mqa")
+KEPT = (
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "kv_a_proj_with_mqa"),
+    *("layers.1.shared_mlp.input_linear", "layers.1.shared_mlp.output_linear"),
+)
 IDS = list(range(5, 60))
 #: fields of checkpoints by blocks: rows of its linear layers are grouped by head
 WHOLE_BLOCKS = {"qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
 
 
 def round_activations(model: nn.Module, rounding: Rounding) -> None:
-    """Let the experts of a model of transformers see what the engine's see."""
+    """Let the experts of a model of transformers see what the engine's see: they have no fixed
+    scales."""
+    if rounding is ROUNDINGS["static"]:
+        rounding = ROUNDINGS["tensor"]
 
     def forward(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+        params = dict(experts.named_parameters())
         out, x = torch.zeros_like(x), rounding(x)
         for expert in chosen.unique().tolist():
             token, slot = torch.where(chosen == expert)
-            gate, up = (x[token] @ gate_up[expert].t()).chunk(2, -1)
-            active = rounding(nn.functional.silu(gate) * up)
-            out.index_add_(0, token, active @ down[expert].t() * weights[token, slot, None])
+            if "gate_up_proj" in params:
+                gate, up = (x[token] @ params["gate_up_proj"][expert].t()).chunk(2, -1)
+                active = nn.functional.silu(gate) * up
+            else:
+                active = (x[token] @ params["up_proj"][expert].t()).relu().square()
+            down = rounding(active) @ params["down_proj"][expert].t()
+            out.index_add_(0, token, down * weights[token, slot, None])
         return out
 
     for name, module in model.named_modules():
@@ -81,6 +91,10 @@ def stacks(harness: Harness) -> list[Tensor]:
         ("qwen3_next", "block"),
         ("qwen3_next", "compressed"),
         ("mixtral", "compressed"),
+        ("mixtral", "static"),
+        ("nemotron_h_moe", "modelopt"),
+        ("granite_h", "compressed"),
+        ("qwen3_moe", "tensor"),
         ("deepseek_v3", "block"),
         ("deepseek_v3", "compressed"),
         ("kimi_linear", "tensor"),

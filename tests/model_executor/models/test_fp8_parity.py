@@ -52,6 +52,7 @@ ROUNDINGS: dict[Format, Rounding] = {
     "static": _static,
     "block": _groups,
     "compressed": _rows,
+    "modelopt": _static,
 }
 
 
@@ -75,7 +76,9 @@ def reference(
     quantised = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "_proj" in name and not name.endswith(keep or ("\0",))
+        if isinstance(module, nn.Linear)
+        and ("_proj" in name or "_linear" in name)
+        and not name.endswith(keep or ("\0",))
     ]
     handles = [m.register_forward_pre_hook(hook) for m in quantised] if rounding else []
     try:
@@ -94,10 +97,26 @@ def _checkpoint(family: str, form: Format, keep: tuple[str, ...], path: Path) ->
     return quantise_checkpoint(tiny_model(family), path, form, keep)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+EVERY_FORM: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *(("llama3_rope", ()), ("qwen3_sliding", ()), ("qwen3_5", ())),
+    ("qwen3_5_wrapper", GATES),
+)
+#: of other families one, with modules that stay
+ONE_FORM: tuple[tuple[str, tuple[str, ...], Format], ...] = (
+    ("nemotron_h", ("layers.0.mixer.in_proj", *(f"mixer.{i}_proj" for i in "qkvo")), "modelopt"),
+    ("granite_h_dense", ("layers.1.shared_mlp.input_linear",), "compressed"),
+    ("falcon_h1", ("mamba.out_proj",), "tensor"),
+    ("olmo_hybrid", (), "block"),
+    ("gemma3", (), "static"),
+)
+
+
 @pytest.mark.parametrize(
-    "family,keep",
-    [("llama3_rope", ()), ("qwen3_sliding", ()), ("qwen3_5", ()), ("qwen3_5_wrapper", GATES)],
+    ("family", "keep", "form"),
+    [
+        *((family, keep, form) for family, keep in EVERY_FORM for form in FORMATS),
+        *ONE_FORM,
+    ],
 )
 def test_logits(family: str, keep: tuple[str, ...], form: Format, tmp_path: Path) -> None:
     checkpoint = _checkpoint(family, form, keep, tmp_path)

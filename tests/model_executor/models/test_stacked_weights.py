@@ -107,6 +107,28 @@ def test_grouped_projections_of_another_size_are_reported() -> None:
     assert any("missing: model.layers.0.linear_attn.in_proj_b" in p for p in caught.value.problems)
 
 
+def test_granites_experts_may_come_one_by_one() -> None:
+    """As llm-compressor names them."""
+    source = tiny_model("granite_h")
+    model: VllmModel = get_model(make_config(source))
+    expected = {name: param.clone() for name, param in model.named_parameters()}
+    weights = load_file(source / "model.safetensors")
+    whole = ".block_sparse_moe.input_linear.weight"
+    one = ".block_sparse_moe.experts.{}.{}_proj.weight"
+    for layer in [name.removesuffix(whole) for name in weights if name.endswith(whole)]:
+        gate_up = weights.pop(f"{layer}{whole}")
+        down = weights.pop(f"{layer}{whole.replace('input', 'output')}")
+        for i in range(len(down)):
+            matrices = (*gate_up[i].chunk(2), down[i])
+            for part, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+                weights[f"{layer}{one.format(i, part)}"] = matrix
+    for param in model.parameters():
+        param.data.zero_()
+    model.load_weights(weights.items())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name]), name
+
+
 def grouped(
     kind: str, scale: Tensor, module: str = "in_proj_qkvz", **sizes: int
 ) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.moe import MixtureOfExperts
+from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, no_rope
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
@@ -129,12 +129,14 @@ def _new_mlp(vllm_config: VllmConfig, prefix: str) -> FeedForward:
 
 
 class GraniteMoeHybridForCausalLM(HybridForCausalLM):
-    """`GraniteMoeHybridForCausalLM` checkpoints, with experts or without."""
+    """`GraniteMoeHybridForCausalLM` checkpoints, with experts or without: those of a layer as one
+    tensor, as released ones, or one by one, as llm-compressor writes them."""
 
     layer_class = GraniteMoeHybridDecoderLayer
     model_class = MultipliedEmbeddingsModel
     fused_names = (*HybridForCausalLM.fused_names, *Router.CHECKPOINT_NAMES)
     stacked_names = (
+        *Experts.CHECKPOINT_NAMES[:3],
         ("experts.gate_up_proj", "shared_expert.gate_up_proj.weight", (0, 1)),
         ("experts.down_proj", "shared_expert.down_proj.weight", 0),
     )
@@ -155,6 +157,7 @@ def _names(has_experts: bool) -> WeightsMapper:
         orig_to_new_substr={
             ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
             ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+            ".block_sparse_moe.experts.": ".mlp.experts.",
             ".block_sparse_moe.router.layer.": ".mlp.gate.",
             ".shared_mlp.input_linear.": f"{shared}gate_up_proj.",
             ".shared_mlp.output_linear.": f"{shared}down_proj.",

@@ -29,13 +29,17 @@ StackedShard = tuple[ShardId, ShardId | tuple[ShardId, ...]]
 StackedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
 #: of the weights themselves, and of their scales by rows and by blocks
 _SUFFIXES = ("", "_scale", "_scale_inv")
+_WEIGHT = "weight"
+_SCALES = ("weight_scale", "weight_scale_inv")
+_INPUT_SCALE = "input_scale"
 
 
 class StackedNames:
     """Finds the parameter and shard of one expert's tensor.
 
     A stacked parameter has the attribute `stacked`: the experts that may come on their own. Scales
-    of float8 weights are named like the weights, with a suffix.
+    of float8 weights are named like the weights, with a suffix; one with `drops_input_scales` takes
+    no scales of activations.
     """
 
     def __init__(self, names: Sequence[StackedName], params: Mapping[str, Tensor]) -> None:
@@ -57,6 +61,15 @@ class StackedNames:
                 if expert is not None and expert in self._experts(target):
                     return target, (expert, section)
         return None
+
+    def drops(self, name: str) -> bool:
+        """Whether the tensor is a scale of activations that the experts' stack has no use for."""
+        matrix, _, kind = name.rpartition(".")
+        if kind != _INPUT_SCALE:
+            return False
+        found = self.resolve(f"{matrix}.{_WEIGHT}")
+        param = self._params[found[0]] if found else self._params.get(matrix)
+        return param is not None and bool(get_weight_attr(param, "drops_input_scales", False))
 
     def sources(self, target: str, whole: bool) -> list[str]:
         """Names that make up a parameter; `whole`: besides a tensor of all routed experts."""
@@ -189,6 +202,8 @@ class AutoWeightsLoader:
             if prefix is not None:
                 skipped[prefix] += 1
                 continue
+            if self._stacked.drops(name):
+                continue
             target, shard_id = self._resolve(name)
             if target not in self._params:
                 problems.append(f"surplus: {name} {list(tensor.shape)}")
@@ -265,11 +280,6 @@ class AutoWeightsLoader:
                     self._skips[prefix],
                     "loading them",
                 )
-
-
-_WEIGHT = "weight"
-_SCALES = ("weight_scale", "weight_scale_inv")
-_INPUT_SCALE = "input_scale"
 
 
 def widened(

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch import nn
 
 from vllm import decisions
-from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import GROUP
 from vllm.model_executor.layers.quantization.base import (
     ExpertsMethod,
@@ -26,11 +25,16 @@ from vllm.model_executor.layers.quantization.unquantized import (
 _SMALL_ROWS = 128
 #: `scale_fmt` of scales that have an exponent alone
 _POWERS_OF_TWO = "ue8m0"
+#: kinds of layers in compressed-tensors checkpoints; the second is llm-compressor's for Granite
+_TARGETS = frozenset({"Linear", "GraniteMoeHybridParallelExpertsLinear"})
+#: ModelOpt's algorithm with a scale per output row and per token
+_PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 
 
 class Fp8Config(QuantizationConfig):
     """`weights`: scales per output row ("rows": also one per matrix, or quantised at load) or per
-    128 x 128 block. `static`: activation scales come from the checkpoint, else from each token."""
+    128 x 128 block. `static`: activation scales of linear layers come from the checkpoint, else,
+    and those of experts, from each token."""
 
     name = "fp8"
 
@@ -60,13 +64,15 @@ class Fp8Config(QuantizationConfig):
         if self.is_excluded(prefix):
             return UnquantizedExpertsMethod()
         if self.static:
-            raise VLLMValidationError(
-                f"{prefix}: experts with fixed activation scales are not supported; supported: "
-                "activations scaled per token (activation_scheme 'dynamic')",
-                "quantization",
-                self.name,
+            decisions.record(
+                "scales of float8 experts' activations",
+                "per token",
+                "experts' kernels have no fixed ones",
+                instead_of="the checkpoint's input_scale of each matrix",
             )
-        return Fp8ExpertsMethod(self.weights, from_16_bit=self.from_16_bit)
+        return Fp8ExpertsMethod(
+            self.weights, from_16_bit=self.from_16_bit, drops_input_scales=self.static
+        )
 
     def leaves_small(self, rows: int) -> bool:
         """When quantising here: what is too small to gain from it."""
@@ -121,16 +127,32 @@ def _require(stored: Mapping[str, Any], key: str, supported: tuple[str, ...], de
         )
 
 
+def fp8_from_modelopt(stored: Mapping[str, Any]) -> Fp8Config:
+    """NVIDIA ModelOpt's `quantization_config`, or the `quantization` of its `hf_quant_config.json`.
+
+    Raises ValueError for an algorithm other than `FP8` (one scale per matrix, and one of its input)
+    and `FP8_PER_CHANNEL_PER_TOKEN`.
+    """
+    _require(stored, "quant_algo", ("FP8", _PER_CHANNEL), "none")
+    _require(stored, "kv_cache_quant_algo", ("FP8",), "FP8")
+    excluded = stored.get("ignore") or stored.get("exclude_modules") or ()
+    config = Fp8Config(static=stored.get("quant_algo") != _PER_CHANNEL, excluded=excluded)
+    config.name = "modelopt"
+    return config
+
+
 def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
-    """A compressed-tensors `quantization_config` that is one group of float8 Linear weights.
+    """A compressed-tensors `quantization_config` that is one group of float8 Linear weights, those
+    of Granite's stacked experts (`_TARGETS`) included or not.
 
     Raises ValueError for anything else, naming what was found.
     """
     groups = list((stored.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+    targets = [group.get("targets") or [] for group in groups]
+    if len(targets) != 1 or "Linear" not in targets[0] or not _TARGETS.issuperset(targets[0]):
         raise ValueError(
             "compressed-tensors checkpoints are supported with one group of Linear layers; this "
-            f"one has {len(groups)} group(s): {[g.get('targets') for g in groups]}"
+            f"one has {len(groups)} group(s): {targets}"
         )
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
     kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]

@@ -34,13 +34,21 @@ class Fp8ExpertsMethod(ExpertsMethod):
     """e4m3 with fp32 scales, as linear layers have them (`Fp8RowsMethod`, `Fp8BlockMethod`).
 
     By rows `NAME_scale [experts, rows]`, by blocks `NAME_scale_inv [experts, ceil(columns / 128),
-    rows]`. `from_16_bit`: the checkpoint is not quantised. Raises ValueError where a shard along
-    the input is not whole blocks.
+    rows]`. `from_16_bit`: the checkpoint is not quantised. Activations are scaled per token;
+    `drops_input_scales`: the checkpoint's scales of them are left out. Raises ValueError where a
+    shard along the input is not whole blocks.
     """
 
-    def __init__(self, weights: Literal["rows", "block"], *, from_16_bit: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Literal["rows", "block"],
+        *,
+        from_16_bit: bool = False,
+        drops_input_scales: bool = False,
+    ) -> None:
         self._blocks = weights == "block"
         self._from_16_bit = from_16_bit
+        self._drops_input_scales = drops_input_scales
 
     def create_weights(
         self, layer: Layer, name: str, layout: WeightLayout, stack: ExpertStack
@@ -68,6 +76,7 @@ class Fp8ExpertsMethod(ExpertsMethod):
             loader = partial(_load_stack, stack=stack, load=load)
             attrs = {"weight_loader": loader, "stacked": stack.names, "dummy_range": dummy_range}
             set_weight_attrs(param, attrs)
+        set_weight_attrs(weight, {"drops_input_scales": self._drops_input_scales})
         if self._from_16_bit:
             set_weight_attrs(scale, {"optional": True})
         layer.register_parameter(name, weight)

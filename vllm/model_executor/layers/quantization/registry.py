@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.fp8_config import (
     fp8_at_load,
     fp8_from_checkpoint,
     fp8_from_compressed_tensors,
+    fp8_from_modelopt,
 )
 from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
 
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
 _STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "fp8": fp8_from_checkpoint,
     "compressed-tensors": fp8_from_compressed_tensors,
+    "modelopt": fp8_from_modelopt,
 }
 #: `quant_method` of checkpoints that a model's own loader makes 16-bit (gpt-oss)
 _MADE_16_BIT = (MXFP4,)
