@@ -48,10 +48,10 @@ def naive_kernels() -> Iterator[None]:
             attributes["kernels"] = previous
 
 
-def make_config(path: Path, **fields: Any) -> VllmConfig:
-    """An engine configuration of a checkpoint in fp32."""
+def make_config(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> VllmConfig:
+    """An engine configuration of a checkpoint; `fields` are the `LoadConfig`'s."""
     model = ModelConfig(
-        model=str(path), dtype=torch.float32, max_model_len=MAX_MODEL_LEN, enforce_eager=True
+        model=str(path), dtype=dtype, max_model_len=MAX_MODEL_LEN, enforce_eager=True
     )
     cache = CacheConfig(block_size=BLOCK_SIZE)
     return resolve(

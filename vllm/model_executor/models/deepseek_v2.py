@@ -46,6 +46,7 @@ class DeepseekV2DecoderLayer(DeepseekV3DecoderLayer):
             ),
             shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
             hidden_act=config.hidden_act,
+            wide_router=True,
         )
 
 

@@ -64,6 +64,7 @@ def mixture_shape(config: PretrainedConfig, num_experts: int) -> MixtureShape:
         shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         correction_bias=True,
         hidden_act=config.hidden_act,
+        wide_router=True,
     )
 
 
