@@ -40,6 +40,15 @@ def test_forms_of_ids(name: str) -> None:
     assert whole(kimi, SECTION + call(name, "{}")) == ("", [("f", "{}")])
 
 
+def test_ids_with_a_number_are_kept_once() -> None:
+    """Two calls of one id could not be told apart."""
+    names = ("functions.f:0", " functions.g:1\n", "f:2", "functions.f:0", "functions.f", "f")
+    found = kimi().parse(SECTION + "".join(call(name, "{}") for name in names)).calls
+    assert [each.name for each in found] == ["f", "g", "f", "f", "f", "f"]
+    ids = ["functions.f:0", "functions.g:1", "f:2", None, None, None]
+    assert [each.call_id for each in found] == ids
+
+
 @pytest.mark.parametrize("body", [call("", "{}")[: -len("{}" + CALL_END)], f"{CALL}f{CALL_END}"])
 def test_what_has_no_id_or_arguments_stays_content(body: str) -> None:
     assert whole(kimi, SECTION + body) == (body, [])

@@ -52,6 +52,8 @@ class CallDelta(msgspec.Struct, frozen=True):
     name: str | None
     #: appended to the JSON text of the arguments
     arguments: str
+    #: the id that the model itself wrote, beside the name: its template shows it again
+    call_id: str | None = None
 
 
 class ToolDelta(msgspec.Struct, frozen=True):
@@ -74,6 +76,8 @@ class ReplyBuilder:
         self._space = ""
         self._spoken = False
         self._names: dict[int, str] = {}
+        self._ids: dict[int, str | None] = {}
+        self._known_ids: set[str] = set()
         self._arguments: dict[int, str] = {}
         #: the text of the call being read, as the model wrote it
         self._written: list[str] = []
@@ -97,10 +101,12 @@ class ReplyBuilder:
         """More of what may be a call, exactly as the model wrote it."""
         self._written.append(text)
 
-    def start_call(self, name: str) -> None:
-        """Begin the next call."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin the next call; an id that an earlier call of the reply has is left out."""
         self._open = True
         self._names[self.num_calls] = name
+        self._ids[self.num_calls] = None if call_id in self._known_ids else call_id
+        self._known_ids |= {call_id} if call_id is not None else set()
         self._arguments[self.num_calls] = ""
         self.num_calls += 1
 
@@ -121,7 +127,7 @@ class ReplyBuilder:
         index = self.num_calls - 1
         if not self._open or index not in self._names or _is_json(self._arguments[index]):
             return
-        del self._names[index], self._arguments[index]
+        del self._names[index], self._ids[index], self._arguments[index]
         self.num_calls, self._open = index, False
         self.say("".join(self._written) + unread)
 
@@ -137,12 +143,12 @@ class ReplyBuilder:
             content, self._content = self._content, ""
             return ToolDelta(content)
         calls = tuple(
-            CallDelta(index, self._names.get(index), arguments)
+            CallDelta(index, self._names.get(index), arguments, self._ids.get(index))
             for index, arguments in self._arguments.items()
             if arguments or index in self._names
         )
         delta = ToolDelta(self._content, calls)
-        self._content, self._names, self._arguments = "", {}, {}
+        self._content, self._names, self._ids, self._arguments = "", {}, {}, {}
         if self._open:
             self._written = []
         return delta

@@ -9,13 +9,14 @@ from vllm.utils.text_tags import find_first, split_held
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _ARGUMENTS = "<|tool_call_argument_begin|>"
-#: `functions.NAME:NUMBER`, the id that templates show the call's result under
-_ID = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*")
+#: `functions.NAME:NUMBER`, the id that templates show the call and its result under
+_ID = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?P<number>:\d+)?")
 
 
 class KimiK2ToolParser(StepwiseParser):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, any
-    number of them between the section's tags. What has no id stays content."""
+    number of them between the section's tags. What has no id stays content; one without number is
+    a name alone."""
 
     tags = (_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS)
     openings = (_SECTION,)
@@ -52,14 +53,14 @@ class KimiK2ToolParser(StepwiseParser):
             return False
         at, tag = found
         written = self._pending[: at + len(tag)]
-        called = _ID.fullmatch(self._pending[:at])
+        called = _ID.fullmatch(self._pending[:at].strip())
         self._pending = self._pending[at + len(tag) :]
         if called is None or tag == _CALL_END:
             self.reply.say(_CALL + written)
             self._read = self._read_section
             return True
         self.reply.open_call(_CALL + written)
-        self.reply.start_call(called[1])
+        self.reply.start_call(called["name"], called[0] if called["number"] else None)
         self._read = self._read_arguments
         return True
 

@@ -63,7 +63,8 @@ def _empty(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": ""}
-    return {"type": "tool_use", "id": f"toolu_{block.key}", "name": block.name, "input": {}}
+    call_id = block.call_id or f"toolu_{block.key}"
+    return {"type": "tool_use", "id": call_id, "name": block.name, "input": {}}
 
 
 def _whole(block: Block) -> dict[str, Any]:

@@ -165,9 +165,9 @@ def make_splitter(
 
 
 def call_object(call: CallDelta) -> dict[str, Any]:
-    """A call as OpenAI's API shows it, with a fresh id."""
+    """A call as OpenAI's API shows it, with the model's id, or a fresh one."""
     return {
-        "id": f"call_{uuid.uuid4().hex}",
+        "id": call.call_id or f"call_{uuid.uuid4().hex}",
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

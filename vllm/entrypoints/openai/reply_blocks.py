@@ -30,6 +30,8 @@ class Block:
     #: the tool that is called
     name: str = ""
     text: str = ""
+    #: the call's id as the model wrote it
+    call_id: str | None = None
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -65,14 +67,14 @@ class BlockEvents(ABC):
         events += self._say(BlockKind.TEXT, delta.content)
         for call in delta.calls:
             if call.name is not None:
-                events += self.begin(BlockKind.CALL, call.name)
+                events += self.begin(BlockKind.CALL, call.name, call.call_id)
                 events += self._extend(call.arguments)
         return events
 
-    def begin(self, kind: BlockKind, name: str = "") -> list[Event]:
+    def begin(self, kind: BlockKind, name: str = "", call_id: str | None = None) -> list[Event]:
         """Close the open block and open a new one."""
         events = self.close()
-        self._open = Block(kind, len(self.blocks), name)
+        self._open = Block(kind, len(self.blocks), name, call_id=call_id)
         self.blocks.append(self._open)
         return events + self.opened(self._open)
 

@@ -105,7 +105,8 @@ class ResponseEvents(BlockEvents):
         if block.kind is BlockKind.TEXT:
             return {"type": "message", **head, "role": "assistant", "content": content}
         if block.kind is BlockKind.CALL:
-            call = {"call_id": f"call_{block.key}", "name": block.name, "arguments": block.text}
+            call_id = block.call_id or f"call_{block.key}"
+            call = {"call_id": call_id, "name": block.name, "arguments": block.text}
             return {"type": "function_call", **head, **call}
         encrypted = encode_reasoning(block.text) if self._encrypted_reasoning else None
         return {
