@@ -28,7 +28,8 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a local directory or a hub name; extra keywords go to transformers.
 
-    Raises `VLLMValidationError` for an unknown mode or a tokenizer that cannot be loaded.
+    Raises `VLLMValidationError` for an unknown mode or a tokenizer that cannot be loaded, for want
+    of a package that its code imports (tiktoken for Kimi's) among others.
     """
     from transformers import AutoTokenizer
 
@@ -48,7 +49,7 @@ def get_tokenizer(
             cache_dir=download_dir,
             **kwargs,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise _no_tokenizer(tokenizer_name, reason) from error
     if not tokenizer.encode("a", add_special_tokens=False):

@@ -162,6 +162,8 @@ def test_every_part_of_a_mixture_matters(
     [
         # The shared expert is one more of the stack, and its gate and up come as one tensor.
         ("granite_h", {"shared_intermediate_size": 32}),
+        ("granite_h_dense", {"mamba_n_groups": 2}),
+        ("bamba", {"mamba_n_groups": 2}),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2, "projectors_bias": True}),
         (
             "falcon_h1",
@@ -185,7 +187,11 @@ def test_variants_are_those_of_transformers(
     [
         ("nemotron_h", "mlp_hidden_act", "silu", "'silu' is not supported without gate"),
         ("nemotron_h_moe", "mlp_bias", True, "experts with biases are not supported"),
-        ("nemotron_h", "mamba_hidden_act", "relu", "Mamba2 with 'relu' is not supported"),
+        ("nemotron_h", "mamba_hidden_act", "relu", "recurrent layer with 'relu' is not supported"),
+        *(
+            (family, "hidden_act", "gelu", "recurrent layer with 'gelu' is not supported")
+            for family in ("granite_h", "qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear")
+        ),
         ("granite_h", "position_embedding_type", "alibi", "'alibi' is not supported"),
     ],
 )

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.parity
 IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
-def test_rotation_betas_up_to_one_and_one_convolution(tmp_path: Path) -> None:
-    """A config with a base rotates, one without negative eigenvalues halves the betas; q, k and v
-    may have one convolution."""
+def test_rotation_betas_up_to_one_wide_heads_and_one_convolution(tmp_path: Path) -> None:
+    """A config with a base rotates, one without negative eigenvalues halves the betas, and one may
+    say how wide heads are; q, k and v may have one convolution."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    path = make_tiny("olmo_hybrid", tmp_path, rope_parameters=rope, linear_allow_neg_eigval=False)
+    fields = {"linear_allow_neg_eigval": False, "head_dim": 24}
+    path = make_tiny("olmo_hybrid", tmp_path, rope_parameters=rope, **fields)
     expected = hf_reference_logits(path, IDS)
     file = path / "model.safetensors"
     tensors = load_file(file)

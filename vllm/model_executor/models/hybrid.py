@@ -52,9 +52,11 @@ class MultipliedEmbeddingsModel(DecoderModel):
 
 
 def only_silu(activation: str, prefix: str) -> None:
-    """ValueError for another activation of Mamba2's convolution and gate."""
+    """ValueError for another activation of a recurrent layer's convolution, or Mamba2's gate."""
     if activation != "silu":
-        raise ValueError(f"{prefix}: Mamba2 with {activation!r} is not supported; supported: silu")
+        raise ValueError(
+            f"{prefix}: a recurrent layer with {activation!r} is not supported; supported: silu"
+        )
 
 
 def multiplied(x: Tensor, multiplier: float) -> Tensor:

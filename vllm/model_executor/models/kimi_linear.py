@@ -16,7 +16,7 @@ from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
-from vllm.model_executor.models.hybrid import HybridForCausalLM
+from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
 from vllm.model_executor.models.weights import WeightsMapper
 
@@ -44,6 +44,7 @@ class KimiLinearDecoderLayer(DecoderLayer):
         self.is_recurrent = kind == "linear_attention"
         self.self_attn: nn.Module
         if self.is_recurrent:
+            only_silu(config.hidden_act, prefix)
             self.self_attn = KimiDeltaAttention(
                 delta_attention_shape(config), name, quant_config=quant_config
             )

@@ -27,8 +27,8 @@ from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.models import qwen3_5
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
-from vllm.model_executor.models.hybrid import HybridForCausalLM
-from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
+from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -132,6 +132,7 @@ class OlmoHybridRecurrentLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        only_silu(config.hidden_act, prefix)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.linear_attn = GatedDeltaNet(
             delta_net_shape(config), f"{prefix}.linear_attn", quant_config=vllm_config.quant_config
@@ -151,14 +152,14 @@ class OlmoHybridAttentionLayer(DecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        head_dim = config.hidden_size // config.num_attention_heads
+        size = head_dim(config)
         self.self_attn = WholeNormAttention(
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
-            head_dim,
+            size,
             config.rms_norm_eps,
-            rotation(vllm_config, head_dim),
+            rotation(vllm_config, size),
             bias=config.attention_bias,
             prefix=f"{prefix}.self_attn",
             quant_config=vllm_config.quant_config,

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, FeedForward
-from vllm.model_executor.models.hybrid import HybridForCausalLM
+from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
@@ -53,6 +53,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
         self.is_recurrent = kind == "linear_attention"
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.is_recurrent:
+            only_silu(config.hidden_act, prefix)
             self.linear_attn = GatedDeltaNet(
                 delta_net_shape(config), f"{prefix}.linear_attn", quant_config=quant_config
             )
