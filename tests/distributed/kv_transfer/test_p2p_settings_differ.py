@@ -116,7 +116,7 @@ def producer() -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"speculative_config": "small"}, "keeps other state than this engine: state_groups"),
+        ({"speculative_config": "small"}, "keeps other state than this engine: drafter is {"),
         ({"dtype": "bfloat16"}, "dtype is 'torch.bfloat16' here and 'torch.float32' there"),
         ({"block_size": 32}, "state_groups[1].spec is 'FullAttentionSpec(block_size=32"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash_algorithm is 'sha256_cbor' here"),

@@ -54,6 +54,11 @@ class DraftSettings:
         return None
 
     @property
+    def checkpoint(self) -> str | None:
+        """Where the drafter's tensors are; None: in the target's checkpoint, or it has none."""
+        return None
+
+    @property
     def layer_ids(self) -> tuple[int, ...]:
         """The residual streams of the target that the drafter reads, ascending."""
         return ()

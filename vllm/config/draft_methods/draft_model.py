@@ -40,6 +40,10 @@ class DraftModelSettings(DraftSettings):
             )
 
     @property
+    def checkpoint(self) -> str | None:
+        return self.model
+
+    @property
     def lookahead_tokens(self) -> int:
         return self.num_speculative_tokens
 

@@ -63,7 +63,6 @@ class MtpSettings(DraftSettings):
 
     @property
     def checkpoint(self) -> str | None:
-        """Where the head's tensors are; None: in the target's checkpoint."""
         return self.model
 
     def _tokens_of(self, model: str) -> int:

@@ -45,6 +45,10 @@ class SpeculatorsHeadSettings(DraftSettings):
             refuse("model", f"must be given with method {self.method}: the draft checkpoint", None)
 
     @property
+    def checkpoint(self) -> str | None:
+        return self.model
+
+    @property
     def layer_ids(self) -> tuple[int, ...]:
         """The residual streams of the target that the head reads, ascending."""
         return () if self.draft is None else tuple(self.draft.hf_config.aux_layer_ids)

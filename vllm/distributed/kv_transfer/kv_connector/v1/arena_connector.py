@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.version import __version__
 
 #: group, block on the device, block in the host's memory
 Place = tuple[int, int, int]
@@ -38,28 +37,6 @@ def runs(places: Iterable[Place]) -> Iterator[tuple[int, int, int, int]]:
         first, count = (group, device, host), 1
     if first is not None:
         yield (*first, count)
-
-
-def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:
-    """What the bytes of a block depend on besides weights and tokens; JSON values."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return {
-        "engine_version": __version__,
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
-        "hash_algorithm": cache.prefix_caching_hash_algo,
-        "state_groups": [
-            {
-                "spec": repr(group.kv_cache_spec),
-                "layers": list(group.layer_names),
-                "block_bytes": plan.block_bytes,
-                "layer_offsets": list(plan.layer_offsets.values()),
-            }
-            for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
-        ],
-    }
 
 
 class ConnectorBesideSteps(KVConnectorBase_V1, SupportsHMA):

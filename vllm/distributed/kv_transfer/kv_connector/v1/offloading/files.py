@@ -13,14 +13,17 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import state_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
+    checkpoint_files,
+    checkpoints,
+    state_identity,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -152,25 +155,15 @@ class FileStore:
 
 
 def store_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:
-    """What two engines must have in common to share files; JSON values."""
-    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    """What two engines must have in common to share files; JSON values.
+
+    Times of change besides the shared part: another training run may write to the same directory.
+    """
     return {
-        "model": str(model.model),
-        "revision": str(model.revision),
-        "weights": _weights(str(model.model)),
-        "load_format": vllm_config.load_config.load_format,
-        "seed": model.seed,
-        "speculation": None if speculative is None else str(speculative.method),
-        "hash_seed": os.environ.get("PYTHONHASHSEED"),
         **state_identity(vllm_config, config),
+        "written": [
+            [path.name, path.stat().st_mtime_ns]
+            for checkpoint in checkpoints(vllm_config)
+            for path in checkpoint_files(vllm_config, *checkpoint)
+        ],
     }
-
-
-def _weights(model: str) -> list[list[Any]]:
-    """Name, size and time of change of a local checkpoint's files: another training run may write
-    to the same directory."""
-    directory = Path(model)
-    if not directory.is_dir():
-        return []
-    files = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".json"))
-    return [[p.name, (stat := p.stat()).st_size, stat.st_mtime_ns] for p in files]

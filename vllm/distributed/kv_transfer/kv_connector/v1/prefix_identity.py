@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fixes the state of a prefix besides its tokens: what two engines, or an engine and its next
+start, must have in common for one to continue from what the other left. JSON values."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from vllm.config import VllmConfig
+from vllm.transformers_utils.config import read_config_dict
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.version import __version__
+
+#: bytes at the end of every file of weights that say which training run wrote it
+_TAIL_BYTES = 64 * 1024
+#: differ between copies of one checkpoint and change nothing
+_CONFIG_NOISE = ("_name_or_path", "transformers_version")
+
+
+def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the values of a layer's state depend on, however they lie in memory."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    return {
+        "model_config": _digest(model.hf_config.to_dict()),
+        "placement": model.placement,
+        "weights": _weights(vllm_config, model.model, model.revision),
+        "captured_layers": (
+            speculative.extraction_layer_ids
+            if speculative is not None and speculative.uses_extract_hidden_states()
+            else None
+        ),
+        "drafter": _drafter(vllm_config),
+        "engine_version": __version__,
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "dtype": str(model.dtype),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": str(model.quantization),
+    }
+
+
+def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:
+    """What the bytes of a block of the arena depend on, and its name."""
+    identity = {
+        **model_identity(vllm_config),
+        "hash_algorithm": vllm_config.cache_config.prefix_caching_hash_algo,
+        "hash_seed": _seed_digest(os.environ.get("PYTHONHASHSEED")),
+        "state_groups": [
+            {
+                "spec": repr(group.kv_cache_spec),
+                "layers": list(group.layer_names),
+                "block_bytes": plan.block_bytes,
+                "layer_offsets": list(plan.layer_offsets.values()),
+            }
+            for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
+        ],
+    }
+    found: dict[str, Any] = json.loads(json.dumps(identity))
+    return found
+
+
+def checkpoints(vllm_config: VllmConfig) -> list[tuple[str, str | None]]:
+    """Name or directory, and revision, of every checkpoint whose weights make the state; of random
+    weights none."""
+    if _is_random(vllm_config):
+        return []
+    model, drafter = vllm_config.model_config, vllm_config.drafter
+    found: list[tuple[str, str | None]] = [(model.model, model.revision)]
+    if drafter is not None and drafter.checkpoint is not None:
+        found.append((drafter.checkpoint, None))
+    return found
+
+
+def checkpoint_files(vllm_config: VllmConfig, model: str, revision: str | None) -> list[Path]:
+    """The files of weights of a checkpoint that is on this machine; else none."""
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        cache = vllm_config.load_config.download_dir
+        try:
+            directory = Path(
+                snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+            )
+        except (LocalEntryNotFoundError, HFValidationError):
+            return []
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _drafter(vllm_config: VllmConfig) -> dict[str, Any] | None:
+    """Of a drafter whose layers keep state beside the target's."""
+    drafter = vllm_config.drafter
+    if drafter is None or not (drafter.reads_target or drafter.is_draft_model):
+        return None
+    checkpoint = drafter.checkpoint
+    own: dict[str, Any] = {}
+    if checkpoint is not None:
+        own["model_config"] = _digest(read_config_dict(checkpoint))
+        own["weights"] = _weights(vllm_config, checkpoint, None)
+    return {"method": drafter.method, "layer_ids": list(drafter.layer_ids), **own}
+
+
+def _seed_digest(seed: str | None) -> str | None:
+    """Whoever knows the seed can prepare names of prefixes, so it is not told."""
+    return None if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
+
+
+def _digest(config: dict[str, Any]) -> str:
+    kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _weights(vllm_config: VllmConfig, model: str, revision: str | None) -> list[Any]:
+    """Of each file its name, size and the digest of its last bytes; paths and times differ between
+    machines. Of a checkpoint that is not on this machine its name."""
+    if _is_random(vllm_config):
+        return ["dummy", vllm_config.model_config.seed]
+    files = checkpoint_files(vllm_config, model, revision)
+    return [_tail(path) for path in files] or [model, str(revision)]
+
+
+def _is_random(vllm_config: VllmConfig) -> bool:
+    return vllm_config.load_config.load_format == "dummy"
+
+
+def _tail(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        return [path.name, size, xxhash.xxh3_64_hexdigest(file.read())]
