@@ -213,6 +213,23 @@ def test_damaged_file_is_reported_as_load_error(tmp_path: Path) -> None:
     assert engine.worker.get_blocks_with_load_errors() == set()
 
 
+def test_after_a_reset_old_and_new_state_are_apart(tmp_path: Path) -> None:
+    """The weights may be others: the engine finds nothing of before, and its next start, with the
+    checkpoint's weights again, nothing of after."""
+    engine = Engine.start(tmp_path, cache_config(16, None))
+    store(engine, prompt(40), ([1, 2, 3],))
+    on_its_way = prompt(60, first=100)
+    engine.scheduler.update_state_after_alloc(on_its_way, None, 0)
+    assert engine.scheduler.reset_cache()
+    engine.step(new_step(on_its_way, ([1, 2, 3, 4],), 0))
+    store(engine, prompt(40), ([1, 2, 3],))
+    store(engine, prompt(50, first=200), ([1, 2, 3, 4],))
+    assert engine.scheduler.get_num_new_matched_tokens(prompt(40), 0) == (32, False)
+    again = Engine.start(tmp_path, cache_config(16, None)).scheduler
+    for request, found in ((prompt(40), 32), (prompt(50, first=200), 0), (on_its_way, 0)):
+        assert again.get_num_new_matched_tokens(request, 0) == (found, False)
+
+
 def test_store_failure_does_not_stop_the_step(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     storage.write_text("")

@@ -24,6 +24,7 @@ from tests.distributed.kv_transfer.offload_engines import (
 from tests.distributed.kv_transfer.test_offloading_parts import ATTENTION, cache_of
 from tests.tiny_models import tiny_model
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore, store_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
     HandshakeRefused,
@@ -108,7 +109,7 @@ def test_each_of_them_counts(case: str, tmp_path: Path) -> None:
     assert stores[0].path("g0-00") != stores[1].path("g0-00")
     with pytest.raises(HandshakeRefused, match=f"than this engine: {case}"):
         compare(peer_identity(one, cache), peer_identity(other, cache), "the other")
-    assert model_identity(one) != model_identity(other)
+    assert example_connector._scope(one) != example_connector._scope(other)
 
 
 def test_a_drafter_without_state_does_not_count() -> None:

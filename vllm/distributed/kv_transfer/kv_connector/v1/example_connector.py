@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import model_identity
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
@@ -53,10 +54,14 @@ class PrefixStore:
     Each of `num_ranks` workers stores its own part of a prefix.
     """
 
-    def __init__(self, directory: str, scope: dict[str, str], num_ranks: int = 1) -> None:
+    def __init__(self, directory: str, scope: Mapping[str, Any], num_ranks: int = 1) -> None:
         self._directory = directory
         self._num_ranks = num_ranks
         self._scope = json.dumps(scope, sort_keys=True)
+
+    def forget(self) -> None:
+        """Find nothing of before, and let no other store find what comes."""
+        self._scope = uuid.uuid4().hex
 
     def folder(self, token_ids: Sequence[int], salt: str | None) -> str:
         """Where the prefix of exactly `token_ids` is or would be stored; see `part`."""
@@ -325,6 +330,12 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._transfer(req_id, prompt.folder, prompt.block_ids, 0, prompt.num_tokens)
         meta.stores.append(transfer)
 
+    def reset_cache(self) -> bool | None:
+        """What is stored is of the weights of before; prompts on their way are not stored."""
+        self._store.forget()
+        self._prompts.clear()
+        return True
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -351,12 +362,8 @@ def _check_spec(spec: KVCacheSpec) -> None:
         )
 
 
-def _scope(vllm_config: VllmConfig) -> dict[str, str]:
+def _scope(vllm_config: VllmConfig) -> dict[str, Any]:
     """What else the stored values depend on."""
-    model = vllm_config.model_config
-    scope = {"cache_dtype": str(vllm_config.cache_config.cache_dtype)}
-    if model is not None:
-        scope["model"] = str(model.model)
-        scope["revision"] = str(model.revision)
-        scope["dtype"] = str(model.dtype)
-    return scope
+    if vllm_config.model_config is None:
+        return {"cache_dtype": str(vllm_config.cache_config.cache_dtype)}
+    return model_identity(vllm_config)
