@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.kv_transfer.offload_engines import (
     bits,
+    connector_of,
     drain,
     engine,
     evict_device,
@@ -57,3 +58,19 @@ def test_files_survive_a_restart(family: str, tmp_path: Path) -> None:
         read = metric(llm, "file_read_bytes")
         assert read > 0 and bits(run(llm, turn)) == expected
         assert metric(llm, "file_read_bytes") == read
+
+
+def test_hashes_follow_the_seed_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that engines of several directories agree."""
+    with engine(offloading(root=tmp_path), "llama") as llm:
+        root = connector_of(llm).get_prefix_hash_root()
+        assert root is not None
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    for _ in range(2):
+        with engine(offloading(root=tmp_path), "llama") as llm:
+            assert connector_of(llm).get_prefix_hash_root() is None
+            (found,) = run(llm, prompt(1, 70))
+            drain(llm)
+    assert found.num_cached_tokens == 64

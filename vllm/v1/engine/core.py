@@ -331,8 +331,9 @@ class EngineCore:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method; one result per worker. Once it has replaced the weights, running
-        requests compute all their tokens again and no cached prefix is found any more."""
+        """Call a worker method; one result per worker. Once it has replaced weights, maybe only
+        some before it failed, requests that have started compute all their tokens again and no
+        cached prefix is found any more."""
         replaces = isinstance(method, str) and method in _NEW_WEIGHTS
         if replaces and "weights" in self.sleeping.asleep:
             raise VLLMValidationError(f"{method}: the weights sleep; wake them up first", "method")
@@ -341,11 +342,16 @@ class EngineCore:
             self._experts.run()
             self.joint.meet(self._join_with_padding)
         self._send_all_masks()
-        results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
-        if replaces and not self.scheduler.reset_prefix_cache(True, True):
+        if not replaces:
+            return self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
+        try:
+            results = self.executor.collective_rpc(method, timeout, tuple(args), kwargs)
+        finally:
+            forgotten = self.scheduler.reset_prefix_cache(True, True)
+        if not forgotten:
             raise RuntimeError(
-                f"{method}: the weights are new, but a connector is loading state of the old ones, "
-                "or keeps it; reset the prefix cache again when it has ended"
+                f"{method}: the weights are new, but a connector keeps state of the old ones; "
+                "reset the prefix cache again, with reset_connector"
             )
         return results
 

@@ -317,6 +317,52 @@ def test_nobody_waits_for_a_request_whose_blocks_are_only_kept():
     driver.run()
 
 
+@pytest.mark.parametrize("when", ["loading", "received", "aborted", "failed"])
+def test_new_weights_take_back_what_a_connector_brings(when):
+    """It is of the old ones, so it is computed: after the load, which still writes the blocks. A
+    block that fails to load then is nobody's loss."""
+    driver = make_driver(policy="fail")
+    prompt = prompt_of(0, 60)
+    driver.add(make_request("first", prompt[:20], max_tokens=1))
+    driver.run()
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(32, True), (0, False)]
+    driver.add(request)
+    driver.step()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    if when == "received":
+        report(driver, finished_recving={"a"})
+    elif when == "aborted":
+        driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    driver.worker.slots.clear()
+    assert driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    if when != "received":
+        assert driver.scheduler.kv_cache_manager.get_block_ids("a")[0] == blocks
+        bad = {blocks[2]} if when == "failed" else set()
+        report(driver, finished_recving={"a"}, invalid_block_ids=bad)
+    driver.run()
+    if when != "aborted":
+        expect(driver, "a", prompt)
+        assert driver.finished["a"].num_cached_tokens == 0
+    assert driver.scheduler.kv_cache_manager.usage == 0
+    driver.add(make_request("b", prompt))
+    driver.run()
+    expect(driver, "b", prompt)
+
+
+def test_a_reset_that_leaves_loads_alone_leaves_their_source():
+    driver = make_driver()
+    asked = []
+    driver.connector.reset_cache = lambda: asked.append(1)
+    driver.connector.matches["a"] = [(48, True), (0, False)]
+    driver.add(make_request("a", prompt_of(0, 60)))
+    driver.step()
+    assert driver.scheduler.reset_prefix_cache(reset_connector=True) is False and not asked
+    assert driver.scheduler.reset_prefix_cache(True, True) is True and asked
+    report(driver, finished_recving={"a"})
+    driver.run()
+
+
 def test_connector_reset_is_part_of_a_cache_reset():
     driver = make_driver()
     driver.connector.reset_cache = lambda: False

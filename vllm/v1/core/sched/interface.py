@@ -79,7 +79,12 @@ class SchedulerInterface(ABC):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget cached prefixes; False if blocks in use stopped it."""
+        """Forget cached prefixes; False if blocks in use stopped it.
+
+        `reset_running_requests`: requests that have started, or wait for state of a connector,
+        compute all their tokens again, so none stops it. `reset_connector`: forget what the
+        connector stores, too.
+        """
 
     def waiting_requests(self) -> list[Request]:
         """Those that no step runs, in the order in which they will start."""

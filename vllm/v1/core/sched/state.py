@@ -334,15 +334,28 @@ class SchedulerState(SchedulerInterface):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        finished: list[Request] = []
-        if reset_running_requests:
-            while self.running:
-                self._preempt_last()
-            finished = [request for request in self.requests.values() if request.is_finished]
-        done = self.caches.reset_prefix_cache(finished)
+        held = self._take_all_back() if reset_running_requests else []
+        done = self.caches.reset_prefix_cache(held)
         if reset_connector and self.connector is not None:
-            done = self.connector.reset_cache() is not False and done
+            # A load that nobody takes back reads what is stored.
+            reads = self.transfer and self.transfer.loading and not reset_running_requests
+            done = not reads and self.connector.reset_cache() is not False and done
         return done
+
+    def _take_all_back(self) -> list[Request]:
+        """Let every request compute all of its tokens again; returns those whose blocks a transfer
+        still reads or writes."""
+        while self.running:
+            self._preempt_last()
+        loading: set[str] = set()
+        if self.transfer is not None:
+            loading = self.transfer.loading
+            for request_id in list(self.transfer.received):
+                self._return_received(self.requests[request_id])
+        for request_id in loading:
+            # Its blocks are given back when the load has ended, whatever has come by then.
+            self.requests[request_id].num_computed_tokens = 0
+        return [r for r in self.requests.values() if r.is_finished or r.request_id in loading]
 
     def take_events(self) -> list[KVCacheEvent]:
         events = self.kv_cache_manager.take_events()

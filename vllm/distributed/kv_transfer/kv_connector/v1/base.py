@@ -401,7 +401,12 @@ class KVConnectorBase_V1(ABC):
         self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
 
     def reset_cache(self) -> bool | None:
-        """Drop what the connector stores; None when there is nothing to drop."""
+        """Drop what the connector stores, which may be of other weights than what comes; None when
+        there is nothing to drop, False when it cannot.
+
+        Loads may be on their way: their requests will not use them, but what they bring must not
+        be stored.
+        """
         return None
 
     @classmethod

@@ -4,6 +4,7 @@
 Any kind of state: whole blocks of the arena move, so nothing here knows what a layer keeps.
 """
 
+import os
 from typing import Any
 
 from torch import Tensor
@@ -176,7 +177,9 @@ class OffloadingConnector(ArenaConnector):
         gpu_block_pool.observers.append(self._scheduling.stores)
 
     def get_prefix_hash_root(self) -> bytes | None:
-        return None if self._files is None else self._files.hash_root()
+        if self._files is None or "PYTHONHASHSEED" in os.environ:
+            return None
+        return self._files.hash_root()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -210,4 +213,5 @@ class OffloadingConnector(ArenaConnector):
         return self._scheduling.has_work()
 
     def reset_cache(self) -> bool | None:
-        return self._scheduling.reset()
+        self._scheduling.reset()
+        return True

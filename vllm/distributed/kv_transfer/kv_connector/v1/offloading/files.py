@@ -8,6 +8,7 @@
 `g<group>-<hash>-<parent hash>-<length>`, so that a directory listing rebuilds the index.
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -59,6 +60,32 @@ def parse_name(name: str) -> tuple[BlockHashWithGroupId, Tail | None]:
         return key, None
     parent = make_block_hash_with_group_id(BlockHash(bytes.fromhex(parts[1])), group_id)
     return key, Tail(key, parent, int(parts[2]))
+
+
+class FileNames:
+    """What an engine's files are called: as `file_name` says until `renew`, then as nobody else
+    calls them, so that no other engine and no later start finds them."""
+
+    def __init__(self) -> None:
+        self._salt: bytes | None = None
+
+    def renew(self) -> None:
+        """The identity's state and that of files to come may differ from now on."""
+        self._salt = os.urandom(32)
+
+    def of(self, key: BlockHashWithGroupId, tail: Tail | None) -> str:
+        """The name of a file to be written."""
+        if self._salt is None:
+            return file_name(key, tail)
+        own = self._own(key)
+        if tail is None:
+            return file_name(own, None)
+        return file_name(own, Tail(own, self._own(tail.parent), tail.length))
+
+    def _own(self, key: BlockHashWithGroupId) -> BlockHashWithGroupId:
+        assert self._salt is not None
+        made = hashlib.sha256(self._salt + get_block_hash(key)).digest()
+        return make_block_hash_with_group_id(BlockHash(made), get_group_id(key))
 
 
 class FileStore:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.eviction import content_of
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileNames
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import LoadJob, MovedBlock
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.tiers import Tier, TierSearch
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -41,9 +41,14 @@ class LoadScheduling:
     """Looks prefixes up and decides loads; counts in `counts`."""
 
     def __init__(
-        self, config: KVCacheConfig, host: Tier, files: Tier | None, counts: Counter[str]
+        self,
+        config: KVCacheConfig,
+        host: Tier,
+        files: Tier | None,
+        names: FileNames,
+        counts: Counter[str],
     ) -> None:
-        self._host, self._files = host, files
+        self._host, self._files, self._names = host, files, names
         self._counts = counts
         self._search = TierSearch(config, host, files)
         self._block_sizes = [g.kv_cache_spec.block_size for g in config.kv_cache_groups]
@@ -51,6 +56,8 @@ class LoadScheduling:
         self._matches: dict[str, _Found] = {}
         self._loads: dict[str, list[_Loaded]] = {}
         self._new: list[str] = []
+        #: requests whose loads began before everything was forgotten
+        self._doomed: set[str] = set()
         #: group and block of host memory whose content arrived broken
         self._broken: set[tuple[int, int]] = set()
 
@@ -156,7 +163,7 @@ class LoadScheduling:
         key, tail = content_of(block)
         host = self._host.take(key)
         assert host is not None, "room for it was checked"
-        moved = MovedBlock(group, device_block, host.block_id, file_name(key, tail))
+        moved = MovedBlock(group, device_block, host.block_id, self._names.of(key, tail))
         return _Loaded(moved, host, block, key, tail)
 
     def end(self, request_id: str) -> set[BlockHashWithGroupId]:
@@ -165,14 +172,21 @@ class LoadScheduling:
         Names of full blocks that the device and host memory have now.
         """
         loads = self._loads.pop(request_id, ())
+        doomed = request_id in self._doomed
+        self._doomed.discard(request_id)
         for loaded in loads:
             if self._broken or loaded.file is not None:
-                self._settle(loaded)
+                self._settle(loaded, doomed)
         hosts = [loaded.host for loaded in loads]
         self._host.free_blocks(hosts)
         return {host.block_hash for host in hosts if host.block_hash is not None}
 
-    def _settle(self, loaded: _Loaded) -> None:
+    def reset(self) -> None:
+        """Both tiers forget everything: what is being loaded stays in neither."""
+        self._doomed.update(self._loads)
+        self._matches.clear()
+
+    def _settle(self, loaded: _Loaded, doomed: bool) -> None:
         """See `end`; the host's block is still held."""
         host, file = loaded.host, loaded.file
         slot = host.group_id, host.block_id
@@ -181,7 +195,7 @@ class LoadScheduling:
         if file is not None:
             if broken:
                 self._file_tier.uncache_block(file)
-            else:
+            elif not doomed:
                 assert loaded.key is not None
                 self._host.publish(host, loaded.key, loaded.tail)
             self._file_tier.free_blocks([file])

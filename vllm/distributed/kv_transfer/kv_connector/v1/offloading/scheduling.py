@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name, parse_name
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileNames, parse_name
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.loads import LoadScheduling
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     OffloadingMetadata,
@@ -33,10 +33,13 @@ class OffloadingScheduler:
         self._deletes: list[str] = []
         self._counts: Counter[str] = Counter()
         self._gauges: dict[str, float] = {}
-        self.stores = StoreScheduling(host, files, num_ranks, self._deletes, self._counts)
-        self.loads = LoadScheduling(config, host, files, self._counts)
+        self._names = FileNames()
+        self.stores = StoreScheduling(
+            host, files, num_ranks, self._names, self._deletes, self._counts
+        )
+        self.loads = LoadScheduling(config, host, files, self._names, self._counts)
         if files is not None:
-            files.observers.append(_Deleted(self._deletes))
+            files.observers.append(_Deleted(self._names, self._deletes))
             self._index(files, names)
 
     @staticmethod
@@ -93,30 +96,30 @@ class OffloadingScheduler:
         """Whether transfers go on, or wait for a step to begin in."""
         return bool(self.stores.has_work or self._deletes or self.loads.has_work)
 
-    def reset(self) -> bool:
-        """Forget everything; False, and nothing is forgotten, while a request is being loaded."""
-        if self.loads.has_work:
-            return False
+    def reset(self) -> None:
+        """Forget everything; what is on its way is worth nothing when it arrives. What comes may
+        be of other weights, so its files are found by this engine alone."""
         self.stores.reset()
+        self.loads.reset()
         for tier in (self._host, self._files):
             if tier is not None:
                 tier.reset_prefix_cache(held_too=True)
-        return True
+        self._names.renew()
 
 
 class _Deleted:
     """Notes the files of blocks that the file tier forgets."""
 
-    def __init__(self, deletes: list[str]) -> None:
-        self._deletes = deletes
+    def __init__(self, names: FileNames, deletes: list[str]) -> None:
+        self._names, self._deletes = names, deletes
 
     def cached(self, block: KVCacheBlock, key: BlockHashWithGroupId, tail: Tail | None) -> None:
         return
 
     def evicted(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
-            self._deletes.append(file_name(block.block_hash, None))
-        self._deletes += [file_name(tail.key, tail) for tail in block.tails]
+            self._deletes.append(self._names.of(block.block_hash, None))
+        self._deletes += [self._names.of(tail.key, tail) for tail in block.tails]
 
     def invalidated(self, block: KVCacheBlock) -> None:
         return

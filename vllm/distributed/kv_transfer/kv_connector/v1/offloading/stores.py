@@ -10,7 +10,7 @@ stream order. What host memory has no room for waits on the device.
 from collections import Counter
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import file_name
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileNames
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     JobReport,
     MovedBlock,
@@ -34,14 +34,15 @@ class _Content:
 
 @dataclass(slots=True)
 class _Stored:
-    """A block of a store job. `file`: its place in the file tier, if it goes there. `valid`: it
-    holds what its key says."""
+    """A block of a store job. `file`: its place in the file tier, if it goes there, and `name` what
+    it is called there. `valid`: it holds what its key says."""
 
     place: Place
     key: BlockHashWithGroupId
     tail: Tail | None
     host: KVCacheBlock
     file: KVCacheBlock | None
+    name: str | None
     valid: bool = True
 
 
@@ -65,10 +66,11 @@ class StoreScheduling:
         host: Tier,
         files: Tier | None,
         num_ranks: int,
+        names: FileNames,
         deletes: list[str],
         counts: Counter[str],
     ) -> None:
-        self._host, self._files = host, files
+        self._host, self._files, self._names = host, files, names
         self._num_ranks = num_ranks
         self._deletes, self._counts = deletes, counts
         #: what the step being scheduled fills: complete when it was sent
@@ -162,14 +164,7 @@ class StoreScheduling:
             return None
         self._num_stores += 1
         self._stores[self._num_stores] = _Store(blocks)
-        sent = [
-            MovedBlock(
-                *stored.place,
-                stored.host.block_id,
-                None if stored.file is None else file_name(stored.key, stored.tail),
-            )
-            for stored in blocks
-        ]
+        sent = [MovedBlock(*stored.place, stored.host.block_id, stored.name) for stored in blocks]
         return StoreJob(self._num_stores, sent)
 
     def _refresh_known(self) -> None:
@@ -193,13 +188,15 @@ class StoreScheduling:
             host = self._host.take(key)
             if host is None:
                 return contents[i:]
-            file = None
+            file = name = None
             if self._files is not None and self._files.block_of(key) is None:
                 file = self._files.take(key)
+            if file is not None:
+                name = self._names.of(key, content.tail)
             self._leaving.add(key)
             self._sent.setdefault(place, []).append(key)
             self._read[place] += 1
-            blocks.append(_Stored(place, key, content.tail, host, file))
+            blocks.append(_Stored(place, key, content.tail, host, file, name))
         return []
 
     def take_reports(self, reports: OffloadingWorkerMetadata) -> None:
@@ -236,12 +233,12 @@ class StoreScheduling:
     def _end_writes(self, store: _Store) -> None:
         assert self._files is not None
         for i, stored in enumerate(store.blocks):
-            if stored.file is None:
+            if stored.file is None or stored.name is None:
                 continue
             if stored.valid and i not in store.written.failed:
                 self._files.publish(stored.file, stored.key, stored.tail)
             else:
-                self._deletes.append(file_name(stored.key, stored.tail))
+                self._deletes.append(stored.name)
             self._files.free_blocks([stored.file])
             self._release(stored)
 
