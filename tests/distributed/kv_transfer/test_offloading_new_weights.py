@@ -91,7 +91,7 @@ def nothing_is_held(llm: LLM) -> None:
     scheduling = connector_of(llm)._scheduling
     assert scheduling._host.usage == 0 and not scheduling.has_work()
     assert scheduling._files is None or scheduling._files.usage == 0
-    assert not scheduling.loads._doomed
+    assert not scheduling.loads._doomed and not scheduling.stores._writing
     assert core_of(llm).scheduler.kv_cache_manager.usage == 0
 
 

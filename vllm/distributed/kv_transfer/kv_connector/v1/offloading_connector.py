@@ -127,12 +127,12 @@ class OffloadingConnector(ArenaConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, OffloadingMetadata)
+        if kv_connector_metadata.deletes:  # of files that the stores may write anew
+            self._moves.delete(kv_connector_metadata.deletes)
         if kv_connector_metadata.stores is not None:
             self._moves.store(kv_connector_metadata.stores)
         if kv_connector_metadata.overwrites:
             self._moves.before_overwriting()
-        if kv_connector_metadata.deletes:
-            self._moves.delete(kv_connector_metadata.deletes)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

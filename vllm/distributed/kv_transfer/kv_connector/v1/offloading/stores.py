@@ -90,6 +90,8 @@ class StoreScheduling:
         #: device blocks that are being copied out
         self._read: Counter[Place] = Counter()
         self._stores: dict[int, _Store] = {}
+        #: the last store that writes the file of this name
+        self._writing: dict[str, _Stored] = {}
         self._num_stores = 0
         self._overwrites = False
 
@@ -196,7 +198,9 @@ class StoreScheduling:
             self._leaving.add(key)
             self._sent.setdefault(place, []).append(key)
             self._read[place] += 1
-            blocks.append(_Stored(place, key, content.tail, host, file, name))
+            blocks.append(stored := _Stored(place, key, content.tail, host, file, name))
+            if name is not None:
+                self._writing[name] = stored
         return []
 
     def take_reports(self, reports: OffloadingWorkerMetadata) -> None:
@@ -235,9 +239,12 @@ class StoreScheduling:
         for i, stored in enumerate(store.blocks):
             if stored.file is None or stored.name is None:
                 continue
+            is_last = self._writing.get(stored.name) is stored
+            if is_last:
+                del self._writing[stored.name]
             if stored.valid and i not in store.written.failed:
                 self._files.publish(stored.file, stored.key, stored.tail)
-            else:
+            elif is_last:  # or else a later store has written other content, or will
                 self._deletes.append(stored.name)
             self._files.free_blocks([stored.file])
             self._release(stored)
