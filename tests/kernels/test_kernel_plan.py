@@ -11,11 +11,13 @@ import torch
 from test_compile_ahead import run_compiled
 from tiny_models import tiny_model
 
+from tests.extraction_options import extraction
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.kernels.triton import kernel_plan
 from vllm.kernels.triton.compile_ahead import Variant
 from vllm.kernels.triton.kernel_plan import KernelPlan
+from vllm.v1.engine.replicas import replica_configs
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,49 @@ def test_the_second_start_compiles_what_the_first_one_found(tmp_path: Path) -> N
 def test_equal_settings_share_a_plan() -> None:
     assert plan_of(configure()).path == plan_of(configure(ready_in=3.0)).path
     assert plan_of(configure()).path.is_relative_to(Path(kernel_plan.envs.VLLM_CACHE_ROOT))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+        {"kv_offloading_size": 1.0},
+        extraction(Path("/nowhere"), [0, 2]),
+    ],
+    ids=["connector", "offloading", "extraction"],
+)
+def test_starts_that_name_their_engine_anew_share_a_plan(settings: dict[str, Any]) -> None:
+    first, second = (configure(**settings) for _ in range(2))
+    assert first.kv_transfer_config and second.kv_transfer_config
+    assert first.kv_transfer_config.engine_id != second.kv_transfer_config.engine_id
+    assert plan_of(first).path == plan_of(second).path != plan_of(configure()).path
+
+
+def test_replicas_share_a_plan_unless_each_has_experts_of_its_own() -> None:
+    """Those meet in a new directory at every start."""
+    plain = replica_configs(configure(data_parallel_size=2))
+    alone = configure(data_parallel_size=2, data_parallel_rank=1)
+    assert len({plan_of(config).path for config in (*plain, *replica_configs(alone))}) == 1
+
+    def start(directory: str) -> list[Path]:
+        replicas = replica_configs(
+            configure(
+                model=str(tiny_model("mixtral")), data_parallel_size=2, enable_expert_parallel=True
+            )
+        )
+        for config in replicas:
+            config.parallel_config.meeting_directory = directory
+        return [plan_of(config).path for config in replicas]
+
+    assert len(set(start("/one"))) == 2
+    assert start("/one") == start("/two")
+
+
+def test_stages_and_ranks_have_plans_of_their_own() -> None:
+    """A stage has layers of its own, and numbers of a rank may be constants of its kernels."""
+    first, second = configure(), configure()
+    second.parallel_config.rank = 1
+    assert plan_of(first).path != plan_of(second).path
 
 
 @pytest.mark.parametrize(

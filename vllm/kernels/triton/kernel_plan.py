@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernels a start needs, kept on disk so that the next start need not find out.
 
-A plan holds for one configuration on one GPU, and only for the code that it was made with. It says
-what to compile ahead and nothing else: with a wrong one a kernel is compiled late, or in vain.
+A plan holds for one configuration on one GPU, for one of several ranks (a stage has layers of its
+own, and a kernel may be compiled for a rank's numbers), and only for the code that it was made
+with. It says what to compile ahead and nothing else: with a wrong one a kernel is compiled late, or
+in vain.
 """
 
 from __future__ import annotations
@@ -34,7 +36,28 @@ _PACKAGE = Path(__file__).parents[2]
 #: what of the package decides which kernels are launched
 _CODE = (".py", ".so", ".json")
 #: fields that differ between starts of the same configuration
-_OF_ONE_START = frozenset({"instance_id", "ready_in", "ready_by_s", "static_forward_context"})
+_OF_ONE_START = frozenset(
+    {
+        "instance_id",
+        "engine_id",
+        "meeting_directory",
+        "ready_in",
+        "ready_by_s",
+        "static_forward_context",
+    }
+)
+#: fields that differ between replicas, whose kernels are the same unless each has its own experts
+_OF_ONE_REPLICA = frozenset(
+    {
+        "data_parallel_rank",
+        "data_parallel_index",
+        "asked_data_parallel_rank",
+        "data_parallel_start_rank",
+        "data_parallel_size_local",
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+    }
+)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -48,7 +71,10 @@ class KernelPlan:
     @classmethod
     def of(cls, vllm_config: VllmConfig, device: torch.device) -> KernelPlan | None:
         """None where the configuration holds an object without a value that could be compared."""
-        text = "\n".join((*_values(vllm_config), repr(device_configs(device))))
+        ignored = _OF_ONE_START
+        if not vllm_config.parallel_config.replicas_share_experts:
+            ignored |= _OF_ONE_REPLICA
+        text = "\n".join((*_values(vllm_config, ignored), repr(device_configs(device))))
         if _ADDRESS.search(text):
             return None
         name = hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -89,14 +115,14 @@ class KernelPlan:
         self.path.unlink(missing_ok=True)
 
 
-def _values(config: Any, prefix: str = "") -> Iterator[str]:
-    """One line per setting, those of configs inside configs too."""
+def _values(config: Any, ignored: frozenset[str], prefix: str = "") -> Iterator[str]:
+    """One line per setting, those of configs inside configs too, but for the `ignored` fields."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _OF_ONE_START:
+        if field.name in ignored:
             continue
         if dataclasses.is_dataclass(value):
-            yield from _values(value, f"{prefix}{field.name}.")
+            yield from _values(value, ignored, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}={value!r}"
 
