@@ -24,10 +24,13 @@ from parity_checks import (
     prompts,
 )
 from tiny_models import make_tiny, tiny_model
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.nightly import nightly
+from tests.tiny_configs import CONFIGS
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
@@ -39,8 +42,26 @@ pytestmark = [
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")
 HYBRIDS = ("qwen3_5_tied", "nemotron_h_moe", "granite_h")
 FAMILIES = ("llama3_rope", "qwen3_sliding", "deepseek_v4", *HYBRIDS, *MIXTURES)
-#: others run every layer of these
-PARTS_OF_OTHERS = ("qwen3", "qwen3_5")
+#: others run nearly every layer of these
+PARTS_OF_OTHERS = (
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma3",
+    "gpt_oss",
+    "olmo_hybrid",
+    "bamba",
+    "falcon_h1",
+)
+#: with fewer key/value heads, key heads or groups than ranks
+ON_FOUR = ("qwen3_5", "kimi_linear", "nemotron_h", "granite_h")
+#: its tests have a reference of their own: tests/parity/test_apriel2.py
+ELSEWHERE = {"Apriel2ForCausalLM", "Apriel2ForConditionalGeneration"}
+#: serves no tokens
+NOT_A_MODEL = {"ExtractHiddenStatesModel"}
+DEMO = Path(__file__).parents[2] / "examples/models/tiny-qwen3_5-code"
 
 
 def logprobs(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[float]]:
@@ -62,12 +83,32 @@ def tokens(llm: LLM, token_ids: list[list[int]], **fields: Any) -> list[list[int
     return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *nightly(*PARTS_OF_OTHERS)])
-def test_greedy_text_equals_transformers(family: str, make_engine: MakeEngine) -> None:
+def test_every_served_architecture_is_compared() -> None:
+    """By its class, or one that it is made of: multimodal wrappers are served as text."""
+    kinds = {CONFIGS[family]().model_type for family in (*FAMILIES, *PARTS_OF_OTHERS)}
+    compared = {
+        ModelRegistry.load_model_cls(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]) for kind in kinds
+    }
+    served = ModelRegistry.get_supported_archs() - ELSEWHERE - NOT_A_MODEL
+    missing = {
+        name for name in served if compared.isdisjoint(ModelRegistry.load_model_cls(name).__mro__)
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *((family, 2) for family in FAMILIES),
+        *nightly(*((family, 2) for family in PARTS_OF_OTHERS)),
+        *nightly(*((family, 4) for family in ON_FOUR)),
+    ],
+)
+def test_greedy_text_equals_transformers(family: str, ranks: int, make_engine: MakeEngine) -> None:
     """Chunked, preempted, and a second time from the prefix cache."""
     llm = make_engine(
         family,
-        tensor_parallel_size=2,
+        tensor_parallel_size=ranks,
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
     )
@@ -118,10 +159,29 @@ def test_ranks_that_cannot_share_a_model_are_refused(
     three = make_tiny("qwen3", tmp_path, num_attention_heads=6, num_key_value_heads=3)
     with pytest.raises(ValueError, match="3 key/value heads can be neither divided among 2"):
         make_engine("qwen3", model=str(three), tensor_parallel_size=2)
-    for family, what in (("llama", "4 attention heads"), ("qwen3_5", "2 recurrent key heads")):
-        ranks = 3 if family == "llama" else 4
-        with pytest.raises(ValueError, match=f"{what} cannot be divided among {ranks} tensor"):
-            make_engine(family, tensor_parallel_size=ranks)
+    with pytest.raises(ValueError, match="4 attention heads cannot be divided among 3 tensor"):
+        make_engine("llama", tensor_parallel_size=3)
+    three = make_tiny(
+        "qwen3_5", tmp_path / "hybrid", linear_num_key_heads=3, linear_num_value_heads=6
+    )
+    with pytest.raises(ValueError, match="3 recurrent key heads can be neither divided among 2"):
+        make_engine("qwen3_5", model=str(three), tensor_parallel_size=2)
+
+
+def test_the_demo_model_says_the_same_on_any_number_of_ranks(make_engine: MakeEngine) -> None:
+    """Its two key heads and two key/value heads are copied to four ranks."""
+    texts = ["def main", "class Request:\n    def __init__(self", "for i in range(", "import "]
+
+    def said(ranks: int) -> list[list[int]]:
+        llm = make_engine("qwen3_5", model=str(DEMO), tensor_parallel_size=ranks)
+        greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        outputs = llm.generate(texts, greedy, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    one = said(1)
+    assert len({tuple(tokens) for tokens in one}) == len(texts)
+    assert said(2) == one
+    assert said(4) == one
 
 
 def test_a_process_of_its_own_changes_no_bit(make_engine: MakeEngine) -> None:

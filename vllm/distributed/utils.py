@@ -27,3 +27,21 @@ def per_rank(what: str, count: int, num_ranks: int) -> int:
             num_ranks,
         )
     return count // num_ranks
+
+
+def copied_parts(what: str, count: int, num_ranks: int) -> int:
+    """Into how many parts `count` heads of a kind are cut that `num_ranks` tensor-parallel ranks
+    may have copies of: neighbouring ranks have the same one where there are fewer heads than ranks.
+    Rank r has part `r * parts // num_ranks`.
+
+    Raises VLLMValidationError naming `what` when they can be neither divided nor copied evenly.
+    """
+    parts = min(count, num_ranks)
+    if max(count, num_ranks) % parts:
+        raise VLLMValidationError(
+            f"{count} {what} can be neither divided among {num_ranks} tensor-parallel ranks nor "
+            "copied to them evenly; choose another --tensor-parallel-size",
+            "tensor_parallel_size",
+            num_ranks,
+        )
+    return parts

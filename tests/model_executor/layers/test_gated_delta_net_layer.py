@@ -2,6 +2,7 @@
 """The layer's parameters, its shards and what it tells the engine."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.tiny_models import tiny_model
 from vllm.compilation.piecewise import capture
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
@@ -75,13 +77,16 @@ def build(prefix: str, rank: int, size: int) -> GatedDeltaNet:
     return layer
 
 
-def test_shards_sum_to_the_whole_layer(config: VllmConfig) -> None:
-    """q, k, v and the convolution are cut per section and head; partial outputs add up."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_sum_to_the_whole_layer(ranks: int, config: VllmConfig) -> None:
+    """q, k, v and the convolution are cut per section and head; partial outputs add up. Four ranks
+    have copies of two key heads."""
     hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
     whole = run(build("whole", 0, 1), config, hidden, decodes=2)
-    halves = [run(build(f"half{rank}", rank, 2), config, hidden, decodes=2) for rank in range(2)]
-    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(halves[0], whole, atol=1e-3)
+    layers = [build(f"part{rank}", rank, ranks) for rank in range(ranks)]
+    parts = [run(layer, config, hidden, decodes=2) for layer in layers]
+    torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(parts[0], whole, atol=1e-3)
 
 
 def test_convolution_shard_is_cut_per_section(config: VllmConfig) -> None:
@@ -90,6 +95,21 @@ def test_convolution_shard_is_cut_per_section(config: VllmConfig) -> None:
     shard = build("layer", 1, 2).conv1d.weight
     expected = torch.cat([q[KEY // 2 :], k[KEY // 2 :], v[VALUE // 2 :]])
     assert torch.equal(shard, expected)
+    third = build("other", 2, 4).conv1d.weight
+    expected = torch.cat([q[KEY // 2 :], k[KEY // 2 :], v[VALUE // 2 : VALUE * 3 // 4]])
+    assert torch.equal(third, expected)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(config: VllmConfig) -> None:
+    for shape, ranks, what in (
+        (replace(SHAPE, num_k_heads=3, num_v_heads=12), 2, "3 recurrent key heads"),
+        (SHAPE, 3, "2 recurrent key heads"),
+        (SHAPE, 8, "4 recurrent value heads"),
+    ):
+        with pytest.raises(VLLMValidationError, match=what):
+            shape.state_shape(ranks)
+        with as_rank(0, ranks), pytest.raises(VLLMValidationError, match=what):
+            GatedDeltaNet(shape, what)
 
 
 def test_decays_stay_fp32_in_a_16_bit_model(config: VllmConfig) -> None:
@@ -112,6 +132,12 @@ def test_state_spec(config: VllmConfig) -> None:
     with as_rank(0, 2):
         sharded = GatedDeltaNet(SHAPE, "other").get_kv_cache_spec(config)
     assert sharded.shapes == ((3, KEY + VALUE // 2), (2, 12, 8))
+    with as_rank(3, 4):
+        layer = GatedDeltaNet(SHAPE, "copies")
+    spec = layer.get_kv_cache_spec(config)
+    assert spec.shapes == ((3, KEY + VALUE // 4), (1, 12, 8))
+    shape = layer.journal_shape(spec)
+    assert (shape.num_k_heads, shape.num_v_heads, shape.channels) == (1, 1, KEY + VALUE // 4)
 
 
 def test_state_dtypes() -> None:

@@ -312,7 +312,8 @@ def test_a_float8_cache_halves_keys_and_values_alone(
 
 
 def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:
-    """The tiny hybrid has 2 key/value heads, 2 key heads and 4 value heads."""
+    """The tiny hybrid has 2 key/value heads, 2 key heads and 4 value heads: four ranks have copies
+    of the keys, in the convolution's state too."""
     family, options = settings_of("hybrid", Path())
     report = explained(tiny_model(family), options, budget=Budget(arena_bytes=ARENA_BYTES))
     rows = {row.flag: row for row in report.what_ifs}
@@ -329,10 +330,14 @@ def test_tensor_parallel_sizes_shard_as_the_layers_do() -> None:
     assert halved.tensor_parallel_size == 2
     assert tuple(cost.num_bytes for cost in halved.requests) == two.request_bytes
     assert halved.memory.weight_bytes < 0.6 * report.memory.weight_bytes
-    assert (
-        "2 recurrent key heads cannot be divided among 4"
-        in rows["--tensor-parallel-size 4"].refused
-    )
+    assert "some state is replicated" in rows["--tensor-parallel-size 4"].note
+    for ranks in (1, 2, 4):
+        asked = {**options, "tensor_parallel_size": ranks}
+        groups = explained(tiny_model(family), asked).groups
+        (keeps,) = [group.keeps for group in groups if group.kind.startswith("recurrent")]
+        channels = 2 * 32 // min(ranks, 2) + 96 // ranks
+        assert keeps == f"[3, {channels}] float32 + [{4 // ranks}, 24, 16] float32"
+    assert "cannot be divided among 8" in rows["--tensor-parallel-size 8"].refused
     dense = explained(tiny_model("llama"), settings_of("llama", Path())[1])
     rows = {row.flag: row for row in dense.what_ifs}
     assert "some state is replicated" in rows["--tensor-parallel-size 4"].note

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import divide, per_rank
+from vllm.distributed.utils import copied_parts, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
@@ -17,11 +17,13 @@ from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
+    SharingColumnParallelLinear,
 )
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.model_executor.layers.mamba.mamba_utils import KEY_HEADS, MambaStateShapeCalculator
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer, decay_parameter
 from vllm.model_executor.layers.short_convolution import ShortConvolution
+from vllm.model_executor.parameter import local_size
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
@@ -100,15 +102,17 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
         super().__init__()
         self.shape = shape
         self.tp_size = size = get_tp_group().world_size
-        self.journal_key_heads = per_rank("recurrent key heads", shape.num_k_heads, size)
+        key_parts = copied_parts(KEY_HEADS, shape.num_k_heads, size)
+        self.journal_key_heads = shape.num_k_heads // key_parts
         self.num_v_heads = per_rank("recurrent value heads", shape.num_v_heads, size)
-        key_dim, value_dim = shape.key_dim, shape.value_dim
-        self.conv_dim = divide(2 * key_dim + value_dim, size)
         gates = [shape.num_v_heads, shape.num_v_heads]
         apart = _gates_apart(quant_config, prefix, shape.num_v_heads)
-        self.in_proj = MergedColumnParallelLinear(
+        key_dim, value_dim = shape.key_dim, shape.value_dim
+        self.in_proj = SharingColumnParallelLinear(
             shape.hidden_size,
             [key_dim, key_dim, value_dim, value_dim, *([] if apart else gates)],
+            shared=(0, 1),
+            shared_parts=key_parts,
             quant_config=quant_config,
             bias=False,
             prefix=f"{prefix}.in_proj_qkvz" if apart else f"{prefix}.in_proj",
@@ -119,6 +123,7 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
                 shape.hidden_size, gates, bias=False, prefix=f"{prefix}.in_proj_ba"
             )
         self.conv1d = ShortConvolution(self.in_proj.sections[:3], shape.conv_kernel_size)
+        self.conv_dim = local_size(self.conv1d.sections)
         self.A_log = decay_parameter(shape.num_v_heads)
         self.dt_bias = decay_parameter(shape.num_v_heads)
         self.norm = RMSNormGated(shape.head_v_dim, shape.eps)

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import divide, per_rank
+from vllm.distributed.utils import copied_parts, per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    SharingColumnParallelLinear,
 )
 from vllm.model_executor.layers.mamba.ops.mamba1.problem import (
     Mamba1Decode,
@@ -83,18 +83,25 @@ class GroupedMamba(RecurrentMixer, KeepsJournal):
         super().__init__()
         size = get_tp_group().world_size
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
-        self.journal_key_heads = per_rank(
-            "groups of recurrent heads", shape.shared // shape.state_size, size
-        )
-        self.inner, self.shared = divide(shape.inner, size), divide(shape.shared, size)
+        groups = shape.shared // shape.state_size
+        group_parts = copied_parts("groups of recurrent heads", groups, size)
+        self.journal_key_heads = groups // group_parts
+        heads = per_rank("recurrent heads", shape.inner // shape.state_size, size)
+        self.inner = heads * shape.state_size
+        self.shared = self.journal_key_heads * shape.state_size
 
         def options(name: str) -> dict[str, Any]:
             return {"prefix": f"{prefix}.{name}", "quant_config": quant_config}
 
         hidden, low = shape.hidden_size, shape.dt_rank
         sizes = [shape.inner, shape.shared, shape.shared, shape.inner]
-        self.in_proj = MergedColumnParallelLinear(
-            hidden, sizes, bias=shape.proj_bias, **options("in_proj")
+        self.in_proj = SharingColumnParallelLinear(
+            hidden,
+            sizes,
+            shape.proj_bias,
+            shared=(1, 2),
+            shared_parts=group_parts,
+            **options("in_proj"),
         )
         self.dt_in_proj = ReplicatedLinear(hidden, low, bias=False, **options("dt_in_proj"))
         self.dt_proj = ColumnParallelLinear(

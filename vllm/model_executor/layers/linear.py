@@ -20,8 +20,7 @@ from vllm.distributed.communication_op import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import divide
-from vllm.exceptions import VLLMValidationError
+from vllm.distributed.utils import copied_parts, divide
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -203,6 +202,34 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         return [section.local_size for section in self.sections]
 
 
+class SharingColumnParallelLinear(MergedColumnParallelLinear):
+    """The matrices `shared`, by number, are cut into `shared_parts`, the others by the ranks: with
+    fewer parts than ranks, neighbouring ranks hold copies of one (`copied_parts`)."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        *,
+        shared: Sequence[int],
+        shared_parts: int,
+        **kwargs: Any,
+    ) -> None:
+        self.shared, self.shared_parts = tuple(shared), shared_parts
+        super().__init__(input_size, output_sizes, bias, **kwargs)
+
+    def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
+        parts = self.shared_parts
+        part = self.tp_rank * parts // self.tp_size
+        return tuple(
+            Section(i, size, parts, part) if i in self.shared else section
+            for i, (size, section) in enumerate(
+                zip(output_sizes, super().make_sections(output_sizes), strict=True)
+            )
+        )
+
+
 class QKVParallelLinear(ColumnParallelLinear):
     """q, k and v projections in one weight, sharded by heads; shard ids "q", "k", "v".
 
@@ -236,17 +263,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
         q_size, k_size, v_size = output_sizes
-        kv_heads = self.total_num_kv_heads
-        kv_parts = min(self.tp_size, kv_heads)
-        if max(self.tp_size, kv_heads) % kv_parts:
-            raise VLLMValidationError(
-                f"{kv_heads} key/value heads can be neither divided among {self.tp_size} "
-                "tensor-parallel ranks nor copied to them evenly; choose another "
-                "--tensor-parallel-size",
-                "tensor_parallel_size",
-                self.tp_size,
-            )
-        kv_part = self.tp_rank // (self.tp_size // kv_parts)
+        kv_parts = copied_parts("key/value heads", self.total_num_kv_heads, self.tp_size)
+        kv_part = self.tp_rank * kv_parts // self.tp_size
         return (
             Section("q", q_size, self.tp_size, self.tp_rank),
             Section("k", k_size, kv_parts, kv_part),

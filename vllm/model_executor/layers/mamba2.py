@@ -2,9 +2,7 @@
 """Mamba2 (arXiv 2405.21060) as in Nemotron-H, Granite 4 and Falcon-H1: convolution, state space,
 gate."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +11,12 @@ from torch.nn.functional import silu
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import divide, per_rank
+from vllm.distributed.utils import copied_parts, divide, per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
     RowParallelLinear,
+    SharingColumnParallelLinear,
 )
 from vllm.model_executor.layers.mamba.ops.mamba2.problem import (
     Mamba2Decode,
@@ -76,31 +74,8 @@ class Mamba2Shape:
 
 
 def _group_parts(num_groups: int, num_ranks: int) -> int:
-    """Into how many parts groups are cut: with fewer groups than ranks, neighbouring ranks have
-    heads of one group and copies of its B and C. VLLMValidationError where neither divides."""
-    if num_ranks % num_groups:
-        per_rank("groups of recurrent heads", num_groups, num_ranks)
-    return min(num_groups, num_ranks)
-
-
-class Mamba2Projection(MergedColumnParallelLinear):
-    """z, x, B, C and dt in one matmul, by heads; B and C by groups (`_group_parts`)."""
-
-    def __init__(self, shape: Mamba2Shape, **options: Any) -> None:
-        self.num_groups = shape.num_groups
-        shared = shape.num_groups * shape.state_size
-        sizes = [shape.width, shape.width, shared, shared, shape.num_heads]
-        super().__init__(shape.hidden_size, sizes, shape.proj_bias, **options)
-
-    def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
-        parts = _group_parts(self.num_groups, self.tp_size)
-        part = self.tp_rank * parts // self.tp_size
-        return tuple(
-            Section(i, size, parts, part) if i in (2, 3) else section
-            for i, (size, section) in enumerate(
-                zip(output_sizes, super().make_sections(output_sizes), strict=True)
-            )
-        )
+    """See `copied_parts`: ranks that share a group have heads of it, and copies of its B and C."""
+    return copied_parts("groups of recurrent heads", num_groups, num_ranks)
 
 
 class GatedGroupNorm(nn.Module, Communicates):
@@ -173,11 +148,19 @@ class Mamba2(RecurrentMixer, KeepsJournal):
         size = get_tp_group().world_size
         self.shape, self.tp_size, self.layer_name = shape, size, prefix
         self.num_heads = per_rank("recurrent heads", shape.num_heads, size)
-        self.num_groups = shape.num_groups // _group_parts(shape.num_groups, size)
+        group_parts = _group_parts(shape.num_groups, size)
+        self.num_groups = shape.num_groups // group_parts
         self.journal_key_heads = self.num_groups
         self.width = divide(shape.width, size)
-        self.in_proj = Mamba2Projection(
-            shape, prefix=f"{prefix}.in_proj", quant_config=quant_config
+        shared = shape.num_groups * shape.state_size
+        self.in_proj = SharingColumnParallelLinear(
+            shape.hidden_size,
+            [shape.width, shape.width, shared, shared, shape.num_heads],
+            shape.proj_bias,
+            shared=(2, 3),
+            shared_parts=group_parts,
+            prefix=f"{prefix}.in_proj",
+            quant_config=quant_config,
         )
         self.register_buffer("multipliers", self._channel_multipliers(), persistent=False)
         sections = self.in_proj.sections[1:4]

@@ -3,7 +3,10 @@
 
 import torch
 
-from vllm.distributed.utils import divide
+from vllm.distributed.utils import copied_parts, per_rank
+
+#: what errors call them
+KEY_HEADS = "recurrent key heads"
 
 _STATE_DTYPES = {
     "float32": torch.float32,
@@ -52,9 +55,9 @@ class MambaStateShapeCalculator:
         """`((K - 1, conv_dim), (value heads, head_v_dim, head_k_dim))`.
 
         The convolution keeps its last K - 1 inputs; the recurrent state is stored transposed.
+        Raises VLLMValidationError for heads that the ranks cannot share.
         """
-        conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
-        return (
-            (conv_kernel_size - 1, divide(conv_dim, tp_world_size)),
-            (divide(num_v_heads, tp_world_size), head_v_dim, head_k_dim),
-        )
+        k_heads = num_k_heads // copied_parts(KEY_HEADS, num_k_heads, tp_world_size)
+        v_heads = per_rank("recurrent value heads", num_v_heads, tp_world_size)
+        conv_dim = 2 * k_heads * head_k_dim + v_heads * head_v_dim
+        return (conv_kernel_size - 1, conv_dim), (v_heads, head_v_dim, head_k_dim)
