@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from tiny_models import tiny_model
 from triton import knobs
 
 from tests.nightly import nightly
-from vllm.kernels.triton import compile_log, compiler_start
+from vllm.kernels.triton import compile_lock, compile_log, compiler_start
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prepare
+from vllm.kernels.triton.compile_lock import compiling
 from vllm.kernels.triton.compile_log import begin_launcher
 
 pytestmark = pytest.mark.slow
@@ -30,6 +32,14 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = ("qwen3_5", "qwen3", "llama", "qwen3_5_moe", "deepseek_v4")
 PATH = (str(REPOSITORY), str(REPOSITORY / "tests"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path) -> Iterator[None]:
+    """Locks are files there."""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "own")
+        yield
 
 
 def run_compiled(script: str, *arguments: str, cache: Path) -> Any:
@@ -62,6 +72,48 @@ def test_noted_kernels_are_compiled_and_cached(tmp_path: Path) -> None:
     assert "no_such_function" in first["error"]
     second = run_compiled("compile_ahead_script.py", cache=tmp_path)
     assert second["cached"] == [True, True] and second["in memory"] == 2
+
+
+def test_processes_that_start_together_compile_each_kernel_once(tmp_path: Path) -> None:
+    done = run_compiled("shared_compilation_script.py", cache=tmp_path)
+    variants, found = done["variants"], done["found"]
+    assert variants >= 4 and len(found) == 3
+    for _, cached, in_memory in found:
+        assert len(cached) == in_memory == variants, "every process has every kernel"
+    assert sum(cached.count(False) for _, cached, _ in found) == variants
+
+
+def test_what_another_process_compiles_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    started = threading.Semaphore(0)
+    done: list[str] = []
+
+    def compiled(what: str) -> Any:
+        done.append(what)
+        started.release()
+
+    variants = [Variant("kernel", what, compiled) for what in "abcd"]
+    with compiling("kernel b", wait=False) as alone:
+        assert alone
+        ahead = ParallelCompilation(variants, torch.device("cpu"))
+        for _ in range(3):
+            assert started.acquire(timeout=60)
+        assert done == ["a", "c", "d"]
+    ahead.wait()
+    assert done == ["a", "c", "d", "b"]
+
+
+def test_a_disk_without_locks_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    knobs.cache.dir = str(tmp_path / "file")
+    monkeypatch.setattr(compile_lock.logger.parent, "propagate", True)
+    done: list[str] = []
+    variants = [Variant("kernel", what, done.append) for what in "ab"]
+    ParallelCompilation(variants, torch.device("cpu")).wait()
+    assert sorted(done) == ["a", "b"]
+    assert "compiled by every process" in caplog.text
 
 
 def test_threads_leave_the_compilers_hash_to_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

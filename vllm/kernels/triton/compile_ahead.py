@@ -4,7 +4,8 @@
 What to compile is not a list to be kept up to date: the warm-up itself runs once with launches
 noted instead of made, so the variants are exactly those that serving launches. Triton's compiler
 leaves Python for nearly all of its work, so threads of this process are enough, and what they
-compile is in its memory, not only on disk.
+compile is in its memory, not only on disk. Processes of a host share the work (`compile_lock`):
+each compiles what no other one is compiling, and takes the rest from disk.
 """
 
 import os
@@ -12,13 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from triton import knobs
 
 from vllm.kernels.triton import compile_log
+from vllm.kernels.triton.compile_lock import compiling
 from vllm.kernels.triton.compiler_start import hash_compiler
 from vllm.logger import init_logger
 
@@ -71,19 +74,46 @@ def prepare(one: Variant, device: torch.device) -> Any | None:
         return None
     if not compile_log.begin_launcher(kernel.src.signature):
         return kernel
-    _ = kernel.run
+    with compiling(f"launcher {compile_log.launcher_types(kernel.src.signature)}", wait=True):
+        _ = kernel.run
     return None
 
 
-def _prepare_ahead(one: Variant, device: torch.device) -> Any | None:
-    with compile_log.ahead_job():
-        return prepare(one, device)
+@dataclass(frozen=True)
+class _Job:
+    """A variant to be compiled; `done` has what `prepare` returns."""
+
+    variant: Variant
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self, device: torch.device, *, wait: bool) -> bool:
+        """Whether it is done: not if another process is compiling it and this one does not
+        `wait`."""
+        one = self.variant
+        with compiling(f"{one.kernel} {one.specialization}", wait=wait) as alone:
+            if alone:
+                self._prepare(device)
+            return alone
+
+    def _prepare(self, device: torch.device) -> None:
+        with compile_log.ahead_job():
+            try:
+                self.done.set_result(prepare(self.variant, device))
+            except BaseException as error:
+                self.done.set_exception(error)
 
 
 def _use(device: torch.device) -> None:
     compile_log.ahead_on_this_thread()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _next(queue: SimpleQueue[_Job]) -> _Job | None:
+    try:
+        return queue.get_nowait()
+    except Empty:
+        return None
 
 
 class ParallelCompilation:
@@ -96,14 +126,27 @@ class ParallelCompilation:
         workers = max(1, min(len(variants), os.cpu_count() or 1))
         compile_log.begin_ahead(len(variants))
         self._threads = ThreadPoolExecutor(workers, "compile", _use, (device,))
-        self._pending: list[Future[Any]] = [
-            self._threads.submit(_prepare_ahead, one, device) for one in variants
-        ]
+        self._device = device
+        self._jobs = [_Job(one) for one in variants]
+        self._first: SimpleQueue[_Job] = SimpleQueue()
+        #: what other processes were compiling
+        self._later: SimpleQueue[_Job] = SimpleQueue()
+        for job in self._jobs:
+            self._first.put(job)
+        for _ in range(workers):
+            self._threads.submit(self._work)
+
+    def _work(self) -> None:
+        """A thread's part of the jobs: those of other processes last, when they may be done."""
+        for queue, wait in ((self._first, False), (self._later, True)):
+            while (job := _next(queue)) is not None:
+                if not job.run(self._device, wait=wait):
+                    self._later.put(job)
 
     def wait(self) -> None:
         """Block until every kernel can be launched; raises what the compiler raised."""
         try:
-            left = [future.result() for future in self._pending]
+            left = [job.done.result() for job in self._jobs]
         finally:
             self._threads.shutdown()
         for kernel in left:

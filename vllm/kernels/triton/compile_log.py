@@ -113,11 +113,16 @@ def begin_launcher(signature: Mapping[Any, Any]) -> bool:
     Constants are no arguments of a launcher, and it is the same for pointers to anything. Types
     that this takes for equal may differ: then a launcher is loaded later than it could be.
     """
-    types = tuple(_in_c(str(kind)) for kind in signature.values() if kind != _CONSTANT)
+    types = launcher_types(signature)
     with _lock:
         first = types not in _begun
         _begun.add(types)
     return first
+
+
+def launcher_types(signature: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Of its arguments; kernels with equal ones have the same launcher."""
+    return tuple(_in_c(str(kind)) for kind in signature.values() if kind != _CONSTANT)
 
 
 def _in_c(kind: str) -> str:
