@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.e2e.remote_server import RemoteServer
 from tests.e2e.test_extraction import engine, prompts
@@ -19,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forking")]
 
 NUM_TOKENS = 12
+LAYERS = [0, 4]
+REASONS = ("load", "prefix")
 
 
 @pytest.fixture(scope="module")
@@ -26,50 +29,66 @@ def asked() -> list[list[int]]:
     return prompts(20, 33, 50, 7, 64, 41)
 
 
+def alone(llm: LLM, prompt: list[int]) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens and the file of a request that nothing runs beside: the rounding of a matmul may
+    follow from the rows of a step."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.kv_transfer_params is not None
+    found = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+    return list(output.outputs[0].token_ids), found
+
+
 @pytest.fixture(scope="module")
-def expected(asked: list[list[int]]) -> list[list[int]]:
+def one_engine(
+    asked: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[list[int], dict[str, Tensor]]]:
     """From one engine in this process."""
+    folder = tmp_path_factory.mktemp("one_engine")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        llm = LLM(
-            str(tiny_model("qwen3_5")),
-            max_model_len=256,
-            dtype="float32",
-            seed=0,
-            kv_cache_memory_bytes=64 << 20,
-        )
-    try:
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-        outputs = llm.generate(asked, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-    finally:
-        llm.shutdown()
+        with engine("qwen3_5", folder, ids=LAYERS) as llm:
+            return [alone(llm, prompt) for prompt in asked]
+
+
+@pytest.fixture(scope="module")
+def expected(one_engine: list[tuple[list[int], dict[str, Tensor]]]) -> list[list[int]]:
+    return [tokens for tokens, _ in one_engine]
 
 
 def test_tokens_and_hidden_states_of_two_replicas(
-    asked: list[list[int]], expected: list[list[int]], tmp_path: Path
+    asked: list[list[int]], one_engine: list[tuple[list[int], dict[str, Tensor]]], tmp_path: Path
 ) -> None:
-    """Each request's file is its own, though the replicas write to one directory."""
+    """Each request's file is its own, though the replicas write to one directory, and to the bit
+    that of one engine."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    with engine("qwen3_5", tmp_path, ids=[0, 4], data_parallel_size=2) as llm:
+    with engine("qwen3_5", tmp_path, ids=LAYERS, data_parallel_size=2) as llm:
         outputs = llm.generate(asked, params, use_tqdm=False)
         config = llm.llm_engine.engine_core.configs
         names = {one.kv_transfer_config.engine_id for one in config if one.kv_transfer_config}
         assert {name[-4:] for name in names} == {"_dp0", "_dp1"}
         router = llm.llm_engine.engine_core.router
         assert router is not None
-        assert sum(router.choices[0, reason] for reason in ("load", "prefix")) == 3
+        assert sum(router.choices[0, reason] for reason in REASONS) == 3
         paths = []
-        for prompt, tokens, output in zip(asked, expected, outputs, strict=True):
+        for (tokens, rows), output in zip(one_engine, outputs, strict=True):
             assert list(output.outputs[0].token_ids) == tokens
             assert output.kv_transfer_params is not None
             paths.append(output.kv_transfer_params["hidden_states_path"])
-            rows = load_hidden_states(paths[-1])
-            stored = rows["token_ids"].tolist()
-            assert stored[: len(prompt)] == prompt
-            assert rows["hidden_states"].shape[0] == len(stored)
-            assert torch.isfinite(rows["hidden_states"]).all()
+            found = load_hidden_states(paths[-1])
+            assert torch.equal(found["token_ids"], rows["token_ids"])
+            torch.testing.assert_close(found["hidden_states"], rows["hidden_states"])
         assert len(set(paths)) == len(asked)
+        before = [sum(router.choices[rank, why] for why in REASONS) for rank in (0, 1)]
+        assert llm.reset_prefix_cache()
+        for prompt, (tokens, rows) in zip(asked, one_engine, strict=True):
+            said, found = alone(llm, prompt)
+            assert said == tokens
+            assert torch.equal(found["token_ids"], rows["token_ids"])
+            assert found["hidden_states"].shape == (len(rows["token_ids"]), len(LAYERS), 64)
+            assert torch.equal(found["hidden_states"], rows["hidden_states"])
+        after = [sum(router.choices[rank, why] for why in REASONS) for rank in (0, 1)]
+        assert all(b < a for b, a in zip(before, after, strict=True)), "both replicas"
 
 
 @pytest.mark.slow
