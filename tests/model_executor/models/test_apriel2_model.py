@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.rotary_embedding import attention_factor
 from vllm.model_executor.layers.rotary_embedding import inverse_frequencies as our_frequencies
+from vllm.model_executor.model_loader import base
 from vllm.model_executor.models.apriel2_mixers import rope_parameters
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.state_layers import collect_layers
@@ -266,7 +268,7 @@ def test_decays_stay_fp32_whatever_the_checkpoint_has(dtype, tmp_path):
     assert_logits(found, Reference(decoder, rounded).logits(ids(20)))
 
 
-def test_multimodal_checkpoints_are_served_as_text(tmp_path):
+def test_multimodal_checkpoints_are_served_as_text(tmp_path, monkeypatch):
     decoder = fixed(MIXERS["gdn"], 1)
     tensors = make_tensors(decoder)
     vision = {"model.vision_encoder.adapter.linear_1.weight": torch.zeros(4, 4)}
@@ -278,10 +280,26 @@ def test_multimodal_checkpoints_are_served_as_text(tmp_path):
     }
     path = save(tmp_path, decoder, tensors | vision, **fields)
     decisions.clear()
+    read = count_bytes_read(monkeypatch)
     found = Harness(path).logits([Chunk(0, 0, ids(20))])
+    assert read.keys() == tensors.keys()
     assert_logits(found, Reference(decoder, tensors).logits(ids(20)))
     recorded = {one.what: one.chosen for one in decisions.decisions()}
     assert recorded["checkpoint tensors model.vision_encoder.*"] == "1 not loaded"
+
+
+def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """By name, of what loaders read from files from here on."""
+    read: dict[str, int] = {}
+    iterate = base.safetensors_weights_iterator
+
+    def counted(*given: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in iterate(*given):
+            read[name] = tensor.nbytes
+            yield name, tensor
+
+    monkeypatch.setattr(base, "safetensors_weights_iterator", counted)
+    return read
 
 
 # ---- surgery -------------------------------------------------------------------------------------
@@ -290,20 +308,24 @@ def test_multimodal_checkpoints_are_served_as_text(tmp_path):
 @pytest.mark.parametrize(
     "names", [["gdn", "attention", "sliding_window", "kda"], ["kda"] * 4, ["attention"] * 4]
 )
-def test_a_pattern_takes_its_mixers_from_a_supernet(names, tmp_path):
+def test_a_pattern_takes_its_mixers_from_a_supernet(names, tmp_path, monkeypatch):
     supernet = stochastic(4)
     tensors = make_tensors(supernet)
     path = save(tmp_path, pattern(names), tensors)
     decisions.clear()
+    read = count_bytes_read(monkeypatch)
     harness = Harness(path)
     found = harness.logits([Chunk(0, 0, ids(40))])
     assert_logits(found, Reference(supernet, tensors, names).logits(ids(40)))
     assert not [name for name, _ in harness.model.named_parameters() if "mixers" in name]
-    unused = sum(".mixers." in name for name in tensors) - sum(
-        f"blocks.{layer}.mixer.mixers.{name}." in key
-        for layer, name in enumerate(names)
-        for key in tensors
-    )
+    chosen = {f"blocks.{layer}.mixer.mixers.{name}." for layer, name in enumerate(names)}
+    used = {
+        key: tensor.nbytes
+        for key, tensor in tensors.items()
+        if ".mixers." not in key or any(prefix in key for prefix in chosen)
+    }
+    assert read == used
+    unused = len(tensors) - len(used)
     recorded = {one.what: one.chosen for one in decisions.decisions()}
     assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
 

@@ -79,7 +79,8 @@ class SafetensorsModelLoader(BaseModelLoader):
         )
         plan = safetensors_files(directory, patterns)
         if isinstance(model, LoadsPart) and model.is_part:
-            plan = part_of(plan, model.wants)
+            plan, left_out = part_of(plan, model.wants)
+            model.leave_out(left_out)
         device, show = next(model.parameters()).device, self.load_config.use_tqdm_on_load
         weights = (
             device_weights_iterator(plan, device, show)

@@ -80,15 +80,18 @@ def _indexed_files(index: Path) -> FilePlan:
     return plan
 
 
-def part_of(plan: FilePlan, wants: Callable[[str], bool]) -> FilePlan:
-    """The tensors of `plan` whose names are wanted, and the files that have any."""
+def part_of(plan: FilePlan, wants: Callable[[str], bool]) -> tuple[FilePlan, list[str]]:
+    """The tensors of `plan` whose names are wanted, and the files that have any; the other names.
+    Reads headers alone."""
     part: FilePlan = {}
+    left_out: list[str] = []
     for path, names in plan.items():
         present = names if names is not None else [one.name for one in read_header(path)]
         wanted = [name for name in present if wants(name)]
+        left_out += sorted(set(present) - set(wanted))
         if wanted:
             part[path] = wanted
-    return part
+    return part, left_out
 
 
 def device_weights_iterator(

@@ -6,7 +6,7 @@ that makes it or together with the norm that follows, whichever the platform has
 Either way the sum is a tensor that nothing overwrites: capturing the residual stream costs nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
@@ -47,6 +47,7 @@ from vllm.model_executor.models.weights import (
     FusedName,
     StackedName,
     WeightsMapper,
+    record_unused,
     widened,
 )
 from vllm.sequence import IntermediateTensors
@@ -284,27 +285,50 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; returns the loaded parameters' names. Raises WeightsError."""
-        if self.is_part:
-            weights = ((name, tensor) for name, tensor in weights if self.wants(name))
-        unused = dict(self.unused_weights)
-        if self.tied:
-            unused["lm_head."] = "the output head is tied to the embedding"
+        if get_pp_group().world_size > 1:
+            weights = ((name, tensor) for name, tensor in weights if self._is_of_stage(name))
         if self.quant_config is not None:
             names = WeightsMapper(orig_to_new_suffix=self.quant_config.suffixes)
             weights = widened(names.apply(weights), self.widened_names, self.dtype)
         weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
         loader = AutoWeightsLoader(
-            self, fused=self.fused_names, stacked=self.stacked_names, skip_prefixes=unused
+            self,
+            fused=self.fused_names,
+            stacked=self.stacked_names,
+            skip_prefixes=self._without_use(),
         )
         return loader.load_weights(weights, mapper=self.weights_mapper)
 
+    def _without_use(self) -> dict[str, str]:
+        """Checkpoint prefixes (after mapping) that are not loaded -> why."""
+        unused = dict(self.unused_weights)
+        if self.tied:
+            unused["lm_head."] = "the output head is tied to the embedding"
+        return unused
+
     @property
     def is_part(self) -> bool:
-        """See `LoadsPart`: a pipeline stage is a part."""
-        return get_pp_group().world_size > 1
+        """See `LoadsPart`: of a checkpoint with more than this model, or as a pipeline stage."""
+        return get_pp_group().world_size > 1 or bool(self._without_use())
 
     def wants(self, name: str) -> bool:
-        """See `LoadsPart`: whether no other pipeline stage alone has what the tensor is for."""
+        """See `LoadsPart`: whether the model has use for the tensor, and no other pipeline stage
+        alone has what it is for."""
+        mapped = self.weights_mapper.map_name(name) or ""
+        return self._is_of_stage(name) and not mapped.startswith((*self._without_use(),))
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """See `LoadsPart`: what has no use is recorded."""
+        unused = self._without_use()
+        counts = dict.fromkeys(unused, 0)
+        for name in names:
+            mapped = self.weights_mapper.map_name(name) or ""
+            prefix = next((one for one in unused if mapped.startswith(one)), None)
+            if prefix is not None:
+                counts[prefix] += 1
+        record_unused(counts, unused)
+
+    def _is_of_stage(self, name: str) -> bool:
         mapped = self.weights_mapper.map_name(name) or ""
         parts = mapped.split(".")
         if parts[:2] == ["model", "layers"] and parts[2].isdecimal():

@@ -144,6 +144,9 @@ class LoadsPart:
     def wants(self, name: str) -> bool:
         """Whether the checkpoint tensor of this name belongs to the model; it gets no other."""
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        """These are not wanted, and nobody reads them; a model may record why."""
+
 
 class EagleModelMixin:
     """Lets a decoder return its residual stream at chosen depths.

@@ -218,7 +218,7 @@ class AutoWeightsLoader:
         problems += [f"missing: {name}" for name in self._missing(loaded)]
         if problems:
             raise WeightsError(problems)
-        self._record(skipped)
+        record_unused(skipped, self._skips)
         return set(loaded)
 
     @staticmethod
@@ -271,15 +271,17 @@ class AutoWeightsLoader:
         ]
         return [name for name in names if self._resolve(name)[0] == target]
 
-    def _record(self, skipped: Mapping[str, int]) -> None:
-        for prefix, count in skipped.items():
-            if count and self._skips[prefix]:
-                decisions.record(
-                    f"checkpoint tensors {prefix}*",
-                    f"{count} not loaded",
-                    self._skips[prefix],
-                    "loading them",
-                )
+
+def record_unused(counts: Mapping[str, int], reasons: Mapping[str, str]) -> None:
+    """A decision for each prefix of `reasons` that names have, and how many."""
+    for prefix, count in counts.items():
+        if count and reasons[prefix]:
+            decisions.record(
+                f"checkpoint tensors {prefix}*",
+                f"{count} not loaded",
+                reasons[prefix],
+                "loading them",
+            )
 
 
 def widened(
