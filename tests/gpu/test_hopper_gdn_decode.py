@@ -150,7 +150,7 @@ def test_a_ring_agrees_with_the_reference(kernels: CudaKernels) -> None:
 def test_one_key_head_of_a_ring_is_not_anothers(kernels: CudaKernels) -> None:
     """Each head replays its own tokens: a change of one entry changes that head alone."""
     case = gdn_decode_case(1, MODEL, BF16, "cuda")
-    memory = JournalMemory(JournalShape(*MODEL, F32), 1, 1, JournalSize(3), "cuda")
+    memory = JournalMemory.create(JournalShape(*MODEL, F32), 1, 1, JournalSize(3), "cuda")
     memory.errors.normal_()
     memory.keys.normal_(std=0.1)
     memory.decays.fill_(0.9)
@@ -263,7 +263,7 @@ def verification(
     case["out"] = torch.full((rows * tokens, heads[1], 128), float("nan"), dtype=BF16).cuda()
     channels = case["qkv"].shape[1]
     shape = JournalShape(*heads, F32, channels=channels, input_dtype=BF16)
-    memory = JournalMemory(shape, 1, rows, JournalSize(most_pending, tokens), "cuda")
+    memory = JournalMemory.create(shape, 1, rows, JournalSize(most_pending, tokens), "cuda")
     steps = torch.tensor([[i, 0, i % 2, 0] for i in range(rows)], dtype=torch.int32)
     counts = tuple(torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(3))
     stack = memory.stack(steps.cuda(), counts, [case["ssm_state"]], [case["conv_state"]])

@@ -60,7 +60,7 @@ class DraftedDecoder(ABC):
     def stack(self, width: int) -> JournalStack:
         """A journal full of NaN, in which nothing is pending."""
         size, device = JournalSize(INTERVAL - 1 + width - 1, width), self.indices.device
-        memory = JournalMemory(self.journal_shape(), 1, self.num_seqs, size, device)
+        memory = JournalMemory.create(self.journal_shape(), 1, self.num_seqs, size, device)
         for tensor in memory.tensors:
             tensor.fill_(torch.nan)
         zeros = [torch.zeros(self.num_seqs, dtype=torch.int32, device=device) for _ in "123"]

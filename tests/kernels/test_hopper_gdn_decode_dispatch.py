@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 def journal_of(size: JournalSize, input_dtype: torch.dtype = BF16) -> Journal:
     shape = JournalShape(*HEADS, torch.float32, channels=512, input_dtype=input_dtype)
-    memory = JournalMemory(shape, 1, 1, size, "cpu")
+    memory = JournalMemory.create(shape, 1, 1, size, "cpu")
     states = [torch.zeros(1, 2, 128, 128)]
     counts = tuple(torch.zeros(1, dtype=torch.int32) for _ in range(3))
     steps = torch.zeros(1, 4, dtype=torch.int32)

@@ -77,7 +77,7 @@ def decode(
 
 
 def journal_of(decoder: Decoder, size: JournalSize) -> Journal:
-    memory = JournalMemory(decoder.journal_shape(), 1, 1, size, "cpu")
+    memory = JournalMemory.create(decoder.journal_shape(), 1, 1, size, "cpu")
     none, steps = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
     counts = none, none, none
     return memory.stack(steps, counts, [decoder.state], [decoder.conv_state]).layer(0)

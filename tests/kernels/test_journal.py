@@ -79,7 +79,7 @@ def rings(
     )
     device, conv = states[0].device, conv_states[0]
     shape = JournalShape(*heads, states[0].dtype, channels=conv.shape[2], input_dtype=conv.dtype)
-    memory = JournalMemory(shape, 2, rows, JournalSize(SLOTS + width - 1, width), device)
+    memory = JournalMemory.create(shape, 2, rows, JournalSize(SLOTS + width - 1, width), device)
     for tensor in memory.tensors:
         tensor.fill_(float("nan"))
     steps = torch.full((len(layers.cases[0]["state_indices"]), 4), -1, dtype=torch.int32)
@@ -401,11 +401,11 @@ def test_a_wide_convolution_is_refused(device):
 def test_memory_is_what_the_shape_says():
     shape = JournalShape(16, 32, 128, 128, torch.bfloat16)
     assert shape.token_bytes == (16 * 128 + 32 * 128 + 32) * 4
-    memory = JournalMemory(shape, 3, 5, JournalSize(7), "cpu")
+    memory = JournalMemory.create(shape, 3, 5, JournalSize(7), "cpu")
     assert sum(t.nbytes for t in memory.tensors) == 3 * 5 * 7 * shape.token_bytes
     wide = replace(shape, channels=64, input_dtype=torch.bfloat16)
     size = JournalSize(7, 4)
-    memory = JournalMemory(wide, 3, 5, size, "cpu")
+    memory = JournalMemory.create(wide, 3, 5, size, "cpu")
     per_row = size.places * wide.token_bytes + size.inputs * wide.input_bytes
     assert (size.places, size.inputs) == (10, 3)
     assert sum(t.nbytes for t in memory.tensors) == 3 * 5 * per_row

@@ -232,7 +232,7 @@ def test_every_layer_commits_at_its_own_rates(kernels, device):
     arena = torch.stack([decoder.state for decoder in decoders])
     conv = torch.stack([decoder.conv_state for decoder in decoders])
     shape, size = decoders[0].journal_shape(), JournalSize(3, 1)
-    memory = JournalMemory(shape, 2, 2, size, device)
+    memory = JournalMemory.create(shape, 2, 2, size, device)
     zeros = [torch.zeros(2, dtype=torch.int32, device=device) for _ in "123"]
     steps = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.int32, device=device)
     rates = [decoder.gates.A_log for decoder in decoders]

@@ -164,25 +164,43 @@ class JournalStack:
         )
 
 
+@dataclass(frozen=True)
 class JournalMemory:
-    """The journals of `num_layers` equal layers, for `rows` batch rows."""
+    """The journals of equal layers: `Journal`'s tensors with a leading layer dimension."""
 
-    def __init__(
-        self,
+    keys: Tensor
+    errors: Tensor
+    decays: Tensor
+    inputs: Tensor
+
+    @classmethod
+    def create(
+        cls,
         shape: JournalShape,
         num_layers: int,
         rows: int,
         size: JournalSize,
         device: torch.device | str,
-    ) -> None:
+    ) -> JournalMemory:
+        """For `rows` batch rows of `num_layers` layers."""
+
         def zeros(count: int, *inner: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_layers, rows, count, *inner, dtype=dtype, device=device)
 
-        self.keys, self.errors, self.decays = (
+        keys, errors, decays = (
             zeros(size.places, *inner, dtype=shape.dtype) for inner in shape.token_shapes
         )
-        self.inputs = zeros(size.inputs, shape.channels, dtype=shape.input_dtype)
-        self.tensors = (self.keys, self.errors, self.decays, self.inputs)
+        return cls(
+            keys, errors, decays, zeros(size.inputs, shape.channels, dtype=shape.input_dtype)
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.errors, self.decays, self.inputs
+
+    def part(self, begin: int, end: int) -> JournalMemory:
+        """The same memory, of some of the layers."""
+        return JournalMemory(*(tensor[begin:end] for tensor in self.tensors))
 
     def stack(
         self,

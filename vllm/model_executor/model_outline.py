@@ -2,8 +2,8 @@
 """A model without its weights: what its layers keep and how many bytes its parameters take."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,27 +11,27 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
-from vllm.kernels.journal import JournalSize
 from vllm.kernels.step import Progress
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.model_executor.layers.moe import check_expert_parallel
 from vllm.model_executor.model_loader.base import initialize_model
 from vllm.model_executor.models.interfaces import as_stage
 from vllm.model_executor.state_layers import collect_layers
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.spec_decode.drafter import attach_drafter, create_drafter
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
+from vllm.v1.worker.journal_pool import JournalCounts, count_journals, journal_bytes
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 
 
 @dataclass(frozen=True)
 class ModelOutline:
     """Of one rank: `specs` by layer name, in layer order; bytes of all parameters and buffers, and
-    of the rings of decode steps that write recurrent state seldom."""
+    of the journals of decode steps that write recurrent state seldom."""
 
     specs: dict[str, KVCacheSpec]
     weight_bytes: int
+    journals: JournalCounts
     ring_bytes: int
 
 
@@ -50,12 +50,22 @@ def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
     layers = collect_layers(config, *models)
     # Drafters may share modules with the target.
     tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+    journals = count_journals(config, layers)
     return ModelOutline(
-        specs=specs,
+        specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
         weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        ring_bytes=_ring_bytes(config, layers, specs),
+        journals=journals,
+        ring_bytes=journal_bytes(config, journals),
     )
+
+
+def common_outline(vllm_config: VllmConfig, outlines: Sequence[ModelOutline]) -> ModelOutline:
+    """The first one, with the journals that all of them share."""
+    journals = JournalCounts()
+    for outline in outlines:
+        journals |= outline.journals
+    ring_bytes = journal_bytes(vllm_config, journals)
+    return replace(outlines[0], journals=journals, ring_bytes=ring_bytes)
 
 
 def other_outlines(vllm_config: VllmConfig, tp_size: int, own: ModelOutline) -> list[ModelOutline]:
@@ -109,21 +119,3 @@ def models_on_meta(
         check_expert_parallel(model, drafters, config.parallel_config)
         ResidualTap(model, [capture, drafter])
     return config, [model, *drafters]
-
-
-def _ring_bytes(
-    vllm_config: VllmConfig,
-    layers: Mapping[str, AttentionLayerBase],
-    specs: Mapping[str, KVCacheSpec],
-) -> int:
-    """What `StateJournals` takes."""
-    interval = vllm_config.cache_config.commit_interval
-    size = JournalSize.of(interval, vllm_config.tokens_to_verify)
-    if size is None:
-        return 0
-    per_row = 0
-    for name, layer in layers.items():
-        if isinstance(layer, KeepsJournal):
-            shape = layer.journal_shape(MambaSpec.expect(specs[name]))
-            per_row += shape.token_bytes * size.places + shape.input_bytes * size.inputs
-    return per_row * vllm_config.scheduler_config.max_num_seqs

@@ -249,6 +249,22 @@ def test_device_memory_is_shared_with_uncommitted_state(monkeypatch: pytest.Monk
     assert memory.arena_bytes == int(0.9 * 141e9) - memory.weight_bytes - memory.ring_bytes
 
 
+def test_placements_share_their_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a kind once, as many as the placement with most of them has."""
+    monkeypatch.setattr(type(current_platform), "defers_commit", True)
+    budget = Budget(device_bytes=141 * 10**9)
+
+    def rings(placement: str, **aliases: str) -> int:
+        options: dict[str, Any] = {"placement": placement, "placement_alias": aliases}
+        supernet = BENCHMARK_MODEL.with_name("super_apriel_15b")
+        return explained(supernet, options, budget=budget, what_ifs=False).memory.ring_bytes
+
+    gdn = rings("all-gdn")
+    assert gdn > 0
+    assert rings("every4th-gdn", all="all-gdn", second="every2nd-gdn") == gdn
+    assert rings("all-attention", gdn="all-gdn", kda="every2nd-kda") == gdn + rings("every2nd-kda")
+
+
 # ---- parts of a report -------------------------------------------------------------------------
 
 

@@ -334,6 +334,9 @@ class FakeExecutor(Executor):
     def get_placed_specs(self, placement: Any = None) -> list[list[Any]]:
         return [[]]
 
+    def get_journal_bytes(self, placement: Any = None) -> list[int]:
+        return [0]
+
     def determine_available_memory(self) -> list[int]:
         return [self.faults.get("memory", 1 << 30)]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.worker.journal_pool import JournalCounts, JournalPool
 from vllm.v1.worker.state_journals import StateJournals
 
 ROWS, INTERVAL, WIDTH = 6, 4, 3
@@ -66,6 +68,12 @@ def flushes(monkeypatch: pytest.MonkeyPatch) -> Flushes:
     return kernels
 
 
+def pool(size: JournalSize | None, num_layers: int) -> JournalPool:
+    made = JournalPool(size, ROWS, torch.device("cpu"))
+    made.reserve(JournalCounts({SHAPE: num_layers}))
+    return made
+
+
 @pytest.fixture
 def journals() -> StateJournals:
     """Two groups, of one and of two layers; row `r` has blocks `r + 1` and `r + 3` in them."""
@@ -73,8 +81,8 @@ def journals() -> StateJournals:
     progress = Progress.create(ROWS, WIDTH, torch.device("cpu"))
     size = JournalSize.of(INTERVAL, WIDTH)
     assert size is not None
-    groups = [(group, members, SPEC) for group, members in zip(GROUPS, layers, strict=True)]
-    made = StateJournals(groups, progress, size, INTERVAL, depth=2)
+    groups = [(group, members, SHAPE) for group, members in zip(GROUPS, layers, strict=True)]
+    made = StateJournals(groups, progress, pool(size, 3), INTERVAL, depth=2)
     tables = [SimpleNamespace(table=np.zeros((ROWS, 1), dtype=np.int32)) for _ in range(4)]
     for group, first in zip(GROUPS, (1, 3), strict=True):
         tables[group].table[:, 0] = np.arange(ROWS) + first
@@ -233,7 +241,27 @@ def test_drafts_need_a_journal(tokens: int) -> None:
     layers: Any = {"a": SimpleNamespace(), "b": Layer()}
     progress = Progress.create(ROWS, tokens, torch.device("cpu"))
     if tokens == 1:
-        assert StateJournals.create(config, layers, groups, progress, 2) is None
+        assert StateJournals.create(config, layers, groups, progress, 2, pool(None, 1)) is None
         return
     with pytest.raises(ValueError, match="a: SimpleNamespace layers keep no journal"):
-        StateJournals.create(config, layers, groups, progress, 2)
+        StateJournals.create(config, layers, groups, progress, 2, pool(None, 1))
+
+
+def test_placements_take_turns_in_a_pool() -> None:
+    """Each group has places of its own in it; what is there stays as long as it is enough."""
+    size = JournalSize(2, 3)
+    made = pool(size, 3)
+    assert made.has_room_for(JournalCounts({SHAPE: 3}))
+    assert not made.has_room_for(JournalCounts({SHAPE: 4}))
+    assert not made.has_room_for(JournalCounts({replace(SHAPE, channels=8): 1}))
+    first, second = made.parts([(SHAPE, 1), (SHAPE, 2)])
+    (other,) = made.parts([(SHAPE, 3)])
+    assert (len(first.keys), len(second.keys)) == (1, 2)
+    assert other.keys.data_ptr() == first.keys.data_ptr() != second.keys.data_ptr()
+    assert other.errors[1].data_ptr() == second.errors[0].data_ptr()
+    made.reserve(JournalCounts({SHAPE: 2}))
+    assert made.tensors[0].data_ptr() == other.keys.data_ptr() and len(made.tensors[0]) == 3
+    made.release()
+    assert made.tensors == [] and not made.has_room_for(JournalCounts({SHAPE: 1}))
+    nothing = pool(None, 3)
+    assert nothing.tensors == []

@@ -15,7 +15,7 @@ from typing import Any
 from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.model_executor.model_outline import other_outlines, outline_model
+from vllm.model_executor.model_outline import common_outline, other_outlines, outline_model
 from vllm.utils.torch_utils import dtype_name
 from vllm.v1.core.arena_sizing import estimate_max_model_len, get_kv_cache_capacity
 from vllm.v1.core.explain_decode import DecodeBatch, DecodeReport, explain_decode
@@ -217,7 +217,7 @@ def _plan(vllm_config: VllmConfig, budget: Budget, tp_size: int) -> _Plan:
         raise ValueError("the model keeps no state: there is nothing to plan")
     placed = [("", dict(outline.specs)) for outline in outlines]
     arena = placed_config(vllm_config, placed, num_pages=1).of_placement(0).plan
-    outline = replace(outlines[0], ring_bytes=sum(one.ring_bytes for one in outlines))
+    outline = common_outline(vllm_config, outlines)
     memory = memory_of(vllm_config, budget, outline, arena.page_bytes)
     arena = replace(arena, num_pages=memory.arena_bytes // arena.page_bytes)
     if arena.num_pages < 1:

@@ -18,6 +18,7 @@ from vllm.engine.resolve import resolve
 from vllm.model_executor.decode_work import decode_work, num_layers, step_collectives
 from vllm.model_executor.model_outline import (
     ModelOutline,
+    common_outline,
     models_on_meta,
     other_outlines,
     outline_of,
@@ -39,16 +40,12 @@ _ENOUGH_BYTES = 1 << 62
 @dataclass(frozen=True)
 class PlannedStage:
     """What one rank holds and does. `outlines`: of the model's own placement, then of others that
-    requests may choose."""
+    requests may choose; `outline`: the first one, with what all of them need in common."""
 
     outlines: list[ModelOutline]
+    outline: ModelOutline
     work: StageWork
     layers: int
-
-    @property
-    def outline(self) -> ModelOutline:
-        """The first one, with what all of them need in common."""
-        return replace(self.outlines[0], ring_bytes=sum(one.ring_bytes for one in self.outlines))
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def _stage(config: VllmConfig, layout: Layout, stage: int) -> PlannedStage:
     )
     own = outline_of(built, models)
     outlines = [own, *other_outlines(config, layout.tp, own)]
-    return PlannedStage(outlines, work, num_layers(model))
+    return PlannedStage(outlines, common_outline(config, outlines), work, num_layers(model))
 
 
 def _arenas(

@@ -31,12 +31,18 @@ logger = init_logger(__name__)
 
 
 class CoreMemory:
-    """Plans the workers' arenas in the bytes that they have for them."""
+    """Plans the workers' arenas in the bytes that they have for them.
+
+    What arena and journals take together at the start is what they may take later: a placement
+    whose journals take more has a smaller arena.
+    """
 
     def __init__(self, vllm_config: VllmConfig, executor: Executor) -> None:
         self._vllm_config = vllm_config
         self._executor = executor
+        #: per worker, at the start: the arena's, and the journals'
         self._available_bytes: list[int] = []
+        self._journal_bytes: list[int] = []
 
     def allocate(self, joint: JointSteps | None) -> KVCacheConfig:
         """Give all workers their memory, once; returns what the scheduler works with.
@@ -50,9 +56,10 @@ class CoreMemory:
             least = joint.least(min(self._available_bytes))
             self._available_bytes = [least] * len(self._available_bytes)
             joint.begin()
+        self._journal_bytes = self._executor.get_journal_bytes()
         if self._vllm_config.model_config.max_model_len_auto:
             self._fit_max_model_len(specs, placed[0])
-        configs = self.plan(specs, placed)
+        configs = self._planned(specs, placed, self._available_bytes)
         whole = whole_config(self._vllm_config, configs)
         self.adopt(whole)
         self._executor.initialize_from_config(configs)
@@ -62,14 +69,38 @@ class CoreMemory:
         self,
         specs: Sequence[dict[str, KVCacheSpec]],
         placed: Sequence[Sequence[PlacementSpecs]],
+        journal_bytes: Sequence[int],
     ) -> list[KVCacheConfig]:
-        """For each worker, from what its layers keep, or what they keep in each placement if there
-        are any; `ValueError` if a request of full length does not fit."""
+        """Each worker's next memory, from what its layers keep, or what they keep in each placement
+        if there are any, and what their journals take; `ValueError` if a request of full length
+        does not fit."""
+        before = self._journal_bytes
+        extra = [new - old for new, old in zip(journal_bytes, before, strict=True)]
+        available = [size - more for size, more in zip(self._available_bytes, extra, strict=True)]
+        try:
+            return self._planned(specs, placed, available)
+        except ValueError as error:
+            if max(extra) <= 0:
+                raise
+            worker = extra.index(max(extra))
+            whole = self._available_bytes[worker] + before[worker]
+            raise ValueError(
+                f"{error} Journals of its recurrent layers take {journal_bytes[worker]} of the "
+                f"{whole} bytes that arena and journals have together ({before[worker]} at the "
+                "start): lower --max-num-seqs or --deferred-commit-tokens"
+            ) from None
+
+    def _planned(
+        self,
+        specs: Sequence[dict[str, KVCacheSpec]],
+        placed: Sequence[Sequence[PlacementSpecs]],
+        available_bytes: Sequence[int],
+    ) -> list[KVCacheConfig]:
         if placed[0]:
-            return get_placed_configs(self._vllm_config, placed, self._available_bytes)
+            return get_placed_configs(self._vllm_config, placed, available_bytes)
         if self._vllm_config.parallel_config.pipeline_parallel_size > 1:
-            return get_stage_configs(self._vllm_config, specs, self._available_bytes)
-        return get_kv_cache_configs(self._vllm_config, specs, self._available_bytes)
+            return get_stage_configs(self._vllm_config, specs, available_bytes)
+        return get_kv_cache_configs(self._vllm_config, specs, available_bytes)
 
     def adopt(self, config: KVCacheConfig) -> None:
         """Work out how much the workers' memory holds."""

@@ -163,7 +163,7 @@ class CorePlacements:
         if retired is not None and config.placements[index].count > room:
             config = self._planned(index, placement, len(self._config.kv_cache_groups))
         placed = config.placements[index]
-        self._executor.collective_rpc(
+        have_journals = self._executor.collective_rpc(
             "set_placement", args=(index, placement, config.of_placement(index))
         )
         self._scheduler.set_placement(index, config)
@@ -175,6 +175,13 @@ class CorePlacements:
             "none",
             "it came with a request; name it with --placement-alias to have graphs from the start",
         )
+        if not all(have_journals):
+            decisions.record(
+                f"deferred commit of placement {placement}",
+                "off",
+                "its journals are larger than those of the placements in use at the start; name "
+                "it with --placement-alias, then memory is planned for them",
+            )
         return index
 
     def _may_retire(self, placement: str, ahead: Collection[int]) -> bool:
@@ -216,10 +223,11 @@ class CorePlacements:
             )
         specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
         placed = self._executor.get_placed_specs(placement)
+        journal_bytes = self._executor.get_journal_bytes(placement)
         if self._scheduler.has_unfinished_requests():
             return PlacementChange(True, [])
         try:
-            configs = self._memory.plan(specs, placed)
+            configs = self._memory.plan(specs, placed, journal_bytes)
         except ValueError as error:
             raise VLLMValidationError(f"placement: {error}", "placement") from None
         self._drain()

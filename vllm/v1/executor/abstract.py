@@ -90,6 +90,11 @@ class Executor(ABC):
         nothing."""
         return self.collective_rpc("get_placed_specs", args=(placement,))
 
+    def get_journal_bytes(self, placement: Placement | None = None) -> list[int]:
+        """Per worker: what `vllm.kernels.journal` takes beside the arena, of all placements that
+        have memory from the start, with `placement` instead of the engine's own if given."""
+        return self.collective_rpc("get_journal_bytes", args=(placement,))
+
     def determine_available_memory(self) -> list[int]:
         """Per worker: bytes the state arena may take."""
         return self.collective_rpc("determine_available_memory")

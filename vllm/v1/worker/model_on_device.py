@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,7 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.spec_decode.drafter import (
     Drafter,
@@ -33,6 +36,12 @@ from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.input_batch import InputBatch
+from vllm.v1.worker.journal_pool import (
+    JournalCounts,
+    JournalPool,
+    count_journals,
+    journal_bytes,
+)
 from vllm.v1.worker.pipeline_stage import PipelineStage
 from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
@@ -92,8 +101,8 @@ class ModelOnDevice:
         #: by placement; the attributes above are those of the one that `placement` names
         self.placed: dict[int, PlacedState] = {}
         self.placement = 0
-        #: every placement's, made when its memory was first planned
-        self._journals: dict[str, StateJournals | None] = {}
+        #: all placements' journals
+        self.journal_pool = JournalPool.create(vllm_config, device)
         self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
 
     # ---- start-up ------------------------------------------------------------------------------
@@ -161,6 +170,19 @@ class ModelOnDevice:
             layers = collect_layers(self.vllm_config, *self.models, placement=placement)
         return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
 
+    def journal_bytes(self, placement: Placement | None = None) -> int:
+        """What the journals of `placements` take, or those of a model without any."""
+        names: list[Placement | None] = [*self.placements(placement)]
+        return journal_bytes(self.vllm_config, self._count_journals(names or [placement]))
+
+    def _count_journals(self, placements: Iterable[Placement | None]) -> JournalCounts:
+        """What these placements need together; None is the one that is in use."""
+        counts = JournalCounts()
+        for placement in placements:
+            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
+            counts |= count_journals(self.vllm_config, layers)
+        return counts
+
     def place(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
         """Use other mixers of a supernet, with memory for them, which is all that is kept; no
         request is left. Returns them by layer."""
@@ -168,7 +190,10 @@ class ModelOnDevice:
         self.drop_graphs()
         self.release_kv_cache()
         self.journals = None
-        self._journals = {}
+        self.journal_pool.release()
+        # The new parts have other sizes: no hole of the old ones' may remain.
+        gc.collect()
+        current_platform.empty_cache()
         placed = model.set_layer_placements(placement)
         self._collect_layers()
         self.initialize_kv_cache(config)
@@ -184,6 +209,7 @@ class ModelOnDevice:
         """Allocate the arena, bind each layer's view of it and make the metadata builders; then the
         same for the other placements that requests choose from, in the same memory."""
         names = [placed.placement for placed in config.placements] or [""]
+        self.journal_pool.reserve(self._count_journals(name or None for name in names))
         self.placed = {}
         for index, name in enumerate(names):
             self._add_placement(index, name, config.of_placement(index))
@@ -213,12 +239,9 @@ class ModelOnDevice:
             self.uploads,
             self.width,
         )
-        known = self._journals.get(placement)
-        if placement not in self._journals or (known is not None and not known.fits(config)):
-            self._journals[placement] = StateJournals.create(
-                self.vllm_config, layers, config, self.inputs.progress, self.depth
-            )
-        journals = self._journals[placement]
+        journals = StateJournals.create(
+            self.vllm_config, layers, config, self.inputs.progress, self.depth, self.journal_pool
+        )
         if journals is not None:
             journals.bind(block_tables, reset=not self.placed)
         groups = []
@@ -237,14 +260,16 @@ class ModelOnDevice:
         self.placed[index] = PlacedState(
             placement, config, layers, arena, block_tables, journals, groups, metadata
         )
+        self.placed[index].attach_journals()
         self._take_up(index)
 
-    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> bool:
         """Requests may choose a further placement, or one in the place of another that no request
-        has any more. Its steps run eagerly."""
-        if (old := self.placed.get(index)) is not None:
-            self._journals.pop(old.placement, None)
+        has any more. Its steps run eagerly. Returns whether its journals, if it has any, find
+        room; else its steps write every state."""
         self._add_placement(index, placement, config)
+        counts = self._count_journals([placement])
+        return self.journal_pool.size is None or self.journal_pool.has_room_for(counts)
 
     def use_placement(self, index: int) -> None:
         """From here on steps run this placement, one of `placed`."""
@@ -296,7 +321,7 @@ class ModelOnDevice:
             for layer in placed.layers.values():
                 layer.kv_cache = torch.empty(0)
         self.placed, self.layers = {}, {}
-        self._journals = {}
+        self.journal_pool.release()
         self.drop_graphs()
         self.sanitizer = self.journals = None
         state = ("arena", "block_tables", "metadata")

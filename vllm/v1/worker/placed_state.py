@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
@@ -38,5 +38,13 @@ class PlacedState:
         """Let the layers see this placement's memory."""
         for name, view in self.arena.layers.items():
             self.layers[name].kv_cache = view
+        self.attach_journals()
+
+    def attach_journals(self) -> None:
+        """Let the layers keep this placement's journals; without any they write every state."""
         if self.journals is not None:
             self.journals.attach()
+            return
+        for layer in self.layers.values():
+            if isinstance(layer, KeepsJournal):
+                layer.journal = None

@@ -85,9 +85,8 @@ class Sleeper:
             buffers = [buffer for model in runner.models for buffer in model.buffers()]
             weights.append(ParkedMemory(buffers, keep=True))
         self._reload = level == 2
-        kept = (placed.journals for placed in runner.placed.values())
-        journals = [tensor for one in kept if one is not None for tensor in one.tensors]
-        arena = [ParkedMemory([runner.arena.buffer, *journals], keep=False)]
+        state = [runner.arena.buffer, *runner.journal_pool.tensors]
+        arena = [ParkedMemory(state, keep=False)]
         self._asleep = {"weights": weights, "kv_cache": arena}
         self._collect()
         return sum(parked.num_bytes for group in self._asleep.values() for parked in group)

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm import decisions
 from vllm.config import VllmConfig
-from vllm.kernels.journal import Journal, JournalMemory, JournalSize, JournalStack
+from vllm.kernels.journal import Journal, JournalMemory, JournalShape, JournalStack
 from vllm.kernels.step import JournalCommits, Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.journal_pool import JournalPool, count_journals
 from vllm.v1.worker.staging import StagedArray
 
 #: places in a step where rows may be flushed
@@ -45,24 +45,25 @@ class _JournalGroup:
 
 
 class StateJournals:
-    """The journals of one worker.
+    """The journals of one placement's layers, in the memory of a pool.
 
-    A row commits at least every `interval` tokens, rows in turn so that steps cost the same. Memory
-    is taken once, before the arena is sized; `bind` follows every new arena.
+    A row commits at least every `interval` tokens, rows in turn so that steps cost the same. `bind`
+    follows every new arena.
     """
 
     def __init__(
         self,
-        groups: Sequence[tuple[int, list[KeepsJournal], MambaSpec]],
+        groups: Sequence[tuple[int, list[KeepsJournal], JournalShape]],
         progress: Progress,
-        size: JournalSize,
+        pool: JournalPool,
         interval: int,
         depth: int,
     ) -> None:
+        assert pool.size is not None
         rows, device = len(progress.pending), progress.pending.device
         #: rows in which tokens may be pending
         self.waiting = np.zeros(rows, dtype=bool)
-        self._progress, self._size, self._interval = progress, size, interval
+        self._progress, self._size, self._interval = progress, pool.size, interval
         self._turn = 0
         self._steps = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         copies = depth * _FLUSHES_PER_STEP * len(groups)
@@ -70,11 +71,11 @@ class StateJournals:
         self._left: list[tuple[int, list[int]]] = []
         #: rows that left, and after how many tokens their state is kept
         self._kept: list[tuple[int, int]] = []
-        self._groups = []
-        for group_id, layers, spec in groups:
-            shape = layers[0].journal_shape(spec)
-            memory = JournalMemory(shape, len(layers), rows, size, device)
-            self._groups.append(_JournalGroup(group_id, layers, memory))
+        parts = pool.parts([(shape, len(layers)) for _, layers, shape in groups])
+        self._groups = [
+            _JournalGroup(group_id, layers, memory)
+            for (group_id, layers, _), memory in zip(groups, parts, strict=True)
+        ]
 
     @classmethod
     def create(
@@ -84,11 +85,11 @@ class StateJournals:
         config: KVCacheConfig,
         progress: Progress,
         depth: int,
+        pool: JournalPool,
     ) -> StateJournals | None:
-        """None where there is nothing to keep (see `JournalSize.of`). ValueError for drafts beside
-        a recurrent layer without a journal, whose state could not take back a rejected one."""
-        interval = vllm_config.cache_config.commit_interval
-        size = JournalSize.of(interval, vllm_config.tokens_to_verify)
+        """None where there is nothing to keep (see `JournalSize.of`), or no room for it in the
+        pool. ValueError for drafts beside a recurrent layer without a journal, whose state could
+        not take back a rejected one."""
         groups = []
         for group_id, group in enumerate(config.kv_cache_groups):
             members = [layers[name] for name in group.layer_names]
@@ -101,32 +102,18 @@ class StateJournals:
                     "verified; leave --speculative-config out"
                 )
             if keeping:
-                groups.append((group_id, keeping, MambaSpec.expect(group.kv_cache_spec)))
-        if size is None or not groups:
+                spec = MambaSpec.expect(group.kv_cache_spec)
+                groups.append((group_id, keeping, keeping[0].journal_shape(spec)))
+        if pool.size is None or not groups:
             return None
-        journals = cls(groups, progress, size, interval, depth)
-        rows = vllm_config.scheduler_config.max_num_seqs
-        decisions.record(
-            "journal memory",
-            f"{sum(t.nbytes for t in journals.tensors) / 2**30:.2f} GiB",
-            f"up to {size.most_pending} tokens and {size.width - 1} drafts of each of "
-            f"--max-num-seqs {rows} requests wait in every layer",
-        )
-        return journals
+        if not pool.has_room_for(count_journals(vllm_config, layers)):
+            return None
+        return cls(groups, progress, pool, vllm_config.cache_config.commit_interval, depth)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The journals' memory."""
         return [tensor for group in self._groups for tensor in group.memory.tensors]
-
-    def fits(self, config: KVCacheConfig) -> bool:
-        """Whether the layers' groups have the same places in `config`."""
-        groups = config.kv_cache_groups
-        return all(
-            group.group_id < len(groups)
-            and group.layers[0].layer_name in groups[group.group_id].layer_names
-            for group in self._groups
-        )
 
     def bind(self, tables: BlockTables, reset: bool = True) -> None:
         """Use the states that the layers have now; nothing is pending in them. Without `reset`

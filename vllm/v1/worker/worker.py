@@ -248,9 +248,13 @@ class Worker:
         """See `HasPlacements.spell`; `VLLMValidationError` for one that the model does not have."""
         return self.model_runner.supernet().spell(placement)
 
-    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+    def get_journal_bytes(self, placement: Placement | None) -> int:
+        """See `Executor.get_journal_bytes`."""
+        return self.model_runner.journal_bytes(placement)
+
+    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> bool:
         """See `ModelRunner.set_placement`."""
-        self.model_runner.set_placement(index, placement, config)
+        return self.model_runner.set_placement(index, placement, config)
 
     def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
         """Use these mixers, with memory for them, and capture their graphs; no request is left."""
