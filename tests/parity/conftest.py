@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     import torch
+    from drafter_engines import Methods
     from parity_checks import MakeEngine
 
     from vllm import LLM
@@ -64,3 +65,11 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Methods:
+    """`methods(name)`: a drafter with layers of its own, and its target; made once."""
+    from drafter_engines import make_methods
+
+    return make_methods(tmp_path_factory.mktemp("drafters"))

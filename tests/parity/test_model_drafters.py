@@ -10,32 +10,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dflash_models import Block, DFlashReference, dflash_tensors, write_dflash
 from draft_models import (
-    TINY,
-    Eagle3Reference,
-    HeadReference,
-    MtpReference,
     Shape,
-    eagle3_tensors,
     gen,
     mtp_tensors,
-    target_streams,
     with_mtp,
-    write_eagle3,
 )
 from draft_scenarios import a_conversation
+from drafter_engines import DRAFTS, Methods, Watched, always, check_proposals, engine
 from parity_checks import MakeEngine, in_this_process, prompts
 from safetensors.torch import load_file, save_file
-from tiny_models import hf_model, hf_reference_logits, make_tiny, tiny_model
+from tiny_models import make_tiny
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
@@ -48,171 +40,6 @@ from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputs
 
 pytestmark = [pytest.mark.parity, in_this_process]
-
-DRAFTS = 3
-#: fp32 logits of a target and a head, against transformers and fp64
-MARGIN = 2e-3
-LAYER_IDS = (1, 2, 3)
-
-
-@dataclass
-class Method:
-    """A drafter of a target: the engine's settings and the offline run."""
-
-    target: Path
-    config: dict[str, Any]
-    reference: HeadReference
-    layer_ids: tuple[int, ...] = ()
-
-    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
-        """By number of computed tokens: the drafts, and the smallest distance of a best logit from
-        the next."""
-        *aux, hidden = target_streams(self.target, tokens, self.layer_ids)
-        dtype = self.reference.dtype
-        fused = self.reference.fuse(hidden.to(dtype), [x.to(dtype) for x in aux])
-        following = torch.tensor(tokens[1:])
-        found = self.reference.chains(fused[:-1], following, DRAFTS, after)
-        return {n: (drafts, _margin(logits)) for n, (drafts, logits) in found.items()}
-
-
-@dataclass
-class SmallModel:
-    """A draft model; offline it is transformers'."""
-
-    target: Path
-    config: dict[str, Any]
-    draft: Path
-
-    def proposals(self, tokens: list[int], after: list[int]) -> dict[int, tuple[list[int], float]]:
-        found = {}
-        for computed in after:
-            known, logits = tokens[: computed + 1], []
-            for _ in range(DRAFTS):
-                logits.append(hf_reference_logits(self.draft, known)[-1])
-                known = [*known, int(logits[-1].argmax())]
-            found[computed] = known[computed + 1 :], _margin(logits)
-        return found
-
-
-def _margin(logits: list[torch.Tensor]) -> float:
-    best = torch.stack(logits).topk(2, dim=-1).values
-    return float((best[:, 0] - best[:, 1]).min())
-
-
-@pytest.fixture(scope="session")
-def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Method | SmallModel]:
-    root = tmp_path_factory.mktemp("drafters")
-    made: dict[str, Method | SmallModel] = {}
-
-    def mtp() -> Method:
-        target = with_mtp(tiny_model("qwen3_5"), root / "mtp", mtp_tensors(TINY))
-        model = hf_model(target)
-        weights = [m.weight.detach().double() for m in (model.model.embed_tokens, model.lm_head)]
-        reference = MtpReference(mtp_tensors(TINY), TINY, *weights, rotary_dim=8, theta=1e7)
-        return Method(target, {"method": "mtp"}, reference)
-
-    def eagle3(family: str, window: int | None = None) -> Method:
-        target = tiny_model(family)
-        flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
-        layers: dict[str, Any] = {}
-        if window is not None:
-            layers = {"layer_types": ["sliding_attention"], "sliding_window": window}
-            layers["model_type"] = "qwen3"
-        tensors = eagle3_tensors(TINY, flags)
-        if window is not None:
-            names = [f"layers.0.self_attn.{n}_norm.weight" for n in "qk"]
-            tensors |= {name: gen(name, [TINY.head_dim], 0.25, 1.0) for name in names}
-        path = root / f"eagle3-{family}-{window}"
-        draft = write_eagle3(path, target, TINY, flags, tensors=tensors, **layers)
-        reference = Eagle3Reference(tensors, TINY, flags, window=window)
-        config = {"method": "eagle3", "model": str(draft)}
-        return Method(target, config, reference, LAYER_IDS)
-
-    def dflash(family: str, block: Block) -> Method:
-        target, tensors = tiny_model(family), dflash_tensors(TINY, block)
-        draft = write_dflash(root / f"dflash-{family}", target, TINY, block, layer_ids=LAYER_IDS)
-        model = hf_model(target)
-        weights = [m.weight.detach().double() for m in (model.model.embed_tokens, model.lm_head)]
-        reference = DFlashReference(tensors, TINY, block, *weights)
-        return Method(target, {"method": "dflash", "model": str(draft)}, reference, LAYER_IDS)
-
-    def draft_model(family: str, draft: str) -> Method:
-        config = {"method": "draft_model", "model": str(tiny_model(draft))}
-        return SmallModel(tiny_model(family), config, tiny_model(draft))
-
-    makers: dict[str, Callable[[], Method | SmallModel]] = {
-        "mtp": mtp,
-        "eagle3": lambda: eagle3("qwen3_5"),
-        "eagle3-llama": lambda: eagle3("llama"),
-        "eagle3-window": lambda: eagle3("qwen3_sliding", 24),
-        # Blocks of one place more than is verified, and of as many.
-        "dflash": lambda: dflash("qwen3_5", Block(size=5, windows=(None, 24))),
-        "dflash-llama": lambda: dflash("llama", Block(size=4)),
-        "draft_model-hybrid": lambda: draft_model("llama", "qwen3_5"),
-        "draft_model-hybrid-itself": lambda: draft_model("qwen3_5", "qwen3_5"),
-        "draft_model-itself": lambda: draft_model("llama", "llama"),
-    }
-
-    def get(name: str) -> Method | SmallModel:
-        if name not in made:
-            made[name] = makers[name]()
-        return made[name]
-
-    return get
-
-
-@dataclass
-class Watched:
-    """An engine whose proposals are written down: `(request's tokens so far, drafts)`."""
-
-    llm: LLM
-    proposed: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
-        drafter = runner.drafter
-        if drafter is None:
-            return
-        propose, progress = drafter.propose, runner.inputs.progress
-
-        def watched(step: Any) -> None:
-            propose(step)
-            if not step.num_drafts:
-                return
-            for state in step.order.sampled.states:
-                computed = int(progress.computed[state.row])
-                drafts = progress.tokens[state.row, 1:].tolist()
-                self.proposed.append((state.req_id, computed, drafts))
-
-        drafter.propose = watched
-
-    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
-        params = [
-            SamplingParams(max_tokens=n, **({"temperature": 0.0, "ignore_eos": True} | fields))
-            for n in lengths
-        ]
-        batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
-        outputs = self.llm.generate(batch, params, use_tqdm=False)
-        for output in outputs:
-            for part in output.outputs:
-                # Completions of one prompt are requests of their own in the core.
-                name = output.request_id if len(output.outputs) == 1 else part.index
-                self.outputs[f"{name}"] = [*output.prompt_token_ids, *part.token_ids]
-        return outputs
-
-    def texts(self) -> list[list[int]]:
-        return list(self.outputs.values())
-
-
-def engine(
-    make_engine: MakeEngine, method: Method | SmallModel, drafts: int, **settings: Any
-) -> Watched:
-    if drafts:
-        settings["speculative_config"] = method.config | {"num_speculative_tokens": drafts}
-    defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "enable_prefix_caching": True}
-    return Watched(make_engine("qwen3_5", **(defaults | {"model": str(method.target)} | settings)))
 
 
 # ---- what happens to requests --------------------------------------------------------------------
@@ -271,31 +98,6 @@ def rules(run: Watched) -> None:
     run.generate(batch, [24, 3, 18])
 
 
-def check_proposals(run: Watched, method: Method | SmallModel) -> float:
-    """Every proposal is the offline run's; the part of them that two close logits leave open."""
-    compared = seen = 0
-    for name, tokens in run.outputs.items():
-        mine = [
-            (n, drafts)
-            for request, n, drafts in run.proposed
-            if request.rpartition("-")[0] == name and n < len(tokens)
-        ]
-        expected = method.proposals(tokens, sorted({n for n, _ in mine})) if mine else {}
-        for computed, drafts in mine:
-            offline, margin = expected[computed]
-            seen += 1
-            if margin > MARGIN:
-                assert drafts == offline, f"request {name} after {computed} tokens"
-                compared += 1
-    assert seen > 8
-    return 1 - compared / seen
-
-
-def _always(policy: DraftPolicy, decodes: list[Any]) -> int:
-    """These heads are random: what they draft is hardly ever accepted, which never pays."""
-    return policy.num_drafts
-
-
 #: which of them for each kind of drafter and target
 CASES = {
     "mtp": (batches, a_conversation, shared_beginnings, preemptions, aborts, rules),
@@ -318,11 +120,11 @@ CASES = {
 def test_text_and_proposals(
     name: str,
     scenario: Callable[[Watched], None],
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     method = methods(name)
     plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS)
     scenario(plain)
@@ -332,12 +134,12 @@ def test_text_and_proposals(
 
 
 def test_every_use_of_state_is_checked(
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With every use of state memory checked, too: what is read was written, by its owner."""
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     method = methods("eagle3")
     settings: dict[str, Any] = {"sanitize": True, "async_scheduling": False}
     plain, drafted = engine(make_engine, method, 0), engine(make_engine, method, DRAFTS, **settings)
@@ -350,12 +152,12 @@ def test_every_use_of_state_is_checked(
 @pytest.mark.parametrize("name", ["mtp", "dflash"])
 def test_completions_of_one_prompt(
     name: str,
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They start from copies of its state, the head's last block among them."""
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     method = methods(name)
     (prompt,) = prompts((65,))
     texts = []
@@ -367,12 +169,12 @@ def test_completions_of_one_prompt(
 
 
 def test_acceptance_after_a_hit_is_acceptance_cold(
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model that drafts for itself has all its drafts accepted, hit or not."""
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     run = engine(make_engine, methods("draft_model-itself"), DRAFTS, async_scheduling=False)
     (prompt,) = prompts((150,))
     steps = []
@@ -385,12 +187,12 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
 
 
 def test_hits_beside_a_drafter_of_blocks(
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What its layers keep follows from the tokens so far: no hit ends earlier."""
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     method = methods("dflash-llama")
     (stem,) = prompts((96,))
     hits = []
@@ -405,12 +207,12 @@ def test_hits_beside_a_drafter_of_blocks(
 @pytest.mark.parametrize("name", ["mtp", "eagle3"])
 def test_hidden_states_beside_a_head(
     name: str,
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     method, rows = methods(name), []
     for drafter in (None, method.config | {"num_speculative_tokens": DRAFTS}):
         where = str(tmp_path / str(drafter is None))
@@ -477,7 +279,7 @@ def _nearly_a_bigram_model(root: Path) -> Path:
 def test_a_known_trace_of_acceptance(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     run = Watched(
         make_engine(
             "qwen3_5",
@@ -532,7 +334,7 @@ class WholeSteps(StepGraphs):
 @pytest.mark.parametrize("name", ["mtp", "eagle3", "dflash", "draft_model-hybrid"])
 def test_replays_draft_the_same(
     name: str,
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -570,12 +372,12 @@ def test_replays_draft_the_same(
 @pytest.mark.parametrize("name", ["mtp", "eagle3-llama"])
 def test_a_row_of_another_request_is_noticed(
     name: str,
-    methods: Callable[[str], Method | SmallModel],
+    methods: Methods,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the token after it, a block's name does not say whose last row it holds."""
-    monkeypatch.setattr(DraftPolicy, "choose", _always)
+    monkeypatch.setattr(DraftPolicy, "choose", always)
     monkeypatch.setattr(DraftHead, "mark_cache", lambda head: None)
     method = methods(name)
     drafted = engine(make_engine, method, DRAFTS)

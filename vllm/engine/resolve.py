@@ -334,16 +334,7 @@ def _resolve_speculation(config: VllmConfig) -> None:
             "hidden states",
             parameter="kv_transfer_config",
         )
-    drafter, transfer = config.drafter, config.kv_transfer_config
-    if drafter is not None and drafter.reads_target and transfer and transfer.is_kv_consumer:
-        raise VLLMValidationError(
-            f"speculative_config method {drafter.method} beside kv_connector "
-            f"{transfer.kv_connector} with kv_role {transfer.kv_role}: a head's last row of what "
-            "is loaded may depend on the token after it, which connectors do not compare; use "
-            "kv_producer, or method draft_model or ngram",
-            parameter="kv_transfer_config.kv_role",
-            value=transfer.kv_role,
-        )
+    _check_loaded_rows(config)
     scheduler = config.scheduler_config
     needed = scheduler.max_num_seqs * speculative.tokens_per_request
     if scheduler.max_num_batched_tokens < needed:
@@ -362,6 +353,26 @@ def _resolve_speculation(config: VllmConfig) -> None:
             "the host advances their grammar and learns of drafts later than the device verifies "
             "them; such requests decode one token per step beside the others",
         )
+
+
+def _check_loaded_rows(config: VllmConfig) -> None:
+    """`VLLMValidationError` for a drafter beside a connector that cannot load what it keeps."""
+    drafter, transfer = config.drafter, config.kv_transfer_config
+    if drafter is None or not drafter.reads_target or not transfer or not transfer.is_kv_consumer:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if connector.loads_drafter_rows(transfer, drafter.num_ahead):
+        return
+    why = "does not load the rows of a drafter's own layers"
+    if connector.loads_drafter_rows(transfer, 0):
+        why = f"does not compare the token after what it loads, which {drafter.method} depends on"
+    raise VLLMValidationError(
+        f"speculative_config method {drafter.method} beside kv_connector {transfer.kv_connector} "
+        f"with kv_role {transfer.kv_role}, which {why}; use OffloadingConnector, kv_role "
+        "kv_producer, or method draft_model or ngram",
+        parameter="kv_transfer_config.kv_role",
+        value=transfer.kv_role,
+    )
 
 
 def _check_hybrid_manager(config: VllmConfig) -> None:

@@ -84,24 +84,29 @@ def drafted(llm: LLM) -> dict[str, float]:
 
 
 def test_heads_on_the_target_are_refused_at_the_start(tmp_path: Path) -> None:
-    """Their last row depends on a token that the producer does not have."""
+    """Their last row depends on a token that the producer does not have. What loads no rows of a
+    drafter at all is told apart, and what compares that token is taken, also by its flag."""
     target = with_mtp(tiny_model("qwen3_5"), tmp_path / "mtp", mtp_tensors(TINY))
 
-    def config(role: str) -> None:
+    def config(role: str = "", **options: Any) -> None:
         EngineArgs(
             model=str(target),
             dtype="float32",
             max_model_len=128,
-            kv_transfer_config=transfer(role),
             speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+            **({"kv_transfer_config": transfer(role)} if role else options),
         ).create_engine_config()
 
     for role in ("kv_consumer", "kv_both"):
         with pytest.raises(
-            VLLMValidationError, match="method mtp beside kv_connector P2pConnector"
+            VLLMValidationError, match="mtp beside kv_connector P2pConnector.*not compare the token"
         ):
             config(role)
     config("kv_producer")
+    config(kv_offloading_size=0.1)
+    stored = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(VLLMValidationError, match="ExampleConnector.*does not load the rows of a"):
+        config(kv_transfer_config=stored)
 
 
 # ---- engines that differ ------------------------------------------------------------------------

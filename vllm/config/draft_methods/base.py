@@ -29,6 +29,8 @@ class DraftSettings:
     method: ClassVar[str]
     #: whether the drafter reads the target's hidden states (eagle3, mtp, dflash)
     reads_target: ClassVar[bool] = False
+    #: tokens after its own that a row of the drafter's layers depends on
+    num_ahead: ClassVar[int] = 0
     #: whether the drafter is a model of its own (draft_model)
     is_draft_model: ClassVar[bool] = False
     #: whether requests bring their drafts (`SamplingParams.extra_args`)

@@ -23,6 +23,7 @@ class Eagle3Settings(SpeculatorsHeadSettings):
     """An EAGLE-3 head in the speculators format; `model` is its checkpoint."""
 
     method: ClassVar[str] = "eagle3"
+    num_ahead: ClassVar[int] = 1
     layer_models: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
 
     @property

@@ -28,6 +28,7 @@ class MtpSettings(DraftSettings):
 
     method: ClassVar[str] = "mtp"
     reads_target: ClassVar[bool] = True
+    num_ahead: ClassVar[int] = 1
     knows_num_tokens: ClassVar[bool] = True
 
     model: str | None = None

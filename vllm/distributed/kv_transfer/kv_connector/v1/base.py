@@ -166,6 +166,13 @@ class KVConnectorBase_V1(ABC):
         return True
 
     @classmethod
+    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
+        """Whether this class, configured like this, loads what drafters that read the target keep:
+        the rows of their layers, which make no per-layer calls, each compared by the `num_ahead`
+        tokens after its own, too, on which it depends (`KVCacheSpec.num_lookahead_tokens`)."""
+        return False
+
+    @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether this class, configured like this, works where each worker has a part of the
         layers: groups without layers there, and other bytes in a page than elsewhere."""

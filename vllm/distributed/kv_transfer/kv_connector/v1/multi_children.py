@@ -93,6 +93,15 @@ class MultiConnectorClass(KVConnectorBase_V1):
         return any(child.reads_recurrent_state(own) for child, own in children)
 
     @classmethod
+    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
+        children = child_classes(kv_transfer_config.kv_connector_extra_config)
+        return all(
+            child.loads_drafter_rows(config, num_ahead)
+            for child, config in children
+            if config.is_kv_consumer
+        )
+
+    @classmethod
     def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
         children = child_classes(kv_transfer_config.kv_connector_extra_config)
         return all(child.supports_pipeline_stages(config) for child, config in children)

@@ -100,6 +100,10 @@ class OffloadingConnector(ArenaConnector):
         return FileStore(self._settings.files.root_dir, identity, rank)
 
     @classmethod
+    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
+        return True  # tiers are searched as the device's cache is, by the groups' own managers
+
+    @classmethod
     def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
         return arrival_device_bytes(device_type)
 

@@ -104,6 +104,11 @@ class P2pConnector(ArenaConnector):
         return sides * staging_device_bytes(settings.staging_bytes)
 
     @classmethod
+    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
+        """The producer does not know the token after what it hands on."""
+        return num_ahead == 0
+
+    @classmethod
     def check_request(
         cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
     ) -> None:
