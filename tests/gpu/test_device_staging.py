@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import Place
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Deadline
 from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan
 
 pytestmark = pytest.mark.gpu
@@ -114,8 +113,8 @@ def test_blocks_pass_through_the_device_as_through_the_host() -> None:
     for device in (CUDA, torch.device("cpu")):
         staging = Staging(2**16, device.type == "cpu", device, smallest=1280)
         sealer = staging.make_sealer("test")
-        staging.allocate(100, Deadline(1))
-        offset = staging.allocate(size, Deadline(1))
+        staging.allocate(100, 1.0)
+        offset = staging.allocate(size, 1.0)
         segment = staging.buffer[offset : offset + size]
         copies = BlockCopies(there, plan)
         copies.to_staging(places, segment, copies.mark())

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import RemoteState
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.receiving import Receiver
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import NoRoom, Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     Deadline,
     MessageServer,
@@ -264,14 +264,40 @@ def test_a_peer_that_differs_is_refused(
 
 def test_staging_waits_for_room_and_gives_up() -> None:
     staging = Staging(1024, pinned=False)
-    first, second = (staging.allocate(500, Deadline(1)) for _ in range(2))
-    with pytest.raises(PeerLost, match="300 bytes of staging memory"):
-        staging.allocate(300, Deadline(0.05))
+    first, second = (staging.allocate(500, 1.0) for _ in range(2))
+    with pytest.raises(NoRoom, match=r"300 bytes of staging memory .*: none was given back for"):
+        staging.allocate(300, 0.05)
+    with pytest.raises(NoRoom, match="raise staging_bytes"):
+        staging.allocate(1025, 60.0)
     threading.Timer(0.05, staging.free, [first]).start()
-    assert staging.allocate(300, Deadline(60)) == first
+    assert staging.allocate(300, 60.0) == first
     staging.free(first)
     staging.free(second)
-    assert staging.used_bytes == 0 and staging.allocate(1024, Deadline(1)) == 0
+    assert staging.used_bytes == 0 and staging.allocate(1024, 1.0) == 0
+
+
+def test_staging_is_given_out_in_turn() -> None:
+    """Small segments do not pass a large one for ever."""
+    staging = Staging(1024)
+    got: list[str] = []
+
+    def take(name: str, size: int) -> None:
+        offset = staging.allocate(size, 60.0)
+        got.append(name)
+        staging.free(offset)
+
+    halves = [staging.allocate(512, 1.0) for _ in range(2)]
+    threads = []
+    for name, size in (("large", 1024), ("small", 256)):
+        threads.append(threading.Thread(target=take, args=(name, size)))
+        threads[-1].start()
+        while len(staging._queue) < len(threads):
+            time.sleep(0.001)
+    for half in halves:
+        staging.free(half)
+    for thread in threads:
+        thread.join(60)
+    assert got == ["large", "small"]
 
 
 def test_a_message_cut_off_is_no_answer() -> None:

@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer's worker: fetches state, and lets it into the arena when it is what was sealed."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     BlockCopies,
     parts,
     segment_bytes,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
-    HandshakeRefused,
-    Identity,
-    compare,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import HandshakeRefused, Identity
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.lanes import Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
     MAX_WAIT_S,
     P2pStats,
     ReceiveJob,
     RemoteState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.peers import Peer, Peers
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import NoRoom, Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import (
     Range,
     StillWriting,
@@ -48,24 +48,18 @@ from vllm.v1.kv_cache_interface import ArenaPlan
 
 logger = init_logger(__name__)
 
-_NUM_THREADS = 4
+#: requests of one peer that are fetched at a time
+_PER_PEER = 4
 #: leases are extended this often before they end
 _BEATS_PER_LEASE = 6
 #: whatever a peer says of its leases
 _MIN_BEAT_S = 0.05
-#: a peer that does not answer a heartbeat must not keep the others waiting
-_BEAT_TIMEOUT_S = 1.0
-#: longest answer to a greeting, and to messages that are answered with a word
-_MAX_HELLO_BYTES = 4 * 2**20
+#: longest wait for an answer that nobody needs
+_WORD_TIMEOUT_S = 1.0
+#: longest answer to messages that are answered with a word
 _MAX_WORD_BYTES = 64 * 2**10
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """A producer that keeps the same kind of state: its name at the transport, and its leases."""
-
-    name: str
-    lease_s: float
+#: a peer's request may have staging memory for `timeout_s`; those of others wait longer for it
+_ROOM_TIMEOUTS = 2
 
 
 class Receiver:
@@ -82,18 +76,18 @@ class Receiver:
         timeout_s: float,
     ) -> None:
         self._copies, self._staging, self._transport = copies, staging, transport
-        self._identity, self._rank, self._num_ranks = identity, rank, num_ranks
-        self._timeout_s = timeout_s
+        self._rank, self._timeout_s = rank, timeout_s
+        self._peers = Peers(transport, identity, rank, num_ranks)
         self._lock = threading.Lock()
-        self._handshake_lock = threading.Lock()
-        self._peers: dict[tuple[str, Address], _Peer] = {}
         self._received: dict[str, bool] = {}
         self._stats = P2pStats()
         self._changed = threading.Condition()
         self._expected: set[RemoteState] = set()
+        self._extending: set[Address] = set()
         self._beat_s = 1.0
         self._closed = False
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-receive")
+        self._fetches = Lanes("kv-p2p-receive", _PER_PEER)
+        self._words = Lanes("kv-p2p-words", 1)
         self._sealer = staging.make_sealer("kv-p2p-check")
         self._beats = threading.Thread(target=self._beat, name="kv-p2p-beats", daemon=True)
         self._beats.start()
@@ -108,11 +102,12 @@ class Receiver:
 
     def give_up(self, remote: RemoteState) -> None:
         """The state will not be fetched."""
-        self._threads.submit(self._finish, remote)
+        self._finish(remote)
 
     def receive(self, job: ReceiveJob) -> None:
         """Fill blocks that nothing launched from here on touches before the report."""
-        self._threads.submit(self._receive, job, self._copies.mark(), Deadline(self._timeout_s))
+        after, peer = self._copies.mark(), _lane(job.remote)
+        self._fetches.submit(peer, lambda since: self._receive(job, after, since))
 
     def take_received(self) -> dict[str, bool]:
         """Request id -> whether its state has come, of the jobs that ended."""
@@ -127,17 +122,18 @@ class Receiver:
 
     # ---- one request ---------------------------------------------------------------------------
 
-    def _receive(self, job: ReceiveJob, after: torch.cuda.Event | None, deadline: Deadline) -> None:
+    def _receive(self, job: ReceiveJob, after: torch.cuda.Event | None, since: float) -> None:
         began = time.perf_counter()
         arrived = False
         try:
-            num_bytes = self._fetch(job, after, deadline)
+            num_bytes = self._fetch(job, after, Deadline(self._timeout_s, since))
             seconds = time.perf_counter() - began
             arrived = True
+            self._fetches.note_progress(_lane(job.remote))
             counts = {"received_requests": 1, "received_bytes": num_bytes}
             with self._lock:
                 self._stats.add(**counts, receive_seconds=seconds)
-        except (PeerLost, PeerRefused, HandshakeRefused, SealBroken, StillWriting) as error:
+        except (PeerLost, PeerRefused, HandshakeRefused, SealBroken, StillWriting, NoRoom) as error:
             logger.error("request %s: its state cannot be fetched: %s", job.req_id, error)
         except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError) as error:
             logger.error(
@@ -156,110 +152,100 @@ class Receiver:
             self._finish(job.remote)
 
     def _fetch(self, job: ReceiveJob, after: torch.cuda.Event | None, deadline: Deadline) -> int:
-        peer = self._greet(job.remote, deadline)
-        question = {
-            "op": "describe",
-            "engine_id": job.remote.engine_id,
-            "req_id": job.remote.req_id,
-            "wait_s": min(deadline.left(peer.name), MAX_WAIT_S),
-        }
-        try:
-            described = ask(self._address(job.remote), question, deadline)
+        """Bytes that came."""
+        with self._peers.using(job.remote, deadline) as peer:
+            self._beat_for(peer)
+            question = {
+                "op": "describe",
+                "engine_id": job.remote.engine_id,
+                "req_id": job.remote.req_id,
+                "wait_s": min(deadline.left(peer.label), MAX_WAIT_S),
+            }
+            described = ask(self._peers.address(job.remote), question, deadline)
             sources = _sources(job, described, self._copies.plan)
             size = segment_bytes(self._copies.plan, job.places)
-            offset = self._staging.allocate(size, deadline)
-        except PeerLost:
-            self._part_with(job.remote)
-            raise
-        try:
-            reads = _merged(sources, described["offset"], offset)
-            self._transport.read(peer.name, reads, deadline)
-            segment = self._staging.buffer[offset : offset + size]
-            found = self._sealer.digests(segment, [(s.local, s.size) for s in sources])
-            for source, one in zip(sources, found, strict=True):
-                what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
-                compare_digests(one, source.sealed, what)
-            self._copies.to_arena(job.places, segment, after)
-        except StillWriting:
-            self._part_with(job.remote)
-            raise  # the segment stays taken: something may still write to it
-        except BaseException as error:
-            if isinstance(error, PeerLost):
-                self._part_with(job.remote)
+            offset = self._room(size, deadline)
+            try:
+                peer.check()
+                reads = _merged(sources, described["offset"], offset)
+                self._transport.read(peer.name, reads, deadline)
+                self._let_in(job, sources, self._staging.buffer[offset : offset + size], after)
+            except StillWriting:
+                raise  # the segment stays taken: something may still write to it
+            except BaseException:
+                self._staging.free(offset)
+                raise
             self._staging.free(offset)
-            raise
-        self._staging.free(offset)
-        return size
+            return size
+
+    def _room(self, size: int, deadline: Deadline) -> int:
+        """Offset of a segment of staging memory; the wait for it is not a wait for the peer."""
+        began = time.monotonic()
+        offset = self._staging.allocate(size, _ROOM_TIMEOUTS * self._timeout_s)
+        deadline.postpone(time.monotonic() - began)
+        return offset
+
+    def _let_in(
+        self,
+        job: ReceiveJob,
+        sources: Sequence[_Source],
+        segment: Tensor,
+        after: torch.cuda.Event | None,
+    ) -> None:
+        """Copy a segment to the arena if it is what was sealed."""
+        found = self._sealer.digests(segment, [(s.local, s.size) for s in sources])
+        for source, one in zip(sources, found, strict=True):
+            what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
+            compare_digests(one, source.sealed, what)
+        self._copies.to_arena(job.places, segment, after)
+
+    # ---- words that nobody waits for -----------------------------------------------------------
 
     def _finish(self, remote: RemoteState) -> None:
         """Tell the producer that its copy is not needed; its lease ends by itself if it is not
         there to hear that."""
         with self._changed:
             self._expected.discard(remote)
-        if self._rank >= len(remote.ports):
-            return
-        try:
+        if self._rank < len(remote.ports):
+            address = self._peers.address(remote)
             message = {"op": "done", "req_id": remote.req_id}
-            deadline = Deadline(min(self._timeout_s, _BEAT_TIMEOUT_S))
-            ask(self._address(remote), message, deadline, _MAX_WORD_BYTES)
+            self._words.submit(address, lambda since: self._tell(address, message))
+
+    def _tell(self, address: Address, message: Message) -> None:
+        deadline = Deadline(min(self._timeout_s, _WORD_TIMEOUT_S))
+        try:
+            ask(address, message, deadline, _MAX_WORD_BYTES)
         except (PeerLost, PeerRefused) as error:
-            logger.debug("%s was not told that it may forget: %s", remote.req_id, error)
+            logger.debug("a peer did not hear %s: %s", message, error)
 
-    # ---- peers ---------------------------------------------------------------------------------
+    def _extend(self, address: Address, message: Message) -> None:
+        self._tell(address, message)
+        with self._changed:
+            self._extending.discard(address)
 
-    def _address(self, remote: RemoteState) -> Address:
-        return remote.host, remote.ports[self._rank]
-
-    def _greet(self, remote: RemoteState, deadline: Deadline) -> _Peer:
-        """The producer, after both were found to keep the same kind of state."""
-        if len(remote.ports) != self._num_ranks:
-            raise HandshakeRefused(
-                f"{remote.host} keeps state on other ranks: tensor_parallel_size is "
-                f"{self._num_ranks} here and {len(remote.ports)} there; both sides need the same"
-            )
-        address = self._address(remote)
-        key = remote.engine_id, address
-        with self._handshake_lock:
-            if (known := self._peers.get(key)) is not None:
-                return known
-            reply = ask(address, {"op": "hello"}, deadline, _MAX_HELLO_BYTES)
-            if reply["engine_id"] != remote.engine_id:
-                raise PeerRefused(
-                    f"{address[0]}:{address[1]} is engine {reply['engine_id']} now, not "
-                    f"{remote.engine_id}"
-                )
-            compare(self._identity, reply["identity"], f"{address[0]}:{address[1]}")
-            name = self._transport.connect(address, reply["transport"])
-            peer = self._peers[key] = _Peer(name, float(reply["lease_s"]))
+    def _beat_for(self, peer: Peer) -> None:
+        """Extend leases as often as this peer's need it."""
         with self._changed:
             self._beat_s = max(_MIN_BEAT_S, min(self._beat_s, peer.lease_s / _BEATS_PER_LEASE))
-        return peer
-
-    def _part_with(self, remote: RemoteState) -> None:
-        """Whoever comes next introduces himself anew."""
-        with self._handshake_lock:
-            peer = self._peers.pop((remote.engine_id, self._address(remote)), None)
-            if peer is not None:
-                self._transport.disconnect(peer.name)
 
     def _beat(self) -> None:
         """Thread: extend the leases of what is expected."""
         while True:
             with self._changed:
-                if not self._closed:  # while a peer was talked to nobody waited to be told
+                if not self._closed:
                     self._changed.wait(self._beat_s if self._expected else None)
                 if self._closed:
                     return
                 waiting: dict[Address, list[str]] = defaultdict(list)
                 for remote in self._expected:
                     if self._rank < len(remote.ports):
-                        waiting[self._address(remote)].append(remote.req_id)
+                        waiting[self._peers.address(remote)].append(remote.req_id)
+                for address in self._extending & waiting.keys():
+                    del waiting[address]  # it has not answered yet
+                self._extending.update(waiting)
             for address, req_ids in waiting.items():
-                message = {"op": "extend", "req_ids": req_ids}
-                try:
-                    ask(address, message, Deadline(_BEAT_TIMEOUT_S), _MAX_WORD_BYTES)
-                except (PeerLost, PeerRefused) as error:
-                    logger.debug("a lease could not be extended: %s", error)
+                extend = partial(self._extend, address, {"op": "extend", "req_ids": req_ids})
+                self._words.submit(address, lambda since, extend=extend: extend())
 
     def close(self) -> None:
         """Give up what has not arrived; returns at the deadline of those at the latest."""
@@ -267,9 +253,15 @@ class Receiver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._fetches.close()
+        self._words.close()
         self._sealer.close()
         self._beats.join()
+
+
+def _lane(remote: RemoteState) -> Hashable:
+    """Whose requests wait for one another."""
+    return remote.host, remote.ports
 
 
 class _Source(NamedTuple):

@@ -23,15 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import Identity
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import MAX_WAIT_S, P2pStats, SendJob
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import Staging
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import NoRoom, Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
-    Deadline,
-    Handler,
-    Message,
-    PeerLost,
-    send,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Handler, Message, send
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -100,7 +94,7 @@ class Sender:
                 self._held[job.req_id] = held
                 self._stats.add(sent_requests=1, sent_bytes=held.description["bytes"])
             return
-        except PeerLost as error:
+        except NoRoom as error:
             reason = str(error)
             level = logging.DEBUG if self._closed else logging.ERROR
             logger.log(level, "request %s is not handed on: %s", job.req_id, error)
@@ -117,7 +111,7 @@ class Sender:
     def _seal(self, job: SendJob, after: torch.cuda.Event | None) -> _Held:
         plan = self._copies.plan
         size = segment_bytes(plan, job.places)
-        offset = self._staging.allocate(size, Deadline(self._lease_s))
+        offset = self._staging.allocate(size, self._lease_s)
         try:
             segment = self._staging.buffer[offset : offset + size]
             self._copies.to_staging(job.places, segment, after)

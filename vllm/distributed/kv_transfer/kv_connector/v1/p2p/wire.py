@@ -41,11 +41,11 @@ class PeerRefused(RuntimeError):
 
 
 class Deadline:
-    """A point in time `seconds` from now."""
+    """A point in time `seconds` after `since` (monotonic), or from now."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, since: float | None = None) -> None:
         self._seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._end = (time.monotonic() if since is None else since) + seconds
 
     def left(self, what: str) -> float:
         """Seconds left, above 0; `PeerLost` when there are none."""
@@ -53,6 +53,10 @@ class Deadline:
         if left <= 0:
             raise PeerLost(f"{what}: no answer within {self._seconds:g} s")
         return left
+
+    def postpone(self, seconds: float) -> None:
+        """The peer was not waited for during so many seconds."""
+        self._end += seconds
 
 
 def send(connection: socket.socket, message: Message) -> None:
