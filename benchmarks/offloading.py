@@ -120,7 +120,7 @@ def measure_copy(args: argparse.Namespace) -> dict[str, Any]:
     arena = torch.zeros((pages + 1) * plan.page_bytes, dtype=torch.uint8, device=device)
     host = HostMemory(plan, pages, pinned=ON_GPU)
     host.buffer.zero_()  # its pages are there before anything is timed
-    transfers = Transfers(arena, plan, host, None)
+    transfers = Transfers(arena, plan, host, None, ended=lambda: None)
     results: dict[str, Any] = {}
     source, target = arena[: pages * plan.page_bytes], host.buffer
     plain = min(_timed_copy(target, source) for _ in range(5))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
@@ -36,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_children import MultiConnectorClass
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import SchedulerStats
@@ -313,6 +317,42 @@ def test_children_have_the_parents_engine_id_or_their_own() -> None:
     ids = [c._kv_transfer_config.engine_id for c in multi._children]
     assert ids == [multi._kv_transfer_config.engine_id, "mine"]
     assert multi._vllm_config.kv_transfer_config.kv_connector == "MultiConnector"
+
+
+def test_waiting_ends_with_the_first_child_that_has_something() -> None:
+    """Also where that is a child of a child; the end is told once."""
+    inner = child("MultiConnector", connectors=[child(), child()])
+    del inner["kv_connector_module_path"]
+    multi = make(child(), inner, role=KVConnectorRole.WORKER)
+    _, nested = multi._children
+    for ends in (multi._children[0], nested._children[1]):
+        began = time.monotonic()
+        multi.wait_for_transfers(0.02)
+        assert time.monotonic() - began >= 0.02
+        threading.Timer(0.02, ends.transfer_ended).start()
+        multi.wait_for_transfers(120)
+        assert time.monotonic() - began < 60
+        multi.begin_reports()
+
+
+#: what the base does for all children at once -> why that is right
+ANSWERED_BY_THE_BASE = {
+    "role": "children have the same",
+    "takes_arena": "`register_memory` asks each child",
+    "register_arena": "`register_memory` calls each child's",
+    "has_connector_metadata": "what is bound to the children is bound to it",
+    "transfer_ended": "the children's ends are its own: they share the event",
+    "wait_for_transfers": "as above",
+    "begin_reports": "as above",
+}
+
+
+def test_every_call_reaches_the_children() -> None:
+    """A method that the base gains must be forwarded, or a reason be given here."""
+    public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    calls = {n for n in public if not isinstance(vars(KVConnectorBase_V1)[n], type | None)}
+    own = vars(MultiConnector).keys() | vars(MultiConnectorClass).keys()
+    assert calls - own == ANSWERED_BY_THE_BASE.keys()
 
 
 def test_every_child_is_shut_down() -> None:

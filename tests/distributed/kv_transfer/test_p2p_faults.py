@@ -91,6 +91,23 @@ def test_all_of_it_comes(tmp_path: Path) -> None:
         assert engine.requests[name].num_external_computed_tokens == len(PROMPTS[0]) + 3
 
 
+def test_a_step_that_waits_ends_with_the_transfer(tmp_path: Path) -> None:
+    """What has come, and what was staged, is reported by the step that waited for it."""
+    with running(loopback(timeout_s=60.0), "attention", tmp_path) as engine:
+        name = engine.add(left_behind(engine))
+        transfer, began = engine.scheduler.transfer, time.monotonic()
+        assert transfer is not None
+        for waited_for in (transfer.loading, transfer.sending):
+            while not waited_for:
+                engine.step()
+            while waited_for:
+                engine.step()  # it begins in a step, and is reported by one
+                if waited_for:
+                    engine.worker.wait_for_transfers(60)
+        assert engine.requests[name].num_external_computed_tokens
+        assert time.monotonic() - began < 50, "nobody waited for the limit"
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_damage_is_noticed(damage: str, policy: str, tmp_path: Path) -> None:
@@ -345,7 +362,7 @@ def test_an_engine_ends_while_it_extends_a_lease() -> None:
     server = MessageServer("127.0.0.1", 0, {"extend": extend})
     copies: Any = None
     transport: Any = None
-    receiver = Receiver(copies, Staging(4096, False), transport, {}, 0, 1, 5.0)
+    receiver = Receiver(copies, Staging(4096, False), transport, {}, 0, 1, 5.0, lambda: None)
     receiver.expect(RemoteState("engine", "r", "127.0.0.1", (server.port,), 1))
     assert asked.wait(60)
     with receiver._changed:

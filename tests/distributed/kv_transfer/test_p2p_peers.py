@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class Producer:
         transport = TcpTransport()
         transport.register(self.staging.buffer, None)
         copies = BlockCopies(self.arena, plan)
-        self.sender = Sender(copies, self.staging, transport, name, {}, lease_s=300.0)
+        self.told = threading.Event()
+        self.sender = Sender(copies, self.staging, transport, name, {}, 300.0, self.told.set)
         self.server = MessageServer("127.0.0.1", 0, self.sender.handlers())
         self._released = threading.Event()
         self.hung = 0
@@ -84,8 +86,8 @@ class Producer:
         req_id = f"{self.name}-{number}"
         self.arena.fill_(number)
         self.sender.stage(SendJob(req_id, 8, 1, PLACES))
-        staged: set[str] = set()
-        wait_until(lambda: staged.update(self.sender.take_staged()) or req_id in staged)
+        assert self.told.wait(60) and self.sender.take_staged() == {req_id}
+        self.told.clear()
         return RemoteState(self.name, req_id, "127.0.0.1", (self.server.port,), 8)
 
     def hang(self, op: str) -> None:
@@ -141,8 +143,10 @@ class Consumer:
         self.staging = Staging(room * segment_bytes(plan, PLACES))
         self.transport = CountingTransport()
         self.transport.register(None, self.staging.buffer)
+        self.told = threading.Event()
+        copies = BlockCopies(self.arena, plan)
         self.receiver = Receiver(
-            BlockCopies(self.arena, plan), self.staging, self.transport, {}, 0, 1, timeout_s
+            copies, self.staging, self.transport, {}, 0, 1, timeout_s, self.told.set
         )
         self.ended: dict[str, bool] = {}
         self._first_blocks: dict[str, int] = {}
@@ -221,6 +225,17 @@ def test_leases_of_others_are_extended_beside_a_peer_that_hangs(
         assert told.wait(40) and hung.hung == 1
         hung.release()
         wait_until(lambda: hung.hung > 1)  # it is told again once it answers
+
+
+def test_the_end_of_a_fetch_is_told_when_there_is_a_report(plan: ArenaPlan) -> None:
+    with engines(plan) as (peer, _, consumer):
+        found, refused = peer.keeps(1), replace(peer.keeps(2), num_tokens=9)
+        for remote, arrived in ((found, True), (refused, False)):
+            assert not consumer.told.is_set()
+            consumer.fetch(remote)
+            assert consumer.told.wait(60)
+            assert consumer.receiver.take_received() == {remote.req_id: arrived}
+            consumer.told.clear()
 
 
 def test_memory_that_is_short_is_waited_for(plan: ArenaPlan) -> None:

@@ -96,6 +96,7 @@ def _begin(
 def _collect(
     connector: KVConnectorBase_V1, finished_req_ids: set[str], report: KVConnectorOutput
 ) -> None:
+    connector.begin_reports()
     report.finished_sending, report.finished_recving = connector.get_finished(finished_req_ids)
     report.invalid_blocks = connector.get_blocks_with_load_errors()
     report.invalid_block_ids = connector.get_block_ids_with_load_errors()

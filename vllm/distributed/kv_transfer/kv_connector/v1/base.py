@@ -14,13 +14,13 @@ decides (what to load, what to save, when blocks may be freed) and sends its dec
   `get_finished`, `get_blocks_with_load_errors`, `get_block_ids_with_load_errors`,
   `take_failed_requests`, statistics and events, `clear_connector_metadata`. A step without tokens
   has no layer calls and no `wait_for_save`; with nothing to do but to wait for transfers it calls
-  `wait_for_transfers` before `get_finished`.
+  `wait_for_transfers` before `get_finished`, which returns once `transfer_ended` was called.
 """
 
 from __future__ import annotations
 
 import enum
-import time
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -114,6 +114,7 @@ class KVConnectorBase_V1(ABC):
                 f"{type(self).__name__} needs vllm_config.kv_transfer_config, which is None"
             )
         self._connector_metadata: KVConnectorMetadata | None = None
+        self._transfers_ended = threading.Event()
         self._vllm_config = vllm_config
         self._kv_transfer_config: KVTransferConfig = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
@@ -290,10 +291,24 @@ class KVConnectorBase_V1(ABC):
     def wait_for_save(self) -> None:
         """Return when the cache may be overwritten (in stream order)."""
 
+    def transfer_ended(self) -> None:
+        """Call this, from any thread, when a transfer has ended that the next reports can tell of:
+        `get_finished`, load errors, `build_connector_worker_meta`. A step that waits goes on."""
+        self._transfers_ended.set()
+
+    def share_transfers_ended(self, event: threading.Event) -> None:
+        """From here on `transfer_ended` sets `event`, for which somebody else waits."""
+        self._transfers_ended = event
+
     def wait_for_transfers(self, timeout_s: float) -> None:
         """In a step that has nothing to compute: return when a transfer has ended that the step's
-        reports can tell of, after `timeout_s` at the latest."""
-        time.sleep(timeout_s)
+        reports can tell of, after `timeout_s` at the latest. Of a connector among others only
+        `transfer_ended` counts, and this is not called."""
+        self._transfers_ended.wait(timeout_s)
+
+    def begin_reports(self) -> None:
+        """Before a step's reports are asked for: what ended until now is in them."""
+        self._transfers_ended.clear()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """`(sending, recving)`: requests whose transfers are complete.

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -71,9 +72,9 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._children: list[KVConnectorBase_V1] = []
         for _, child_config in children_of(vllm_config):
-            self._children.append(
-                KVConnectorFactory.create_connector(child_config, role, kv_cache_config)
-            )
+            child = KVConnectorFactory.create_connector(child_config, role, kv_cache_config)
+            child.share_transfers_ended(self._transfers_ended)
+            self._children.append(child)
         # Scheduler side: which child loads a request.
         self._loading: dict[str, int] = {}
         # Scheduler side: how many further children hold a finished request's blocks.
@@ -97,6 +98,11 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
     wait_for_layer_load = _by_each(KVConnectorBase_V1.wait_for_layer_load)
     save_kv_layer = _by_each(KVConnectorBase_V1.save_kv_layer)
     wait_for_save = _by_each(KVConnectorBase_V1.wait_for_save)
+
+    def share_transfers_ended(self, event: threading.Event) -> None:
+        super().share_transfers_ended(event)
+        for child in self._children:
+            child.share_transfers_ended(event)
 
     def _with_parts(
         self, message: KVConnectorMetadata

@@ -122,7 +122,7 @@ class OffloadingConnector(ArenaConnector):
     def register_arena(self, arena: Tensor, plan: ArenaPlan) -> None:
         host = HostMemory(plan, self._host_pages, pinned=arena.is_cuda)
         files = self._file_store(get_tensor_model_parallel_rank())
-        self._transfers = Transfers(arena, plan, host, files)
+        self._transfers = Transfers(arena, plan, host, files, self.transfer_ended)
 
     @property
     def _moves(self) -> Transfers:
@@ -147,9 +147,6 @@ class OffloadingConnector(ArenaConnector):
         if get_tensor_model_parallel_rank() == 0:
             self._stats.add(**metadata.counts)
             self._stats.data.update(metadata.gauges)
-
-    def wait_for_transfers(self, timeout_s: float) -> None:
-        self._moves.wait_for_reports(timeout_s)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         loaded = self._moves.take_loaded()

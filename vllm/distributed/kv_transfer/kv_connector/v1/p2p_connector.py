@@ -145,7 +145,13 @@ class P2pConnector(ArenaConnector):
         identity[staging_device.KEY] = staging.buffer.device.type
         if outgoing is not None:
             self._sender = Sender(
-                copies, outgoing, transport, transfer.engine_id, identity, settings.lease_s
+                copies,
+                outgoing,
+                transport,
+                transfer.engine_id,
+                identity,
+                settings.lease_s,
+                self.transfer_ended,
             )
             parallel = self._vllm_config.parallel_config
             first = settings.port + parallel.data_parallel_rank * parallel.world_size
@@ -160,7 +166,14 @@ class P2pConnector(ArenaConnector):
                 else "kv_connector_extra_config has no allowed_peers",
             )
             self._receiver = Receiver(
-                copies, incoming, transport, identity, rank, self._num_ranks, settings.timeout_s
+                copies,
+                incoming,
+                transport,
+                identity,
+                rank,
+                self._num_ranks,
+                settings.timeout_s,
+                self.transfer_ended,
             )
 
     def _stage(

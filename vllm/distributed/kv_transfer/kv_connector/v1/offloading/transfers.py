@@ -63,10 +63,16 @@ class _Parts:
 
 
 class Transfers:
-    """One worker's transfers between its `arena` and `host`; `files` may be None."""
+    """One worker's transfers between its `arena` and `host`; `files` may be None. `ended` is called
+    when there is a report to take, by the thread that made it."""
 
     def __init__(
-        self, arena: Tensor, plan: ArenaPlan, host: HostMemory, files: FileStore | None
+        self,
+        arena: Tensor,
+        plan: ArenaPlan,
+        host: HostMemory,
+        files: FileStore | None,
+        ended: Callable[[], None],
     ) -> None:
         self._arena, self._plan, self._host, self._files = arena, plan, host, files
         #: digest of what every host block holds, by group
@@ -78,7 +84,7 @@ class Transfers:
         self._threads = ThreadPoolExecutor(num_threads(), "kv-offload")
         self._writer = ThreadPoolExecutor(1, "kv-offload-files")
         self._lock = threading.Lock()
-        self._reported = threading.Condition(self._lock)
+        self._ended = ended
         self._copied: dict[int, JobReport] = {}
         self._written: dict[int, JobReport] = {}
         self._loaded: dict[str, set[int]] = {}
@@ -98,13 +104,6 @@ class Transfers:
         with self._lock:
             loaded, self._loaded = self._loaded, {}
         return loaded
-
-    def wait_for_reports(self, timeout_s: float) -> None:
-        """Until there is one to take, `timeout_s` at most."""
-        with self._reported:
-            self._reported.wait_for(
-                lambda: self._copied or self._written or self._loaded, timeout_s
-            )
 
     def take_stats(self) -> OffloadingStats:
         with self._lock:
@@ -127,9 +126,9 @@ class Transfers:
             num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
             seconds = time.perf_counter() - began
             self._count(store_bytes=num_bytes, store_blocks=len(job.blocks), store_seconds=seconds)
-            with self._reported:
+            with self._lock:
                 self._copied[job.job_id] = JobReport(1, frozenset(failed))
-                self._reported.notify_all()
+            self._ended()
             if any(block.name is not None for block in job.blocks):
                 self._writer.submit(self._write, job, failed)
 
@@ -182,9 +181,9 @@ class Transfers:
                 logger.error("cannot write %s: %s", self._files.path(block.name), error)
                 self._count(file_write_failures=1)
                 failed = failed | {i}
-        with self._reported:
+        with self._lock:
             self._written[job.job_id] = JobReport(1, frozenset(failed))
-            self._reported.notify_all()
+        self._ended()
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove files, after what is being written."""
@@ -210,9 +209,9 @@ class Transfers:
             num_bytes = sum(self._plan.groups[b.group].block_bytes for b in job.blocks)
             seconds = time.perf_counter() - began
             self._count(load_bytes=num_bytes, load_blocks=len(job.blocks), load_seconds=seconds)
-            with self._reported:
+            with self._lock:
                 self._loaded[job.req_id] = failed
-                self._reported.notify_all()
+            self._ended()
 
         tasks = self._load_tasks(job)
         counter = _Parts(len(tasks), done)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -63,7 +63,8 @@ _ROOM_TIMEOUTS = 2
 
 
 class Receiver:
-    """`rank` of a consumer talks to the producer's worker of the same rank."""
+    """`rank` of a consumer talks to the producer's worker of the same rank. `ended` is called when
+    there is something for `take_received`, by the thread that brought it."""
 
     def __init__(
         self,
@@ -74,9 +75,10 @@ class Receiver:
         rank: int,
         num_ranks: int,
         timeout_s: float,
+        ended: Callable[[], None],
     ) -> None:
         self._copies, self._staging, self._transport = copies, staging, transport
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank, self._timeout_s, self._ended = rank, timeout_s, ended
         self._peers = Peers(transport, identity, rank, num_ranks)
         self._lock = threading.Lock()
         self._received: dict[str, bool] = {}
@@ -106,8 +108,8 @@ class Receiver:
 
     def receive(self, job: ReceiveJob) -> None:
         """Fill blocks that nothing launched from here on touches before the report."""
-        after, peer = self._copies.mark(), _lane(job.remote)
-        self._fetches.submit(peer, lambda since: self._receive(job, after, since))
+        after = self._copies.mark()
+        self._fetches.submit(_lane(job.remote), partial(self._receive, job, after))
 
     def take_received(self) -> dict[str, bool]:
         """Request id -> whether its state has come, of the jobs that ended."""
@@ -149,6 +151,7 @@ class Receiver:
                 self._received[job.req_id] = arrived
                 if not arrived:
                     self._stats.add(failed_receives=1)
+            self._ended()
             self._finish(job.remote)
 
     def _fetch(self, job: ReceiveJob, after: torch.cuda.Event | None, deadline: Deadline) -> int:
@@ -209,19 +212,21 @@ class Receiver:
         if self._rank < len(remote.ports):
             address = self._peers.address(remote)
             message = {"op": "done", "req_id": remote.req_id}
-            self._words.submit(address, lambda since: self._tell(address, message))
+            self._words.submit(address, partial(self._tell, address, message))
 
-    def _tell(self, address: Address, message: Message) -> None:
+    def _tell(self, address: Address, message: Message, since: float) -> None:
         deadline = Deadline(min(self._timeout_s, _WORD_TIMEOUT_S))
         try:
             ask(address, message, deadline, _MAX_WORD_BYTES)
         except (PeerLost, PeerRefused) as error:
             logger.debug("a peer did not hear %s: %s", message, error)
 
-    def _extend(self, address: Address, message: Message) -> None:
-        self._tell(address, message)
-        with self._changed:
-            self._extending.discard(address)
+    def _extend(self, address: Address, message: Message, since: float) -> None:
+        try:
+            self._tell(address, message, since)
+        finally:
+            with self._changed:
+                self._extending.discard(address)
 
     def _beat_for(self, peer: Peer) -> None:
         """Extend leases as often as this peer's need it."""
@@ -244,8 +249,8 @@ class Receiver:
                     del waiting[address]  # it has not answered yet
                 self._extending.update(waiting)
             for address, req_ids in waiting.items():
-                extend = partial(self._extend, address, {"op": "extend", "req_ids": req_ids})
-                self._words.submit(address, lambda since, extend=extend: extend())
+                message = {"op": "extend", "req_ids": req_ids}
+                self._words.submit(address, partial(self._extend, address, message))
 
     def close(self) -> None:
         """Give up what has not arrived; returns at the deadline of those at the latest."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,8 @@ class _Held:
 
 
 class Sender:
-    """`engine_id`: the name under which consumers know this engine."""
+    """`engine_id`: the name under which consumers know this engine. `ended` is called when there is
+    something for `take_staged`, by the thread that staged it."""
 
     def __init__(
         self,
@@ -55,9 +56,11 @@ class Sender:
         engine_id: str,
         identity: Identity,
         lease_s: float,
+        ended: Callable[[], None],
     ) -> None:
         self._copies, self._staging, self._transport = copies, staging, transport
         self._engine_id, self._identity, self._lease_s = engine_id, identity, lease_s
+        self._ended = ended
         self._changed = threading.Condition()
         self._held: dict[str, _Held] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
@@ -107,6 +110,7 @@ class Sender:
                     self._stats.add(failed_sends=1)
                 self._staged.add(job.req_id)
                 self._changed.notify_all()
+            self._ended()
 
     def _seal(self, job: SendJob, after: torch.cuda.Event | None) -> _Held:
         plan = self._copies.plan
