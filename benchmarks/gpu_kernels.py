@@ -230,7 +230,7 @@ def time_us(runs: Sequence[Callable[[], object]]) -> float:
         runs[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for run in runs:
             run()
     replay = float(triton.testing.do_bench(graph.replay, rep=REPEAT_MS, return_mode="median"))

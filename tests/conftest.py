@@ -98,6 +98,22 @@ def _own_settings_of_a_module() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_stream() -> Iterator[None]:
+    """On a GPU the test runs on a stream that is not the default one, as a worker does: what
+    launches share is then there when the test captures them on the current stream."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Core processes are forked although tests that ran before may have left threads: those are
     idle, and a spawned process would import everything again."""

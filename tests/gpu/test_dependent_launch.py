@@ -37,6 +37,7 @@ def _chain(x: Tensor, gate_up: Tensor, weight: Tensor, case: dict) -> list[Tenso
 
 
 @pytest.mark.parametrize("rows", [1, 48])
+@pytest.mark.usefixtures("own_stream")
 def test_a_replayed_chain_equals_kernels_one_after_the_other(rows, monkeypatch):
     torch.manual_seed(0)
     case = attention_case([(1, 700)] * rows, (16, 4, 256), torch.bfloat16, "cuda")
@@ -50,7 +51,7 @@ def test_a_replayed_chain_equals_kernels_one_after_the_other(rows, monkeypatch):
     own = gate_up.clone()
     _chain(x, own, weight, case)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         replayed = _chain(x, own, weight, case)
     for _ in range(20):
         own.copy_(gate_up)

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.compilation.graph_safety.device.checks import empty_graphs_raise
 from vllm.compilation.piecewise import DeviceGraph, Pieces, capture
 from vllm.kernels.attention.triton_decode import arrivals
+from vllm.kernels.stream_counters import per_stream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,3 +108,37 @@ def test_counters_that_launches_share_are_of_one_device() -> None:
     first, second = map(arrivals, DEVICES)
     assert (first.device, second.device) == tuple(DEVICES)
     assert arrivals(DEVICES[0]) is first
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_counters_that_launches_share_are_of_one_stream(device: torch.device) -> None:
+    """Of two engines on one GPU each has a stream, and their launches may overlap."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    made = []
+    for stream in streams * 2:
+        with torch.cuda.stream(stream):
+            made.append(arrivals(device))
+    assert made[0] is made[2] and made[1] is made[3]
+    assert made[0].data_ptr() != made[1].data_ptr()
+    torch.cuda.synchronize(device)
+    assert not any(counter.any() for counter in made)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_no_counter_is_made_inside_a_capture(device: torch.device) -> None:
+    """Also where another device is the current one."""
+
+    @per_stream
+    def counter(device: torch.device) -> Tensor:
+        return torch.zeros(1, device=device)
+
+    stream, step = torch.cuda.Stream(device), Step(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        step.run()
+        with torch.cuda.device(DEVICES[0]), pytest.raises(RuntimeError, match="inside a capture"):
+            counter(device)
+    with torch.cuda.stream(stream):
+        before = counter(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        step.run()
+        assert counter(device) is before

@@ -143,13 +143,14 @@ def test_a_row_does_not_depend_on_its_neighbours(
 
 
 @pytest.mark.parametrize(("rows", "cache"), [(1, BF16), (3, BF16), (16, BF16), (40, FP8)])
+@pytest.mark.usefixtures("own_stream")
 def test_replays_give_the_same_bits(kernels: CudaKernels, rows: int, cache: torch.dtype) -> None:
     """Whoever joins, and although launches overlap."""
     case = made([(1, 4000)] * rows, cache=cache, gated=True)
     expected = rows_of(kernels, case).clone()
     graph = torch.cuda.CUDAGraph()
     outs = [torch.empty_like(case["out"]) for _ in range(10)]
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for out in outs:
             kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     for _ in range(100):
@@ -161,6 +162,7 @@ def test_replays_give_the_same_bits(kernels: CudaKernels, rows: int, cache: torc
 
 
 @pytest.mark.parametrize(("rows", "cache"), [(1, BF16), (8, BF16), (40, FP8)])
+@pytest.mark.usefixtures("own_stream")
 def test_it_waits_for_the_keys_of_this_step(
     kernels: CudaKernels, rows: int, cache: torch.dtype
 ) -> None:
@@ -191,7 +193,7 @@ def test_it_waits_for_the_keys_of_this_step(
     step()
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
     for _ in range(50):
         out.fill_(float("nan"))

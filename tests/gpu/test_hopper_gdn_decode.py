@@ -309,12 +309,13 @@ def test_several_tokens_of_rows_without_a_block(kernels: CudaKernels, num_seqs: 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
     return graph
 
 
 @pytest.mark.parametrize(("num_seqs", "tokens"), [(1, 1), (4, 1), (16, 1), (1, 4), (4, 4)])
+@pytest.mark.usefixtures("own_stream")
 def test_a_replayed_chain_equals_kernels_one_after_the_other(
     kernels: CudaKernels, num_seqs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,12 +181,13 @@ def test_a_float8_cache_gives_the_bits_of_a_bfloat16_one_with_its_values(
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.usefixtures("own_stream")
 def test_replays_give_the_same_bits(kernels: CudaKernels, cache: torch.dtype) -> None:
     case = made([(1500, 2000), (700, 700), (64, 3000)], cache=cache)
     expected = rows_of(kernels, case).clone()
     graph = torch.cuda.CUDAGraph()
     outs = [torch.empty_like(case["out"]) for _ in range(5)]
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for out in outs:
             kernels.paged_attention(AttentionProblem(**case | dict(out=out)))
     for _ in range(20):

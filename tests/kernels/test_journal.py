@@ -444,6 +444,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("own_stream")
 def test_one_graph_serves_every_step():
     """What a step does lies in the staged array: a replayed graph reads it anew."""
     heads = (16, 32, 128, 128)
@@ -461,7 +462,7 @@ def test_one_graph_serves_every_step():
             step()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 step()
             step = graph.replay
         for name, value in zip(("ssm_state", "conv_state"), before, strict=True):

@@ -163,12 +163,13 @@ def test_realistic_sizes(lengths, heads, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.usefixtures("own_stream")
 def test_whoever_comes_last_joins_to_the_same_bits(rows):
     case = attention_case([(1, 4000)] * rows, (16, 4, 256), torch.bfloat16, "cuda", gated=True)
     kernels.paged_attention(AttentionProblem(**case))
     expected = case["out"].clone()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(10):
             case["out"].fill_(float("nan"))
             kernels.paged_attention(AttentionProblem(**case))

@@ -6,8 +6,6 @@ sequence times query heads of a kv head), over a float8 cache or, where every sh
 a multiprocessor of its own, over a bfloat16 one: otherwise Triton is as fast or faster.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from vllm.kernels import fp8
 from vllm.kernels.attention import AttentionProblem, QueryRows
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.registry import Implementation
+from vllm.kernels.stream_counters import per_stream
 from vllm.kernels.triton.configs import device_configs
 from vllm.utils.math_utils import cdiv
 
@@ -83,9 +82,9 @@ def num_shares(
     return min(room, MAX_SHARES, cdiv(max_seq_len, MANY_SHARE_KEYS)), MANY_SHARE_KEYS
 
 
-@cache
+@per_stream
 def arrivals(device: torch.device, num_kv_heads: int) -> Tensor:
-    """`[MAX_SEQUENCES * num_kv_heads]` int32, zero between launches; a stream's share it."""
+    """`[MAX_SEQUENCES * num_kv_heads]` int32, zero between launches."""
     return torch.zeros(MAX_SEQUENCES * num_kv_heads, dtype=torch.int32, device=device)
 
 

@@ -5,8 +5,6 @@ It takes bfloat16 queries over a bfloat16 or float8 cache, heads of 64, 128 or 2
 and gates. Drafters' blocks and short queries are left to Triton.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from vllm.kernels.attention.triton import SHORT_ROWS
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.registry import Implementation
+from vllm.kernels.stream_counters import per_stream
 
 HEAD_DIMS = (64, 128, 256)
 #: query rows of a warpgroup: no more query heads may share a kv head
@@ -51,9 +50,9 @@ def _blocks_at_16_bytes(kv_cache: Tensor) -> bool:
     return kv_cache.stride(0) % step == kv_cache.storage_offset() % step == 0
 
 
-@cache
+@per_stream
 def counter(device: torch.device) -> Tensor:
-    """`[1]` int32, zero between launches; a stream's share it."""
+    """`[1]` int32, zero between launches."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 

@@ -12,8 +12,6 @@ bound. How many of its splits a sequence uses follows on the device from that se
 alone: about `SPLIT_KEYS` keys each or more, and the programs beyond the last one leave at once.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from vllm.kernels.attention.triton_tile import (
     strides_of,
     visible,
 )
+from vllm.kernels.stream_counters import per_stream
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.tile_files import Configs, Tile, pick
@@ -213,9 +212,9 @@ def _decode_kernel(
 _decode = Launcher(_decode_kernel)
 
 
-@cache
+@per_stream
 def arrivals(device: torch.device) -> Tensor:
-    """`[MAX_JOINS]` int32, zero between launches; launches of one stream share it."""
+    """`[MAX_JOINS]` int32, zero between launches."""
     return torch.zeros(MAX_JOINS, dtype=torch.int32, device=device)
 
 

@@ -102,8 +102,11 @@ class DeviceTimer:
     def __call__(self, configs: Configs, run: Run) -> float | None:
         """Microseconds; None when the kernel does not compile or needs more than the GPU has."""
         use_configs(self._device, configs)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            run()
+            with torch.cuda.stream(stream):
+                run()
         except TritonError:
             return None
         except RuntimeError as error:
@@ -112,7 +115,7 @@ class DeviceTimer:
             raise
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             run()
         return 1e3 * float(triton.testing.do_bench(graph.replay, return_mode="median"))
 

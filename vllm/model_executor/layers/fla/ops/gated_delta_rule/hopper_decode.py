@@ -6,12 +6,11 @@ row's bits follow from that row alone, its states' updates are those of `gdn_com
 tokens of a sequence have the bits of as many steps.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from vllm.kernels.journal import GatedNorm, Journal
+from vllm.kernels.stream_counters import per_stream
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.decode_inputs import overlaps_launches
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode
 
@@ -68,9 +67,9 @@ def _dense(strides: tuple[int, ...], inner: tuple[int, ...], step: int = 4) -> b
     return strides[0] % step == 0 and strides[1:] == (*inner, 1)
 
 
-@cache
+@per_stream
 def claims(device: torch.device) -> Tensor:
-    """`[1]` int32, zero between launches; launches of one stream share it."""
+    """`[1]` int32, zero between launches."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
