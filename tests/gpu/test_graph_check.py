@@ -5,16 +5,15 @@ is clean on every visible GPU."""
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from vllm.compilation.graph_safety.device.checks import (
-    allocations_noted,
-    check_devices,
-    empty_graphs_raise,
-)
+from vllm.compilation.graph_safety.device.allocations import allocations_noted
+from vllm.compilation.graph_safety.device.checks import check_devices
+from vllm.compilation.graph_safety.device.run import empty_graphs_raise
 from vllm.compilation.graph_safety.device.sync_trap import (
     CurrentStream,
     torch_waits_raise,
@@ -83,6 +82,9 @@ def test_the_tree_is_clean_on_every_gpu(family: str, drafts: int) -> None:
         max_num_batched_tokens=64,
         speculative_config=method if drafts else None,
     )
-    report = check_devices(args.create_engine_config(), 512)
+    own = replace(args, max_num_seqs=40, max_num_batched_tokens=256, max_model_len=1024)
+    config = args.create_engine_config()
+    report = check_devices(config, 512, own_sizes=own.create_engine_config())
     assert report.findings == ()
     assert (report.devices, report.steps) == (torch.cuda.device_count(), 512)
+    assert "decodes of up to 40 requests" in report.done[-1]

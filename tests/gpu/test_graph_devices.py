@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.compilation.graph_safety.device.checks import empty_graphs_raise
+from vllm.compilation.graph_safety.device.run import empty_graphs_raise
 from vllm.compilation.piecewise import DeviceGraph, Pieces, capture
 from vllm.kernels.attention.triton_decode import arrivals
 from vllm.kernels.stream_counters import per_stream

@@ -16,11 +16,13 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from vllm.compilation.graph_safety import model_steps
+from vllm.compilation.graph_safety.device.checks import DevicesReport
 from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.model_steps import smaller_model
 from vllm.compilation.graph_safety.report import CHECKS_LEFT, CHECKS_RUN, Report, join_report
 from vllm.compilation.graph_safety.simulator.models import StepsReport
 from vllm.compilation.graph_safety.walker import Finding
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
@@ -120,6 +122,70 @@ def test_findings_of_steps_are_reported(
     (run,) = json.loads(sarif.read_text())["runs"]
     (result,) = (r for r in run["results"] if "suppressions" not in r)
     assert result["ruleId"] == "graph-26" and _region(result)["startLine"] == 3
+
+
+@needs_cpu
+def test_flags_that_steps_do_not_have_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[VllmConfig] = []
+
+    def check(config: VllmConfig, *rest: object) -> StepsReport:
+        given.append(config)
+        return _found()
+
+    monkeypatch.setattr(model_steps, "check_steps", check)
+    model = str(tiny_model("llama"))
+    args = EngineArgs(model=model, max_num_seqs=256, max_model_len=128, tensor_parallel_size=2)
+    (*_, said) = model_steps.with_steps(join_report("m", {}), args, 4).checks
+    assert said.endswith(
+        "; the steps had --tensor-parallel-size 1 in place of 2, --max-num-seqs 8 in place of 256"
+    )
+    assert given[0].scheduler_config.max_num_seqs == 8
+    (*_, said) = model_steps.with_steps(join_report("m", {}), EngineArgs(model=model), 4).checks
+    assert "in place of" not in said
+
+
+class Gpu:
+    def is_cuda(self) -> bool:
+        return True
+
+
+@needs_cpu
+def test_a_gpu_captures_the_sizes_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its steps, which are small."""
+    given: list[VllmConfig] = []
+
+    def check(config: VllmConfig, steps: int, progress: object, own: VllmConfig) -> DevicesReport:
+        given[:] = config, own
+        return DevicesReport((), 1, 512, ("captured",))
+
+    monkeypatch.setattr(model_steps, "current_platform", Gpu())
+    monkeypatch.setattr(model_steps, "check_devices", check)
+    args = EngineArgs(
+        model=str(tiny_model("llama")),
+        max_num_seqs=100,
+        max_num_batched_tokens=2000,
+        max_model_len=1000,
+    )
+    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    assert report.left == () and report.checks[-1].startswith(
+        "on 1 GPU(s): captured; the steps had"
+    )
+    small, own = given
+    assert (small.scheduler_config.max_num_seqs, own.scheduler_config.max_num_seqs) == (8, 100)
+    assert own.scheduler_config.max_num_batched_tokens == 2000
+    assert own.load_config.load_format == small.load_config.load_format == "dummy"
+
+
+@needs_cpu
+def test_a_gpu_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> DevicesReport:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model_steps, "current_platform", Gpu())
+    monkeypatch.setattr(model_steps, "check_devices", fails)
+    args = EngineArgs(model=str(tiny_model("llama")))
+    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    assert report.left[0] == "steps were not run: CUDA out of memory"
 
 
 @needs_cpu

@@ -149,27 +149,37 @@ def runner() -> Iterator[ModelRunner]:
 def test_planted_hazards(runner: ModelRunner, plant: Plant) -> None:
     with plant.apply(runner) as between:
         report = check_runner(runner, plant.steps, between)
-    assert {finding.hazard for finding in report.findings} == {plant.hazard, *plant.also}
-    (found, *_) = (f for f in report.findings if plant.message in f.message)
-    assert found.hazard == plant.hazard and plant.code in (found.code, None)
+    assert {(f.path, f.line, f.hazard) for f in report.findings} == {plant.place}
+    assert any(plant.message in finding.message for finding in report.findings)
 
 
 def test_nothing_stays_planted(runner: ModelRunner) -> None:
     assert check_runner(runner, 3).findings == ()
 
 
+_PLANNED = "return GraphPlan(sizes"
+
+
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("plan", "message", "text"),
     [
-        (GraphPlan([1, 5], []), "5 decodes is planned for 4 batch rows"),
-        (GraphPlan([1, 99], []), "99 decodes is planned, the state memory holds"),
-        (GraphPlan([4], [128]), "128 tokens is planned, steps have 64"),
-        (GraphPlan([4], [], widths=(1, 17)), "68 tokens is planned, steps have 64"),
+        (GraphPlan([1, 5], []), "5 decodes is planned for 4 batch rows", _PLANNED),
+        (GraphPlan([1, 99], []), "99 decodes is planned, the state memory holds", _PLANNED),
+        (GraphPlan([4], [128]), "128 tokens is planned, steps have 64", _PLANNED),
+        (GraphPlan([4], [], widths=(1, 17)), "68 tokens is planned, steps have 64", _PLANNED),
+        (GraphPlan([4], [128]), "has 64 slots, a graph has 128 tokens", "self.slots = "),
+        (GraphPlan([5], []), "has block tables of 4 rows for 5 decodes", "self.table = "),
     ],
 )
-def test_sizes_that_do_not_fit(runner: ModelRunner, plan: GraphPlan, message: str) -> None:
+def test_sizes_that_do_not_fit(
+    runner: ModelRunner, plan: GraphPlan, message: str, text: str
+) -> None:
+    """Each is said where the plan is made, or the buffer that is too small for it."""
     Driver(runner)
     problems = size_problems(runner, plan)
     assert {problem.hazard for problem in problems} == {16}
-    assert any(message in problem.message for problem in problems)
+    (found,) = (problem for problem in problems if message in problem.message)
+    finding = found.spot.finding(16, message)
+    lines = Path(finding.path).read_text().splitlines()
+    assert text in lines[finding.line - 1]
     assert size_problems(runner, GraphPlan([1, 4], [64])) == []

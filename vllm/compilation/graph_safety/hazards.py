@@ -195,6 +195,12 @@ HAZARDS: dict[int, Hazard] = {
             "mutable state of a module is imported by value",
             "import the module, or a function that answers, and ask in the step",
         ),
+        Hazard(
+            28,
+            "state holds infinities or NaN",
+            "stay in the dtype's range: subtract the maximum before exp, clamp, sum in float32",
+            static=False,
+        ),
     )
 }
 

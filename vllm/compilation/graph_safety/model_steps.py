@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from vllm.compilation.graph_safety.device.checks import DevicesReport, check_devices
@@ -22,6 +23,7 @@ from vllm.compilation.graph_safety.simulator.models import (
 from vllm.compilation.graph_safety.values import kind_of
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.batch_defaults import UsageContext
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import models_on_meta, outline_model
 from vllm.platforms import current_platform
@@ -31,6 +33,13 @@ _MOST_BYTES = 2 * 2**30
 #: rows of a smaller copy, whose state is still as large as the model's
 _COPYS_ROWS = 4
 _NOT_RUN = "steps were not run: "
+#: one device runs the whole model, with weights that are made up
+_ONE_WORKER: dict[str, Any] = {
+    "load_format": "dummy",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+}
 #: sizes that no state has, and the most of them
 _WIDTHS = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 256}
 #: of a model whose heads do not follow from it
@@ -46,14 +55,15 @@ def with_steps(
     """The report of a model's source with the findings of `steps` simulated steps of it.
 
     On a CPU they run in float32, whose bits do not depend on the batch there, with simulated
-    captures, and of a model that is too large for that a smaller copy runs; on GPUs with graphs.
-    What cannot be run is in `left`, with the reason.
+    captures, and of a model that is too large for that a smaller copy runs; on GPUs with graphs,
+    and the graphs of the sizes that were given are captured besides. One worker runs the whole
+    model; the summary names the flags that it does not have. What cannot be run is in `left`, with
+    the reason.
     """
     if not steps:
         return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
     small: dict[str, Any] = {
-        "load_format": "dummy",
-        "tensor_parallel_size": 1,
+        **_ONE_WORKER,
         "max_model_len": LENGTH,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": TOKENS,
@@ -61,37 +71,50 @@ def with_steps(
     on_gpu = current_platform.is_cuda()
     if not on_gpu:
         small["dtype"] = "float32"
+    found: StepsReport | DevicesReport
     copied = ""
     try:
         config = replace(args, **small).create_engine_config()
-        if not on_gpu:
-            config, copied = _that_fits(config, args, small)
-        found: StepsReport | DevicesReport
         if on_gpu:
-            found = check_devices(config, steps, progress)
+            own = replace(args, **_ONE_WORKER)
+            own_sizes = own.create_engine_config(UsageContext.OPENAI_API_SERVER)
+            found = check_devices(config, steps, progress, own_sizes)
         else:
+            config, copied = _that_fits(config, args, small)
             found = check_steps(config, steps, progress)
-    except ValueError as error:
+    except (ValueError, torch.cuda.OutOfMemoryError) as error:
         return replace(report, left=(f"{_NOT_RUN}{error}", *report.left))
+    summary = found.summary + copied + in_place_of(args, small)
     modes = report.modes | dict.fromkeys(found.findings, REPLAYED)
     joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
     left = () if on_gpu else report.left
-    return replace(joined, checks=(*report.checks, found.summary + copied), left=left)
+    return replace(joined, checks=(*report.checks, summary), left=left)
+
+
+def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:
+    """Which flags that were given the steps do not have, in words; nothing where there are none."""
+    defaults = {field.name: field.default for field in fields(EngineArgs)}
+    given = {name: getattr(args, name) for name in small}
+    names = [n for n, value in given.items() if value not in (defaults[n], small[n])]
+    parts = [f"--{n.replace('_', '-')} {small[n]} in place of {given[n]}" for n in names]
+    return f"; the steps had {', '.join(parts)}" if parts else ""
 
 
 def _that_fits(
     config: VllmConfig, args: EngineArgs, small: dict[str, Any]
 ) -> tuple[VllmConfig, str]:
-    """A configuration whose weights may be made up: the given one, or that of a smaller copy with
-    what is smaller in it. VLLMValidationError where neither is small enough."""
+    """A configuration whose weights may be made up: the given one, or that of a smaller copy (then
+    `small` has fewer rows, too) with what is smaller in it. VLLMValidationError where neither is
+    small enough."""
     size = outline_model(config).weight_bytes
     if size <= _MOST_BYTES:
         return config, ""
     copy = smaller_model(config) if isinstance(args.hf_overrides, dict) else None
     if copy is not None:
         # What the user overrides stays.
-        changed = {"hf_overrides": copy.overrides | args.hf_overrides, "max_num_seqs": _COPYS_ROWS}
-        config = replace(args, **small | changed).create_engine_config()
+        small["max_num_seqs"] = _COPYS_ROWS
+        overrides = copy.overrides | args.hf_overrides
+        config = replace(args, **small | {"hf_overrides": overrides}).create_engine_config()
         size = outline_model(config).weight_bytes
         if size <= _MOST_BYTES:
             return config, f"; of a smaller copy: {copy.summary}"

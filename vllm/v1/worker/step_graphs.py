@@ -68,6 +68,10 @@ class StepGraphs:
         return self._pieces[1].sizes if self._pieces else []
 
     @property
+    def num_captured(self) -> int:
+        return sum(len(graphs.sizes) for graphs in self._sets())
+
+    @property
     def num_pending(self) -> int:
         return sum(len(graphs.pending) for graphs in self._sets())
 

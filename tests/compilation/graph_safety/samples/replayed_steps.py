@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.kernels.rotary import RotaryProblem
+from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.platforms import current_platform
@@ -141,23 +145,44 @@ def an_address_that_changes(runner: ModelRunner) -> Iterator[Between]:
 @dataclass(frozen=True)
 class Plant:
     """`apply` plants it in a runner, inside the block; `message` is part of what is said of it, at
-    `code` (None: at what reads it first); `also`: items that follow from it."""
+    the only line of `module` with `text`: where it is, or what reads it first."""
 
     apply: Callable[[ModelRunner], AbstractContextManager[Between]]
     hazard: int
-    code: str | None
+    module: ModuleType
+    text: str
     message: str
     steps: int = 3
-    also: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Path, line and item."""
+        path = self.module.__file__
+        assert path is not None
+        lines = Path(path).read_text().splitlines()
+        (line,) = (n for n, line in enumerate(lines, 1) if self.text in line)
+        return path, line, self.hazard
 
 
+_HERE = sys.modules[__name__]
 _KERNEL = "current_platform.kernels.qk_norm_rope_cache(problem)"
 PLANTS = (
-    Plant(padding_reaches_a_cache, 21, _KERNEL, "writes to the state memory in a step of padding"),
-    Plant(metadata_in_new_tensors, 22, "m.block_table[:m.num_decodes]", "metadata"),
-    Plant(a_number_of_python, 7, "hidden * self.count", "from Python"),
-    Plant(an_address_that_changes, 17, None, "block_tables.groups[0].slots", 2, (22,)),
-    Plant(state_that_is_no_number, 15, "", "holds NaN or infinities"),
+    Plant(
+        padding_reaches_a_cache, 21, attention, _KERNEL, "to the state memory in a step of padding"
+    ),
+    Plant(metadata_in_new_tensors, 22, paged, "=m.block_table[: m.num_decodes]", "metadata"),
+    Plant(a_number_of_python, 7, _HERE, "return hidden * self" + ".count", "from Python"),
+    Plant(
+        an_address_that_changes,
+        17,
+        attention,
+        _KERNEL,
+        "block_tables.groups[0].slots, which was",
+        2,
+    ),
+    Plant(
+        state_that_is_no_number, 28, _HERE, "return hidden * float" + "(", "holds NaN or infinities"
+    ),
 )
 #: what no GPU captures, so that its check ends there
-BRANCH = Plant(a_branch_on_a_value, 5, "hidden.sum() > 1000000000.0", "to the host")
+BRANCH = Plant(a_branch_on_a_value, 5, _HERE, "if hidden.sum()" + " > 1e9", "to the host")

@@ -3,39 +3,48 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from vllm.compilation.graph_safety.device.allocations import allocations_noted
-from vllm.compilation.graph_safety.device.captured_graph import DeviceRecorder
+from vllm.compilation.graph_safety.device.allocations import allocations_noted, growth
+from vllm.compilation.graph_safety.device.captured_graph import (
+    CapturedGraph,
+    DeviceRecorder,
+)
 from vllm.compilation.graph_safety.device.eager_graphs import EagerGraphs
+from vllm.compilation.graph_safety.device.own_sizes import capture_own_sizes
+from vllm.compilation.graph_safety.device.run import DeviceRun, empty_graphs_raise, what_ran
 from vllm.compilation.graph_safety.device.sync_trap import (
     BusyStream,
     CurrentStream,
     torch_waits_raise,
     waits_trapped,
 )
+from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.functions import weights_of
+from vllm.compilation.graph_safety.simulator.models import check_runner
+from vllm.compilation.graph_safety.simulator.not_finite import layers_not_finite, why_not_finite
 from vllm.compilation.graph_safety.simulator.outcomes import (
     Outcome,
     first_other,
-    not_finite,
     run_steps,
     step_spot,
 )
+from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.spots import spot_of_error
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import StepGraphs
-from vllm.v1.worker.warm_up import warm_up
+from vllm.v1.worker.warm_up import profile_peak_bytes, warm_up
 
 Progress = Callable[[str], None]
 #: steps before anything is watched, and steps that are
@@ -44,61 +53,128 @@ _WARM, _WATCHED = 40, 64
 _TRAPPED = 8
 #: steps that are replayed at least
 LONG_RUN = 512
+#: steps that are compared launch by launch: enough for each kind of step
+LOCATED = 24
 
 
 @dataclass(frozen=True)
 class DevicesReport:
-    """What was found on `devices` GPUs in `steps` steps each."""
+    """What was found on `devices` GPUs, with `steps` replayed on each that got so far; `done`: what
+    ran, in words."""
 
     findings: tuple[Finding, ...]
     devices: int
     steps: int
+    done: tuple[str, ...]
 
     @property
     def summary(self) -> str:
-        return (
-            f"on {self.devices} GPU(s): graphs captured on a stream of their own, {_WATCHED} "
-            "decode, verify and mixed steps with waits of torch as errors and the allocator "
-            f"watched, {_TRAPPED} on a busy stream, and {self.steps} replayed twice and compared "
-            "with the same launches without graphs, bit for bit"
-        )
+        return f"on {self.devices} GPU(s): {'; '.join(self.done)}"
 
 
 def check_devices(
-    vllm_config: VllmConfig, steps: int, progress: Progress = lambda name: None
+    vllm_config: VllmConfig,
+    steps: int,
+    progress: Progress = lambda name: None,
+    own_sizes: VllmConfig | None = None,
 ) -> DevicesReport:
-    """Check every visible GPU in turn, with `LONG_RUN` steps at least. `load_format` "dummy" makes
-    weights up."""
+    """Check every visible GPU in turn, with `LONG_RUN` steps at least, of `vllm_config`; then
+    capture every graph of `own_sizes`, the same model with the sizes that it is to be served with.
+    `load_format` "dummy" makes weights up."""
     steps = max(steps, LONG_RUN)
-    count = torch.cuda.device_count()
-    found: dict[Finding, None] = {}
-    for index in range(count):
+    runs: dict[torch.device, DeviceRun] = {}
+    for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
+        runs[device] = run = DeviceRun()
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            found |= dict.fromkeys(_check_device(vllm_config, device, steps, progress))
+            with _runner(vllm_config, device) as runner:
+                _check_runner(runner, run, steps, progress)
+            if own_sizes is not None and not run.findings:
+                with _runner(own_sizes, device) as runner:
+                    capture_own_sizes(runner, run, _memory_for_state(runner))
     torch.cuda.set_device(0)
-    return DevicesReport(tuple(found), count, steps)
+    found = dict.fromkeys(finding for run in runs.values() for finding in run.findings)
+    return DevicesReport(tuple(found), len(runs), steps, what_ran(runs))
 
 
-def _check_device(
-    vllm_config: VllmConfig, device: torch.device, steps: int, progress: Progress
-) -> list[Finding]:
+@contextmanager
+def _runner(vllm_config: VllmConfig, device: torch.device) -> Iterator[ModelRunner]:
+    """A runner with its model; it is dropped after the block, however that ends."""
     config = with_own_layers(vllm_config)
     with torch.no_grad(), set_current_vllm_config(config):
         runner = ModelRunner(config, device)
-        runner.build_model()
-        runner.load_weights()
-        driver = Driver(runner)
         try:
-            with empty_graphs_raise():
-                warm_up(runner)
-        except (RuntimeError, UserWarning) as error:
-            return [_failed_capture(runner, driver, device, error)]
-        found = watched_steps(runner, driver, device, CurrentStream(), progress)
-        found += found or replayed_steps(runner, driver, steps, progress)
-        runner.close()
-    return found
+            runner.build_model()
+            runner.load_weights()
+            yield runner
+        finally:
+            runner.close()
+            torch.cuda.empty_cache()
+
+
+def _check_runner(runner: ModelRunner, run: DeviceRun, steps: int, progress: Progress) -> None:
+    driver, device = Driver(runner), runner.device
+    try:
+        with empty_graphs_raise():
+            warm_up(runner)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, UserWarning) as error:
+        run.findings.append(_failed_capture(runner, driver, device, error))
+        run.done.append("a capture failed, no step was watched or replayed")
+        return
+    run.done.append(f"{runner.graphs.num_captured} graphs captured on a stream of their own")
+    run.findings += watched_steps(runner, driver, device, CurrentStream(), progress)
+    run.done.append(
+        f"{_WATCHED} decode, verify and mixed steps with waits of torch as errors and the "
+        f"allocator watched, {_TRAPPED} on a busy stream"
+    )
+    if run.findings:
+        run.done.append("none were replayed, for what was found before")
+        return
+    compare_steps(
+        runner, run, driver, steps, progress, partial(torch.cuda.memory_allocated, device)
+    )
+
+
+def compare_steps(
+    runner: ModelRunner,
+    run: DeviceRun,
+    driver: Driver,
+    steps: int,
+    progress: Progress,
+    in_use: Callable[[], int],
+    *,
+    located: int = LOCATED,
+    recorder_of: type[Recorder] = DeviceRecorder,
+    graph: type[SimulatedGraph] = CapturedGraph,
+) -> None:
+    """Replay a runner's graphs for `steps` steps, twice, and compare; then, in `located` steps,
+    each launch of a capture with an eager run's, which tells the line. `in_use`: bytes of the
+    device. What records and captures is a GPU's, or the simulator's."""
+    whole = replayed_steps(runner, driver, steps, progress, in_use)
+    run.done.append(
+        f"{steps} replayed twice, with bytes in use compared, and compared with the same launches "
+        "without graphs, bit for bit"
+    )
+    runner.drop_graphs()
+    report = check_runner(runner, located, progress, recorder_of=recorder_of, graph=graph)
+    run.done.append(
+        f"{sum(report.replays.values())} replays of {report.captures} graphs compared launch by "
+        f"launch, with padding that may not write to state, and {len(report.addresses)} addresses "
+        "that are where they were"
+    )
+    # With a line, what a whole step shows is that hazard's; a race has none.
+    rest = [one for one in whole if not report.findings or one.hazard == 24]
+    run.findings += [*report.findings, *rest]
+
+
+def _memory_for_state(runner: ModelRunner) -> int:
+    """Bytes that an engine on this GPU would have for state."""
+    share = runner.vllm_config.cache_config.gpu_memory_utilization
+    total = current_platform.total_memory_bytes(runner.device.index or 0)
+    return int(total * share) - profile_peak_bytes(runner)
 
 
 def _failed_capture(
@@ -115,15 +191,6 @@ def _failed_capture(
     place = (found.path, found.line)
     same = (one for one in recorder.findings if (one.path, one.line) == place)
     return next(same, found)
-
-
-@contextmanager
-def empty_graphs_raise() -> Iterator[None]:
-    """Inside the block a graph that nothing was captured into is an error: work went to another
-    stream or device."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*CUDA Graph is empty.*")
-        yield
 
 
 def watched_steps(
@@ -175,23 +242,42 @@ def watched_steps(
 
 
 def replayed_steps(
-    runner: ModelRunner, driver: Driver, steps: int, progress: Progress
+    runner: ModelRunner,
+    driver: Driver,
+    steps: int,
+    progress: Progress,
+    in_use: Callable[[], int],
 ) -> list[Finding]:
-    """Steps with graphs, twice, and without; every step must end with the same bits."""
+    """Steps with graphs, twice, and without; every step must end with the same bits, and what is in
+    use (bytes) not grow with the replays."""
     runs: list[list[Outcome]] = []
+    levels: list[int] = []
     captured = runner.graphs
-    for graphs in (captured, captured, None):
-        runner.graphs = EagerGraphs(runner, captured) if graphs is None else graphs
-        driver.restart()
-        runs.append(run_steps(runner, driver, steps, progress))
-    found = [step_spot().finding(15, message) for message in not_finite(runner, driver)]
+
+    def watched(name: str) -> None:
+        levels.append(in_use())
+        progress(name)
+
+    driver.restart()
+    runs.append(run_steps(runner, driver, steps, watched))
+    overflown = layers_not_finite(runner, driver)
+    driver.restart()
+    runs.append(run_steps(runner, driver, steps, progress))
+    runner.graphs = EagerGraphs(runner, captured)
+    driver.restart()
+    runs.append(run_steps(runner, driver, steps, progress))
     driver.restart()
     first, second, eager = runs
+    found = []
     for other, hazard, than in ((second, 24, "the same replays before"), (eager, 22, "no graphs")):
         difference = first_other(first, other)
         if difference is not None:
-            return [step_spot().finding(hazard, f"{difference} than with {than}"), *found]
-    return found
+            found.append(step_spot().finding(hazard, f"{difference} than with {than}"))
+            break
+    if (grown := growth(levels)) is not None:
+        found.append(step_spot().finding(9, grown))
+    causes = why_not_finite(runner, driver, overflown, steps)
+    return found + [one.spot.finding(one.hazard, one.message) for one in causes]
 
 
 def _steps(driver: Driver, count: int, progress: Progress) -> None:

@@ -63,6 +63,10 @@ class CheckedGraphSet(GraphSet):
     def captures(self) -> list[CheckedRun]:
         return [checked for checked, _ in self._checked.values()]
 
+    def captured(self, size: int) -> CheckedRun:
+        """The capture of a size."""
+        return self._checked[size][0]
+
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Record a pending size. It runs once before, as in a real capture: what is made at the

@@ -15,12 +15,8 @@ from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.functions import weights_of
-from vllm.compilation.graph_safety.simulator.outcomes import (
-    first_other,
-    not_finite,
-    run_steps,
-    step_spot,
-)
+from vllm.compilation.graph_safety.simulator.not_finite import layers_not_finite, why_not_finite
+from vllm.compilation.graph_safety.simulator.outcomes import first_other, run_steps, step_spot
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.trace import NotReplayable
 from vllm.compilation.graph_safety.walker import Finding
@@ -84,7 +80,7 @@ def check_runner(
     what captures is the CPU's, or a GPU's for a runner there (`device.captured_graph`)."""
     driver = Driver(runner)
     recorder = recorder_of(weights_of(*runner.models))
-    plan = _plan(runner)
+    plan = plan_of(runner)
     for problem in size_problems(runner, plan):
         recorder.report(problem.hazard, problem.spot, problem.message)
     graphs = CheckedGraphs(runner, plan, recorder, graph)
@@ -92,16 +88,19 @@ def check_runner(
     addresses = FrozenAddresses([checked.trace for checked in graphs.captures], owners(runner))
     found = addresses.without_owner()
     replayed = run_steps(runner, driver, steps, progress)
-    found += addresses.moved()
-    found += [NotReplayable(15, step_spot(), message) for message in not_finite(runner, driver)]
+    for one in addresses.moved():
+        # It has a name, and is no tensor that each step makes.
+        recorder.report_instead(22, one.hazard, one.spot, one.message)
+    overflown = layers_not_finite(runner, driver)
     recorder.check_after()
     runner.graphs = StepGraphs()
     driver.restart()
     eager = run_steps(runner, driver, steps, progress)
     driver.restart()
+    found += why_not_finite(runner, driver, overflown, steps)
     difference = first_other(replayed, eager)
     # With another finding the difference is that hazard's.
-    if difference is not None and not recorder.findings:
+    if difference is not None and not recorder.findings and not found:
         found.append(NotReplayable(22, step_spot(), f"{difference} than without graphs"))
     for one in found:
         recorder.report_once(one.hazard, one.spot, one.message)
@@ -128,7 +127,7 @@ def owners(runner: ModelRunner) -> dict[str, object]:
     }
 
 
-def _plan(runner: ModelRunner) -> GraphPlan:
+def plan_of(runner: ModelRunner) -> GraphPlan:
     """Every power of two up to the rows there are, for each width; two sizes in pieces."""
     sizes = [1 << i for i in range(runner.max_rows.bit_length()) if 1 << i <= runner.max_rows]
     pieces = [size for size in _PIECES if size <= runner.inputs.max_tokens]

@@ -53,7 +53,8 @@ _FROM_HOST = {
     torch.as_tensor: "torch.as_tensor()",
     torch.asarray: "torch.asarray()",
 }
-_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+#: ops that make memory and leave in it what was there
+UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _FILLED = frozenset(
     {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
     | {"new_ones", "new_full", "clone", "eye", "linspace"}
@@ -92,6 +93,15 @@ class Recorder:
         found = spot.finding(hazard, message)
         if not any((f.path, f.line) == (found.path, found.line) for f in self.findings):
             self.findings[found] = None
+
+    def report_instead(self, of: int, hazard: int, spot: Spot, message: str) -> None:
+        """Report what findings of item `of` on the same line follow from."""
+        found = spot.finding(hazard, message)
+        place = (found.path, found.line, of)
+        same = [f for f in self.findings if (f.path, f.line, f.hazard) == place]
+        for one in same:
+            del self.findings[one]
+        self.report_once(hazard, spot, message)
 
     def check_after(self) -> None:
         """Report what only shows after the last run: memory that a run made and that two runs later
@@ -231,10 +241,10 @@ class Recorder:
             if name in _CONVERSIONS and fresh and inputs[0].dtype != fresh[0].dtype:
                 self._check_conversion(spot, handles[0], fresh[0])
             if self._in_break:
-                if fresh and name in _FILLED | _UNFILLED:
+                if fresh and name in _FILLED | UNFILLED:
                     self.report(6, spot, f"{name} allocates between graphs")
                 return result
-            is_work = mutates or (bool(fresh) and name not in _UNFILLED)
+            is_work = mutates or (bool(fresh) and name not in UNFILLED)
             kept = rebuilt(result, Tensor, Handle.of)
         finally:
             self._depth -= 1
@@ -279,7 +289,7 @@ class Recorder:
                 place,
                 name,
                 spot,
-                is_filled=name in _FILLED | _UNFILLED,
+                is_filled=name in _FILLED | UNFILLED,
                 in_break=self._in_break,
             )
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import linecache
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any
 
 import torch
 import triton
@@ -116,6 +118,18 @@ def _around(tree: ast.AST, region: tuple[int, int, int, int]) -> Iterator[ast.AS
         if starts <= (line, column) and (end, end_column) <= ends:
             yield node
             yield from _around(node, region)
+
+
+def spot_in(function: Callable[..., Any], text: str) -> Spot:
+    """The first line of a function that has `text`. ValueError where none has it."""
+    assert isinstance(function, FunctionType)
+    lines, first = inspect.getsourcelines(function)
+    number = next((n for n, line in enumerate(lines, first) if text in line), None)
+    if number is None:
+        raise ValueError(f"{function.__qualname__} has no {text!r}")
+    code = function.__code__
+    starts = (start for start, _, line in code.co_lines() if line == number)
+    return Spot(code, next(starts, 0), function.__module__)
 
 
 def is_machinery(path: str) -> bool:
