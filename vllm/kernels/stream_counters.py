@@ -22,8 +22,9 @@ def per_stream(
     streams (two engines on one GPU) may overlap. A graph keeps the counter of the stream that
     captures it: replay it there, or where nothing else runs meanwhile.
 
-    The result raises RuntimeError where a counter would be made inside a capture: only replays
-    would zero its memory.
+    Inside a capture a stream that has no counter yet gets one for that launch alone, which every
+    replay zeroes: what a capture allocates is not zero before its first replay, so it is not kept.
+    That costs a launch more; run the kernel once on the capturing stream before.
     """
     made: dict[Hashable, Tensor] = {}
 
@@ -32,12 +33,9 @@ def per_stream(
         key = (device, stream_of(device), args, tuple(kwargs.items()))
         found = made.get(key)
         if found is None:
-            if is_capturing(device):
-                raise RuntimeError(
-                    f"{make.__qualname__}{(str(device), *args)} would be made inside a capture: "
-                    "launch the kernel once on the capturing stream before"
-                )
-            found = made[key] = make(device, *args, **kwargs)
+            found = make(device, *args, **kwargs)
+            if not is_capturing(device):
+                made[key] = found
         return found
 
     return counter
